@@ -1,0 +1,38 @@
+"""Packaging of moe-trainer.
+
+Three packages: `arguments` (the flag surface), `model_zoo` (recipes, with their YAML files) and `moe_trainer` (the trainer).
+What a run cannot do without is required; every optional library is an extra named after what it adds. Exact versions belong to
+constraints.txt, which only this repository's own scripts use.
+"""
+
+from setuptools import find_packages, setup
+
+EXTRAS = {
+    "te": ["transformer-engine[pytorch]"],
+    "deepep": ["deep-ep"],
+    "triton": ["triton>=3.6"],
+    "logging": ["wandb"],
+    "hf": ["transformers", "tiktoken", "zstandard"],
+    "dev": ["ruff", "hypothesis", "transformers", "tiktoken", "zstandard"],
+}
+
+setup(
+    name="moe-trainer",
+    version="0.1.0",
+    description="Mixture-of-experts language-model pretraining with Megatron-LM's command line, on CPU and GPU",
+    packages=find_packages(include=["moe_trainer", "moe_trainer.*", "arguments", "arguments.*", "model_zoo"]),
+    package_data={"model_zoo": ["*.yaml"]},
+    py_modules=["pretrain_moe"],
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.11",
+        "numpy",
+        "PyYAML",
+        "safetensors",
+        "tokenizers",
+        "sentencepiece",
+        "tensorboard",
+        "pytest",
+    ],
+    extras_require=EXTRAS,
+)
