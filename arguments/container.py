@@ -1,0 +1,73 @@
+"""The frozen result of parsing: eight sections, and how they came about."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from arguments.data import DataArgs
+from arguments.model import ModelArgs
+from arguments.moe import MoEArgs
+from arguments.optimizer import OptimizerArgs
+from arguments.output import OutputArgs
+from arguments.parallel import ParallelArgs
+from arguments.precision import PrecisionArgs
+from arguments.training import TrainingArgs
+
+SECTIONS = (
+    ("model", ModelArgs),
+    ("moe", MoEArgs),
+    ("parallel", ParallelArgs),
+    ("training", TrainingArgs),
+    ("optimizer", OptimizerArgs),
+    ("precision", PrecisionArgs),
+    ("data", DataArgs),
+    ("output", OutputArgs),
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """All flags, resolved. Field `x_y` of a section is the flag whose Megatron destination is `x_y`.
+
+    `source[dest]` says where a value came from, `typed` which destinations stood on the command line, `spelling[dest]` how
+    a given flag was written, `notes` are one-line notices for the log, `recipe_env` are the environment variables a recipe
+    asks for, `world_size` is the number of ranks the rules were checked against (None: unknown).
+    """
+
+    model: ModelArgs
+    moe: MoEArgs
+    parallel: ParallelArgs
+    training: TrainingArgs
+    optimizer: OptimizerArgs
+    precision: PrecisionArgs
+    data: DataArgs
+    output: OutputArgs
+    source: Mapping[str, str] = field(default_factory=dict, repr=False)
+    typed: frozenset[str] = frozenset()
+    spelling: Mapping[str, str] = field(default_factory=dict, repr=False)
+    notes: tuple[str, ...] = ()
+    recipe_env: Mapping[str, str] = field(default_factory=dict)
+    world_size: int | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """Every flag by destination, flat, in order of declaration (for logs and for the checkpoint's record)."""
+        return {
+            f.name: getattr(getattr(self, name), f.name) for name, cls in SECTIONS for f in dataclasses.fields(cls)
+        }
+
+
+def freeze(settings, world_size: int | None) -> Arguments:
+    """Freeze resolved settings into sections."""
+    sections = {
+        name: cls(**{f.name: settings.values[f.name] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS
+    }
+    return Arguments(
+        **sections,
+        source=MappingProxyType(dict(settings.source)),
+        typed=frozenset(settings.typed),
+        spelling=MappingProxyType(dict(settings.spelling)),
+        notes=tuple(settings.notes),
+        recipe_env=MappingProxyType(dict(settings.recipe_env)),
+        world_size=world_size,
+    )

@@ -1,0 +1,203 @@
+"""From a dataclass field to a command-line option.
+
+How it works: the eight section files declare `dest: type = default`. `options()` reads the fields and returns one `Option`
+for each: its spellings, how many values follow, how a value is read, which values are allowed. The parser, the help text
+and the recorded standing of flags all work on these records; a flag is declared in exactly one place.
+
+Spellings: `--` + the field name with dashes, unless the field says otherwise through `flag(...)`. A bool that starts as
+False has spellings that switch it on; one that starts as True has only the `off` spellings it declares
+(`--disable-bias-linear` for add_bias_linear). There are no abbreviations.
+
+Why own records and not argparse actions: argparse stops at the first mistake; a user who waits in a SLURM queue wants all of
+them. The semantics of argparse's tokens (negative numbers, `--flag=value`, `+`, `*`) are kept, and a test compares both.
+"""
+
+import ast
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+def flag(
+    default: object,
+    *spellings: str,
+    off: tuple[str, ...] = (),
+    nargs: int | str | None = None,
+    parse: Callable[[str], object] | None = None,
+    metavar: tuple[str, ...] | None = None,
+    hidden: bool = False,
+):
+    """Declare a flag whose spelling, number of values or reading is not what its field says.
+
+    `spellings` replace the natural one; `off` are the spellings that store False; `nargs` is "*" or a count for lists
+    (else "+"); `parse` reads one value; `hidden` flags are absent from --help.
+    """
+    metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def int_pair(text: str) -> tuple[int, int]:
+    """Read `a,b` or `(a,b)` as two integers."""
+    parts = text.strip().strip("()[]").split(",")
+    if len(parts) != 2:
+        raise ValueError("two integers separated by a comma")
+    return int(parts[0]), int(parts[1])
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """Read a layer frequency: an integer N, or a list expression of `[ ] ( ) , + *` such as ([0]*3+[1]*58).
+
+    Quotes round the whole expression are dropped: launchers that expand their command line unquoted leave them there.
+    """
+    bare = text.strip()
+    while len(bare) >= 2 and bare[0] in "'\"" and bare[-1] == bare[0]:
+        bare = bare[1:-1].strip()
+    wanted = "an integer, or a list expression of digits and [ ] ( ) , + * such as ([0]*3+[1]*58)"
+    if not bare or set(bare) - set("0123456789[](),+* "):
+        raise ValueError(wanted)
+    try:
+        value = _pattern_value(ast.parse(bare, mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(wanted) from error
+    if isinstance(value, list) and not all(isinstance(item, int) for item in value):
+        raise ValueError(wanted)
+    return value
+
+
+def _pattern_value(node: ast.expr) -> int | list:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        return [_pattern_value(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _pattern_value(node.left), _pattern_value(node.right)
+        if isinstance(node.op, ast.Add):
+            return left + right
+        repeats = [side for side in (left, right) if isinstance(side, int)]
+        if any(count > 100_000 for count in repeats):
+            raise TypeError("too long")
+        return left * right
+    raise TypeError("not part of a layer pattern")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One flag as the parser sees it.
+
+    `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a value;
+    `choices` are the allowed values, or None; `default` is Megatron's.
+    """
+
+    dest: str
+    section: str
+    on: tuple[str, ...]
+    off: tuple[str, ...]
+    takes: int | str
+    read: Callable[[str], object]
+    type_name: str
+    choices: tuple | None
+    default: object
+    metavar: tuple[str, ...] | None
+    hidden: bool
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        return self.on + self.off
+
+    @property
+    def is_list(self) -> bool:
+        return self.takes not in (0, 1)
+
+    def convert(self, text: str) -> object:
+        """Turn one token into a value. Raises ValueError that says what is wanted."""
+        value = self.read(text)
+        if self.choices is not None and value not in self.choices:
+            raise ValueError("one of " + ", ".join(str(choice) for choice in self.choices))
+        return value
+
+
+def read_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("an integer (digits only: 1e6 and 2.0 are not integers here)") from None
+
+
+def read_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
+_READERS = types.MappingProxyType({int: read_int, float: read_float, str: str})
+
+
+def _members(annotation: object) -> tuple[object, ...]:
+    """The alternatives of a union, without None; the annotation itself when it is no union."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(member for member in typing.get_args(annotation) if member is not type(None))
+    return (annotation,)
+
+
+def _element(annotation: object) -> tuple[type, tuple | None, bool]:
+    """(type of one value, choices, is a list) of a field's annotation."""
+    is_list = False
+    for member in _members(annotation):
+        if typing.get_origin(member) is list:
+            is_list, annotation = True, typing.get_args(member)[0]
+            break
+    else:
+        annotation = _members(annotation)[0]
+    if typing.get_origin(annotation) is typing.Literal:
+        choices = typing.get_args(annotation)
+        return type(choices[0]), choices, is_list
+    return (annotation if isinstance(annotation, type) else str), None, is_list
+
+
+def _default(field: dataclasses.Field) -> object:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def option_of(field: dataclasses.Field, section: str) -> Option:
+    """The option that a section's field declares."""
+    extra = field.metadata
+    element, choices, is_list = _element(field.type)
+    default, parse = _default(field), extra.get("parse")
+    on, off = extra.get("on", ()), extra.get("off", ())
+    if not on and not (element is bool and default is True):
+        on = ("--" + field.name.replace("_", "-"),)
+    takes: int | str = 0 if element is bool else (extra.get("nargs") or "+") if is_list and not parse else 1
+    return Option(
+        dest=field.name,
+        section=section,
+        on=on,
+        off=off,
+        takes=takes,
+        read=parse or _READERS.get(element, str),
+        type_name=element.__name__,
+        choices=choices,
+        default=default,
+        metavar=extra.get("metavar"),
+        hidden=bool(extra.get("hidden")),
+    )
+
+
+def options(sections: Iterable[tuple[str, type]]) -> dict[str, Option]:
+    """All options of (section name, dataclass) pairs, by destination, in order of declaration."""
+    found: dict[str, Option] = {}
+    for section, cls in sections:
+        for field in dataclasses.fields(cls):
+            if field.name in found:
+                raise ValueError(f"the flag {field.name} is declared twice, the second time in section {section}")
+            found[field.name] = option_of(field, section)
+    return found
+
+
+def by_spelling(all_options: dict[str, Option]) -> dict[str, Option]:
+    """Every spelling of every option, with its leading dashes."""
+    return {spelling: option for option in all_options.values() for spelling in option.spellings}
