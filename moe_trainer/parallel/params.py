@@ -1,0 +1,70 @@
+"""What the machinery must know about a parameter: one record on each, `param.info`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.nn import Parameter
+
+KINDS = ("dense", "expert")
+INITS = ("normal", "zeros", "ones", "xavier_uniform")
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """The single channel between the model wing and the machinery wing.
+
+    names: global Megatron-Core names; one, or (with `stacked`) one per slice of the leading dimension.
+    kind: which data-parallel group reduces it: "dense" over dp_cp, "expert" over edp.
+    sharded_dim, shard_rank, shard_count: tensor-parallel cut; the dimension is that of one named (unstacked) tensor.
+    sequence_parallel: its gradient is partial over the tensor-parallel group and must be summed.
+    tied: the same values live in another module or stage (embedding and head).
+    stacked: the leading dimension enumerates `names` (local experts).
+    init, init_std: initial distribution; init_std is read by "normal" only.
+    """
+
+    names: tuple[str, ...]
+    kind: str = "dense"
+    sharded_dim: int | None = None
+    shard_rank: int = 0
+    shard_count: int = 1
+    sequence_parallel: bool = False
+    tied: bool = False
+    stacked: bool = False
+    init: str = "normal"
+    init_std: float = 0.0
+
+    def __post_init__(self):
+        assert self.names and all(isinstance(name, str) for name in self.names), f"ParamInfo.names: {self.names!r}"
+        assert self.stacked or len(self.names) == 1, f"several names need stacked=True: {self.names}"
+        assert self.kind in KINDS, f"ParamInfo.kind {self.kind!r} of {self.names[0]}: one of {KINDS}"
+        assert self.init in INITS, f"ParamInfo.init {self.init!r} of {self.names[0]}: one of {INITS}"
+        assert 0 <= self.shard_rank < self.shard_count, f"shard {self.shard_rank} of {self.shard_count}"
+
+
+def info_of(param: Parameter) -> ParamInfo:
+    """Return `param.info`.
+
+    Raises: ValueError when the parameter was built without one.
+    """
+    info = getattr(param, "info", None)
+    if info is None:
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} carries no ParamInfo; set `param.info` where it is created")
+    if info.stacked and len(info.names) != param.shape[0]:
+        raise ValueError(f"{info.names[0]}: {len(info.names)} names for a stack of {param.shape[0]}")
+    return info
+
+
+def logical_ndim(param: Parameter) -> int:
+    """Number of dimensions of one named tensor: a stack of matrices counts as a matrix."""
+    return param.dim() - int(info_of(param).stacked)
+
+
+def unique_params(params: Iterable[Parameter]) -> list[Parameter]:
+    """The parameters in order, each once (a tied parameter appears in several modules)."""
+    seen: set[int] = set()
+    kept = []
+    for param in params:
+        if id(param) not in seen:
+            seen.add(id(param))
+            kept.append(param)
+    return kept

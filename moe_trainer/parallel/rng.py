@@ -1,0 +1,80 @@
+"""Layout-independent random numbers: a tensor's initial values depend on (seed, its global name) and nothing else.
+
+Each named tensor is drawn on its full shape by a CPU generator in blocks of rows, every block from its own
+(seed, name, block) stream, and only then cut. So any cut over ranks, any order of construction, any device and the
+meta device give the same weights, and a rank draws only the row blocks it holds.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from moe_trainer.parallel.params import ParamInfo, info_of
+
+BLOCK_NUMEL = 1 << 16
+
+
+def name_seed(seed: int, *parts: str | int) -> int:
+    """A 63-bit seed for a stream named by `parts`: equal on every machine and Python version."""
+    text = "\x1f".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def named_generator(seed: int, *parts: str | int) -> torch.Generator:
+    """A CPU generator for the stream named by `parts`."""
+    return torch.Generator(device="cpu").manual_seed(name_seed(seed, *parts))
+
+
+@torch.no_grad()
+def init_parameter(param: Parameter, seed: int) -> None:
+    """Fill a parameter (this rank's shard, any device and dtype) as its `info` says.
+
+    Values are drawn in fp32 and rounded to the parameter's dtype. A meta parameter is left alone.
+    """
+    info = info_of(param)
+    if param.is_meta:
+        return
+    tensors = param.data.unbind(0) if info.stacked else (param.data,)
+    for name, local in zip(info.names, tensors):
+        if info.init == "zeros":
+            local.zero_()
+        elif info.init == "ones":
+            local.fill_(1.0)
+        else:
+            _draw(local, name, info, seed)
+
+
+def _draw(local: Tensor, name: str, info: ParamInfo, seed: int) -> None:
+    """Fill `local`, this rank's cut of the tensor called `name`, block of rows by block of rows."""
+    full = list(local.shape)
+    first = [0] * len(full)
+    if info.sharded_dim is not None:
+        full[info.sharded_dim] *= info.shard_count
+        first[info.sharded_dim] = local.shape[info.sharded_dim] * info.shard_rank
+    row_shape = full[1:]
+    row_numel = math.prod(row_shape)
+    block_rows = max(1, BLOCK_NUMEL // max(1, row_numel))
+    stop = first[0] + local.shape[0]
+    for block in range(first[0] // block_rows, -(-stop // block_rows)):
+        start = block * block_rows
+        rows = min(block_rows, full[0] - start)
+        values = torch.empty([rows, *row_shape], dtype=torch.float32)
+        _fill(values, full, info, named_generator(seed, name, block))
+        low, high = max(start, first[0]), min(start + rows, stop)
+        values = values[low - start:high - start]
+        for dim in range(1, len(full)):
+            values = values.narrow(dim, first[dim], local.shape[dim])
+        local[low - first[0]:high - first[0]].copy_(values)
+
+
+def _fill(values: Tensor, full: list[int], info: ParamInfo, generator: torch.Generator) -> None:
+    if info.init == "normal":
+        values.normal_(0.0, info.init_std, generator=generator)
+    else:
+        # the bounds need the whole tensor's fans, of which this block is a part
+        fan_out, fan_in = (full[0], full[1]) if len(full) > 1 else (full[0], full[0])
+        bound = math.sqrt(6.0 / (fan_in + fan_out))
+        values.uniform_(-bound, bound, generator=generator)

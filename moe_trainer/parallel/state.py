@@ -1,0 +1,144 @@
+"""Process groups of one rank: made once, at start-up, and passed down as values.
+
+Every communicator is created on every rank in one order (a rank that skips a group it is not in deadlocks the
+others). A group of one rank has no communicator: `handle is None`, and its collectives return their input.
+Groups that carry the same kind of traffic over the same ranks share one communicator ("lanes"), so a plain
+data-parallel run opens a single one for gradients; traffic of different kinds never shares, so that an overlapped
+reduction cannot stand in front of a small statistic.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moe_trainer.parallel.grid import DEFAULT_ORDER, Layout, make_layout
+
+# field of ParallelState -> axes that vary inside the group, and the lane whose communicator it may share
+_GROUPS = (
+    ("dp", ("dp",), "gradients"),
+    ("dp_cp", ("dp", "cp"), "gradients"),
+    ("edp", ("edp",), "gradients"),
+    ("tp", ("tp",), "tensor"),
+    ("cp", ("cp",), "context"),
+    ("pp", ("pp",), "pipeline"),
+    ("tp_cp", ("tp", "cp"), "statistics"),
+    ("tp_dp_cp", ("tp", "dp", "cp"), "statistics"),
+    ("mp", ("tp", "pp"), "model"),
+    ("expert_mp", ("etp", "ep", "pp"), "model"),
+    ("etp", ("etp",), "expert tensor"),
+    ("ep", ("ep",), "expert"),
+    ("tp_ep", ("etp", "ep"), "expert"),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One communicator, seen from this rank. `handle` is None when the group has one member."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    size: int
+    handle: ProcessGroup | None = None
+
+    @staticmethod
+    def single(name: str, rank: int = 0) -> "Group":
+        """A group of one: the given global rank."""
+        return Group(name, (rank,), 0, 1, None)
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """All groups this rank belongs to.
+
+    Dense side: tp cp dp pp, and dp_cp (reduces dense gradients), tp_cp, tp_dp_cp (router statistics), mp (tp x pp).
+    Expert side: etp ep edp (reduces expert gradients), tp_ep (etp x ep), expert_mp (etp x ep x pp).
+    embedding: first and last pipeline stage, which share tied embeddings; a middle stage has a group of its own.
+    """
+
+    world: Group
+    tp: Group
+    cp: Group
+    dp: Group
+    pp: Group
+    dp_cp: Group
+    tp_cp: Group
+    tp_dp_cp: Group
+    mp: Group
+    etp: Group
+    ep: Group
+    edp: Group
+    tp_ep: Group
+    expert_mp: Group
+    embedding: Group
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
+
+    @staticmethod
+    def single() -> "ParallelState":
+        """Everything of size one: any layer or optimizer runs without torch.distributed."""
+        return ParallelState(**{field.name: Group.single(field.name) for field in fields(ParallelState)})
+
+    @staticmethod
+    def create(world_size: int, rank: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1,
+               order: str = DEFAULT_ORDER, *, backend: str | None = None,
+               timeout: timedelta | None = None) -> "ParallelState":
+        """Create every communicator. Collective: all ranks call it with the same arguments.
+
+        torch.distributed must be initialized when world_size > 1. backend None means that of the default group
+        (see `default_backend`); timeout None means its timeout.
+        Raises: ValueError when the sizes do not fit (see grid.make_layout).
+        """
+        layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
+        factory = _Factory(rank, backend, timeout)
+        world = Group("world", tuple(range(world_size)), rank, world_size, dist.group.WORLD if world_size > 1 else None)
+        made = {name: factory.make(name, layout.groups(*axes), lane) for name, axes, lane in _GROUPS}
+        made["embedding"] = factory.make("embedding", _embedding_groups(layout), "pipeline")
+        return ParallelState(world=world, **made)
+
+    def describe(self) -> str:
+        """One line for the log: the size of every group and this rank's position in it."""
+        return " ".join(f"{g.name} {g.rank}/{g.size}" for g in (getattr(self, field.name) for field in fields(self)))
+
+
+def default_backend(device_type: str) -> str:
+    """torch.distributed's backend for a device type: "nccl" for "cuda", else "gloo"."""
+    return "nccl" if device_type == "cuda" else "gloo"
+
+
+def _embedding_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """First and last rank of every pipeline; ranks of middle stages stand alone."""
+    groups = []
+    for pipeline in layout.groups("pp"):
+        ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
+        groups.append(ends)
+        groups.extend((rank,) for rank in pipeline[1:-1])
+    return tuple(sorted(groups))
+
+
+class _Factory:
+    """Creates communicators for whole partitions, remembering those of the same lane and membership."""
+
+    def __init__(self, rank: int, backend: str | None, timeout: timedelta | None):
+        self.rank = rank
+        self.options = {"backend": backend, "timeout": timeout}
+        self.handles: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = {}
+
+    def make(self, name: str, partition: Iterable[tuple[int, ...]], lane: str) -> Group:
+        mine = None
+        for ranks in partition:
+            if len(ranks) > 1 and (lane, ranks) not in self.handles:
+                self.handles[lane, ranks] = dist.new_group(list(ranks), group_desc=f"{lane}: {name}", **self.options)
+            if self.rank in ranks:
+                mine = Group(name, ranks, ranks.index(self.rank), len(ranks), self.handles.get((lane, ranks)))
+        assert mine is not None, f"rank {self.rank} is in no {name} group"
+        return mine

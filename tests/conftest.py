@@ -1,0 +1,42 @@
+"""Shared test set-up: one thread, fixed seeds, and the folder of shared reference facts."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+# Several ranks are forked from this process; a parent that has used more than one OpenMP thread would hang them.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("multi_gpu") and count < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs several CUDA devices, found {count}"))
+        elif item.get_closest_marker("gpu") and count < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    """Every test starts from the same random state and deterministic kernels."""
+    random.seed(1234)
+    numpy.random.seed(1234)
+    torch.manual_seed(1234)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference facts (golden runs, flag lists); tests that need it are skipped without it."""
+    given = os.environ.get("MOE_TRAINER_SHARED")
+    folder = Path(given) if given else Path(__file__).resolve().parents[2] / "shared"
+    if not (folder / "golden").is_dir():
+        pytest.skip(f"no reference facts at {folder}; set MOE_TRAINER_SHARED to their folder")
+    return folder

@@ -1,0 +1,80 @@
+"""Initial weights depend on (seed, global name) only: not on order, cut, stacking, dtype or the meta device."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from moe_trainer.parallel.params import ParamInfo, info_of, logical_ndim
+from moe_trainer.parallel.rng import init_parameter, named_generator
+
+
+def _param(shape, seed=1, dtype=torch.float32, device="cpu", **info):
+    param = Parameter(torch.empty(shape, dtype=dtype, device=device))
+    param.info = ParamInfo(**{"names": ("a.weight",), "init_std": 0.02, **info})
+    init_parameter(param, seed)
+    return param
+
+
+def test_order_and_global_random_state_do_not_matter():
+    first = _param((32, 16))
+    torch.randn(1000)
+    _param((8, 8), names=("other.weight",))
+    again = _param((32, 16))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, _param((32, 16), names=("b.weight",)))
+    assert not torch.equal(first, _param((32, 16), seed=2))
+
+
+@pytest.mark.parametrize("init", ["normal", "xavier_uniform"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(96, 1040), (70, 40)])  # several row blocks, and one
+def test_shards_are_cuts_of_the_whole(shape, dim, init):
+    whole = _param(shape, init=init)
+    for rank in range(2):
+        cut = list(shape)
+        cut[dim] //= 2
+        part = _param(cut, sharded_dim=dim, shard_rank=rank, shard_count=2, init=init)
+        assert torch.equal(part, whole.chunk(2, dim)[rank])
+
+
+def test_stacked_experts_equal_single_ones():
+    names = tuple(f"experts.{e}.weight" for e in range(3))
+    stack = _param((3, 16, 8), names=names, stacked=True, kind="expert")
+    for e, name in enumerate(names):
+        assert torch.equal(stack[e], _param((16, 8), names=(name,)))
+    assert not torch.equal(stack[0], stack[1])
+    assert logical_ndim(stack) == 2
+
+
+def test_vocabulary_padding_keeps_the_first_rows():
+    small, large = _param((2048, 64)), _param((3072, 64))
+    assert torch.equal(small, large[:2048])
+
+
+def test_dtype_is_a_rounding_and_meta_materialises_to_the_same():
+    fp32 = _param((32, 16))
+    assert torch.equal(_param((32, 16), dtype=torch.bfloat16), fp32.bfloat16())
+    meta = _param((32, 16), device="meta")
+    made = Parameter(torch.empty_like(meta, device="cpu"))
+    made.info = meta.info
+    init_parameter(made, 1)
+    assert torch.equal(made, fp32)
+
+
+def test_distribution():
+    normal = _param((512, 512), init_std=0.02)
+    assert abs(normal.std().item() - 0.02) < 2e-4 and abs(normal.mean().item()) < 2e-4
+    xavier = _param((512, 256), init="xavier_uniform")
+    bound = (6 / 768) ** 0.5
+    assert 0.99 * bound < xavier.abs().max().item() <= bound
+    assert torch.equal(_param((4,), init="ones"), torch.ones(4)) and torch.equal(_param((4,), init="zeros"), torch.zeros(4))
+
+
+def test_streams_are_stable_over_versions():
+    """A checkpoint-free restart on another machine must draw the same numbers."""
+    assert named_generator(1, "x", 0).initial_seed() == 4863426508715678869
+
+
+def test_a_parameter_without_info_is_an_error():
+    with pytest.raises(ValueError, match="no ParamInfo"):
+        info_of(Parameter(torch.zeros(2)))

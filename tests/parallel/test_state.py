@@ -1,0 +1,64 @@
+"""Process groups on real ranks: membership, and that communicators talk to the right ranks."""
+
+import dataclasses
+
+import torch
+from harness import run_ranks
+
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.grid import make_layout
+from moe_trainer.parallel.state import ParallelState, default_backend
+
+
+def test_single_needs_no_process_group():
+    ps = ParallelState.single()
+    for field in dataclasses.fields(ps):
+        group = getattr(ps, field.name)
+        assert (group.size, group.rank, group.handle) == (1, 0, None)
+    assert ps.is_first_stage and ps.is_last_stage
+
+
+def test_create_on_one_rank_needs_no_process_group():
+    ps = ParallelState.create(1, 0)
+    assert ps == ParallelState.single()
+
+
+def _sum_of_ranks(rank, n, sizes):
+    """On every group: all-reduce this rank's number, expect the sum of the group's ranks."""
+    ps = ParallelState.create(n, rank, **sizes)
+    for field in dataclasses.fields(ps):
+        group = getattr(ps, field.name)
+        assert group.ranks[group.rank] == rank and len(group.ranks) == group.size
+        assert (group.handle is None) == (group.size == 1)
+        x = collectives.all_reduce(torch.tensor([float(rank)]), group)
+        assert x.item() == sum(group.ranks), (field.name, group, x)
+    return {field.name: getattr(ps, field.name).ranks for field in dataclasses.fields(ps)}
+
+
+def test_groups_of_a_folded_layout():
+    sizes = {"tp": 2, "pp": 2, "ep": 2}
+    by_rank = run_ranks(_sum_of_ranks, 8, sizes)
+    layout = make_layout(8, **sizes)
+    for rank, groups in enumerate(by_rank):
+        assert groups["ep"] in layout.groups("ep") and rank in groups["ep"]
+        assert groups["dp_cp"] in layout.groups("dp", "cp")
+        assert groups["embedding"] == groups["pp"]
+
+
+def test_uneven_membership_does_not_hang():
+    """Ranks belong to different numbers of groups larger than one: middle stages have no embedding group."""
+    by_rank = run_ranks(_sum_of_ranks, 3, {"pp": 3})
+    assert [groups["embedding"] for groups in by_rank] == [(0, 2), (1,), (0, 2)]
+
+
+def _shared_handles(rank, n):
+    ps = ParallelState.create(n, rank)
+    return ps.dp.handle is ps.dp_cp.handle is ps.edp.handle, ps.dp.handle is ps.tp_dp_cp.handle
+
+
+def test_gradients_share_one_communicator_apart_from_statistics():
+    assert run_ranks(_shared_handles, 2) == [(True, False)] * 2
+
+
+def test_default_backend():
+    assert (default_backend("cuda"), default_backend("cpu")) == ("nccl", "gloo")
