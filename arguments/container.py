@@ -52,9 +52,7 @@ class Arguments:
 
     def as_dict(self) -> dict[str, object]:
         """Every flag by destination, flat, in order of declaration (for logs and for the checkpoint's record)."""
-        return {
-            f.name: getattr(getattr(self, name), f.name) for name, cls in SECTIONS for f in dataclasses.fields(cls)
-        }
+        return {f.name: getattr(getattr(self, name), f.name) for name, cls in SECTIONS for f in dataclasses.fields(cls)}
 
 
 def freeze(settings, world_size: int | None) -> Arguments:

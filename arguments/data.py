@@ -14,54 +14,126 @@ from arguments.schema import flag
 class DataArgs:
     """Corpora, samples, tokenizer."""
 
-    # ---- flags
+    # ---- corpora
     data_path: list[str] | None = flag(None, nargs="*")
-    phase_transition_iterations: str | None = None
+    """Data prefixes: one, several, or weight and prefix in turn; split by --split."""
     split: str | None = None
+    """Shares of training, validation and test samples, such as 969,30,1."""
     train_data_path: list[str] | None = flag(None, nargs="*")
+    """Prefixes (with weights) for training."""
     valid_data_path: list[str] | None = flag(None, nargs="*")
+    """Prefixes (with weights) for validation."""
     test_data_path: list[str] | None = flag(None, nargs="*")
+    """Prefixes (with weights) for test."""
     data_args_path: str | None = None
+    """File that holds what --data-path would."""
     per_split_data_args_path: str | None = None
+    """JSON file with a list of prefixes for each of train, valid and test."""
     per_dataset_sequences_path: str | None = None
-    dataloader_fast_cache_load: bool = False
-    dataloader_defer_npy_index_mmap: bool = False
-    data_cache_path: str | None = None
-    mmap_bin_files: bool = flag(True, off=("--no-mmap-bin-files",))
+    """JSON file with the number of sequences of each data set."""
     mock_data: bool = False
+    """Train on made-up tokens."""
+    phase_transition_iterations: str | None = None
+    """Iterations at which the data blend changes."""
+    data_cache_path: str | None = None
+    """Folder for index files."""
+
+    # ---- samples
     seq_length: int | None = None
-    num_workers: int = 2
+    """Tokens per sample."""
     reset_position_ids: bool = False
+    """Start positions anew after each end-of-document token."""
     reset_attention_mask: bool = False
-    dataloader_inter_document_masking: bool = False
+    """Do not attend across end-of-document tokens."""
     eod_mask_loss: bool = False
+    """No loss on end-of-document tokens."""
     create_attention_mask_in_dataloader: bool = flag(True, off=("--no-create-attention-mask-in-dataloader",))
-    num_dataset_builder_threads: int = 1
-    object_storage_cache_path: str | None = None
-    mid_level_dataset_surplus: float = 0.005
+    """Make the attention mask in the data loader."""
+    dataloader_inter_document_masking: bool = False
+    """Mask documents from each other through sequence lengths."""
     allow_ambiguous_pad_tokens: bool = False
-    vocab_size: int | None = None
-    padded_vocab_size: int | None = None
-    pad_vocab_size: bool = flag(True, off=("--no-pad-vocab-size", "--disable-pad-vocab-size",))
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    tokenizer_type: Literal[
-        "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
-        "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer",
-        "MultimodalTokenizer", "NullTokenizer", "NullMultimodalTokenizer", "SFTTokenizer",
-    ] | None = None
+    """Accept a pad token that also occurs in the text."""
+
+    # ---- reading
+    num_workers: int = 2
+    """Data-loading processes per rank."""
+    mmap_bin_files: bool = flag(True, off=("--no-mmap-bin-files",))
+    """Map .bin files into memory instead of reading them."""
+    num_dataset_builder_threads: int = 1
+    """Threads per rank that build data sets."""
+    mid_level_dataset_surplus: float = 0.005
+    """Extra samples taken of each data set of a blend, as a fraction."""
+    dataloader_fast_cache_load: bool = False
+    """Trust that index files exist and skip the checks."""
+    dataloader_defer_npy_index_mmap: bool = False
+    """Map index files on first use."""
+    object_storage_cache_path: str | None = None
+    """Local folder for index files of data in object storage."""
+
+    # ---- tokenizer
+    tokenizer_type: (
+        Literal[
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "MultimodalTokenizer",
+            "NullTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+        ]
+        | None
+    ) = None
+    """Which tokenizer."""
     tokenizer_model: str | None = None
-    metadata_path: str | None = flag(None, "--tokenizer-metadata")
-    special_tokens: list[str] | None = flag(None, "--tokenizer-special-tokens")
-    tiktoken_pattern: Literal["v1", "v2"] | None = None
-    tiktoken_num_special_tokens: int = 1000
-    tokenizer_sentencepiece_legacy: bool = False
-    tokenizer_sentencepiece_ignore_extra_whitespaces: bool = flag(
-        True, off=("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",)
+    """Model file, folder or hub name of the tokenizer."""
+    vocab_file: str | None = None
+    """Vocabulary file of the GPT-2 BPE tokenizer."""
+    merge_file: str | None = None
+    """Merge file of the GPT-2 BPE tokenizer."""
+    vocab_size: int | None = None
+    """Vocabulary size before padding, instead of the tokenizer's."""
+    padded_vocab_size: int | None = None
+    """Vocabulary size after padding, instead of computing it."""
+    pad_vocab_size: bool = flag(
+        True,
+        off=(
+            "--no-pad-vocab-size",
+            "--disable-pad-vocab-size",
+        ),
     )
+    """Pad the vocabulary at all."""
+    metadata_path: str | None = flag(None, "--tokenizer-metadata")
+    """File or folder with the tokenizer's metadata."""
+    special_tokens: list[str] | None = flag(None, "--tokenizer-special-tokens")
+    """Special tokens to add."""
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """Pre-tokenisation pattern of tiktoken."""
+    tiktoken_num_special_tokens: int = 1000
+    """Number of special tokens of tiktoken."""
+    tokenizer_sentencepiece_legacy: bool = False
+    """SentencePiece's old treatment of special tokens."""
+    tokenizer_sentencepiece_ignore_extra_whitespaces: bool = flag(
+        True,
+        off=(
+            "--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
+            "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
+        ),
+    )
+    """Let SentencePiece drop repeated blanks."""
     tokenizer_hf_no_use_fast: bool = False
+    """Use the slow implementation of a Hugging Face tokenizer."""
     tokenizer_hf_no_include_special_tokens: bool = False
+    """Do not add special tokens to texts."""
     trust_remote_code: bool = False
+    """Allow a Hugging Face tokenizer to run code from the hub."""
     null_tokenizer_eod_id: int | None = None
+    """End-of-document token of the null tokenizer."""
     null_tokenizer_pad_id: int = -1
+    """Pad token of the null tokenizer."""
     use_gigatoken: bool = False
+    """Use the gigatoken library."""

@@ -14,120 +14,258 @@ from arguments.schema import flag, int_pair, layer_pattern
 class ModelArgs:
     """The shape and mathematics of the transformer."""
 
-    # ---- flags
-    perform_initialization: bool = flag(True, off=("--no-initialization",))
-    use_cpu_initialization: bool | None = None
-    cross_entropy_loss_fusion: bool = False
-    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    # ---- sizes
     num_layers: int | None = None
-    mtp_num_layers: int | None = None
-    mtp_loss_scaling_factor: float = 0.1
-    mtp_use_repeated_layer: bool = False
-    mtp_detach_heads: bool = False
-    mtp_hsm: bool = False
+    """Number of decoder layers (multi-token-prediction layers not counted)."""
     hidden_size: int | None = None
-    num_attention_heads: int | None = None
-    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
-    flash_attention_version: Literal[2, 3, 4] | None = None
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
-    num_query_groups: int = 1
+    """Width of the residual stream."""
     ffn_hidden_size: int | None = None
+    """Width of a dense feed-forward layer. Unset: 4 x hidden size, or 8/3 x hidden size rounded down to a multiple
+    of 64 with --swiglu."""
+    num_attention_heads: int | None = None
+    """Number of query heads."""
     kv_channels: int | None = None
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    fp32_residual_connection: bool = False
-    apply_residual_connection_post_layernorm: bool = False
-    layernorm_epsilon: float = flag(1e-05, "--norm-epsilon")
-    layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p")
-    add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
-    add_qkv_bias: bool = False
-    glu_linear_offset: float = 0.0
-    activation_func_clamp_value: float | None = None
-    rotary_interleaved: bool = False
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    qk_layernorm: bool = False
-    qk_l2_norm: bool = False
-    qk_clip: bool = False
-    qk_clip_alpha: float = 0.5
-    qk_clip_threshold: float = 100.0
-    attention_output_gate: bool = False
-    multi_latent_attention: bool = False
-    experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net"] | None = None
-    dsa_indexer_n_heads: int | None = None
-    dsa_indexer_head_dim: int | None = None
-    dsa_indexer_topk: int | None = None
-    dsa_indexer_topk_freq: int = 1
-    dsa_indexer_skip_topk_offset: int = 0
-    dsa_indexer_loss_coeff: float | None = None
-    dsa_indexer_use_sparse_loss: bool = False
-    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = "none"
-    dsa_indexer_rope_interleaved: bool = False
-    dsa_indexer_rotate_activation: bool = flag(
-        True, off=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation",)
-    )
-    dsa_indexer_scoring_relu: bool = flag(
-        True, off=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu",)
-    )
-    dsa_indexer_k_norm_epsilon: float | None = None
-    dsa_indexer_k_norm_fp32: bool = False
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    init_method_std: float = 0.02
-    embedding_init_method_std: float | None = None
-    init_model_with_meta_device: bool = False
-    apply_query_key_layer_scaling: bool = False
-    use_fused_weighted_squared_relu: bool = False
-    fused_residual_rmsnorm: bool = False
-    use_transformer_engine_op_fuser: bool = False
-    use_grouped_gemm_for_shared_expert: bool = False
-    use_grouped_gemm_for_dense_mlp: bool = False
-    use_te_activation_func: bool = False
+    """Size of one attention head. Unset: hidden size / heads."""
     group_query_attention: bool = False
-    window_size: tuple[int, int] | None = flag(None, parse=int_pair)
-    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    """Share each key/value head among a group of query heads."""
+    num_query_groups: int = 1
+    """Number of key/value heads; counts only with --group-query-attention."""
     max_position_embeddings: int | None = None
+    """Largest position the model may see; at least --seq-length."""
+    make_vocab_size_divisible_by: int = 128
+    """Pad the vocabulary to a multiple of this, times the tensor-parallel size."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer its own weights instead of the embedding's."""
+
+    # ---- normalisation and activations
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of normalisation before attention, before the feed-forward layer and at the end."""
+    layernorm_epsilon: float = flag(1e-05, "--norm-epsilon")
+    """Added to the variance before the root is taken."""
+    layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p")
+    """Store the norm's gain minus one, so that weight decay pulls it towards one."""
+    apply_residual_connection_post_layernorm: bool = False
+    """Take the residual after the norm instead of before it (the original transformer)."""
+    fp32_residual_connection: bool = False
+    """Keep the residual stream in fp32."""
+    qk_layernorm: bool = False
+    """Normalise queries and keys of each head."""
+    qk_l2_norm: bool = False
+    """Normalise queries and keys by their length, without a learned gain (Llama 4)."""
+    swiglu: bool = False
+    """Gated SiLU feed-forward layers (dense and experts)."""
+    squared_relu: bool = False
+    """Squared ReLU instead of GELU."""
+    quick_geglu: bool = False
+    """Gated feed-forward layers with the sigmoid approximation of GELU."""
+    glu_linear_offset: float = 0.0
+    """Constant added to the linear half of a gated feed-forward layer."""
+    activation_func_clamp_value: float | None = None
+    """Clamp both halves of a gated activation to this magnitude."""
+    use_fused_weighted_squared_relu: bool = False
+    """Fuse squared ReLU with the router's probability."""
+    add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
+    """Biases in all linear layers."""
+    add_qkv_bias: bool = False
+    """Biases in the query/key/value projection only."""
+    hidden_dropout: float = 0.1
+    """Dropout probability on the residual branches."""
+    attention_dropout: float = 0.1
+    """Dropout probability on the attention weights."""
+
+    # ---- positions
     position_embedding_type: Literal[
-        "learned_absolute", "rope", "yarn", "mrope", "relative", "none",
+        "learned_absolute",
+        "rope",
+        "yarn",
+        "mrope",
+        "relative",
+        "none",
     ] = "learned_absolute"
+    """How positions enter: a learned table, rotary, YaRN, none."""
+    use_rotary_position_embeddings: bool = False
+    """Old spelling of --position-embedding-type rope."""
+    add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
+    """Add a learned position table (Megatron's old switch; only rope ignores it)."""
+    rotary_base: int = 10000
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Fraction of each head that is rotated."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring pairs of channels instead of the two halves."""
+    rotary_seq_len_interpolation_factor: int | None = None
+    """Divide positions by this factor (linear interpolation)."""
+    use_rope_scaling: bool = False
+    """Llama 3's frequency-dependent scaling of rotary positions."""
+    rope_scaling_factor: float = 8.0
+    """Factor of Llama 3's scaling."""
+    rope_type: Literal["rope", "yarn"] | None = None
+    """Rotary kind of multi-head latent attention. Unset: yarn with MLA, rope otherwise."""
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    """Layers without rotary embedding: every N-th, or a pattern of 0/1 per layer."""
     yarn_original_max_position_embeddings: int | None = None
+    """Context length YaRN extends from."""
     yarn_beta_fast: float | None = None
+    """YaRN: rotations per context above which a channel is left alone."""
     yarn_beta_slow: float | None = None
+    """YaRN: rotations per context below which a channel is interpolated fully."""
     yarn_correction_range_round_to_int: bool | None = flag(
         None, "--yarn-correction-range-round-to-int", off=("--no-yarn-correction-range-round-to-int",)
     )
-    use_rotary_position_embeddings: bool = False
-    rotary_base: int = 10000
-    rotary_percent: float = 1.0
-    rotary_seq_len_interpolation_factor: int | None = None
-    use_rope_scaling: bool = False
-    rope_scaling_factor: float = 8.0
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
-    add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
-    make_vocab_size_divisible_by: int = 128
-    squared_relu: bool = False
-    swiglu: bool = False
-    quick_geglu: bool = False
-    untie_embeddings_and_output_weights: bool = False
-    masked_softmax_fusion: bool = flag(True, off=("--no-masked-softmax-fusion",))
-    bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",))
-    bias_swiglu_fusion: bool = flag(True, off=("--no-bias-swiglu-fusion",))
-    bias_dropout_fusion: bool = flag(True, off=("--no-bias-dropout-fusion",))
-    apply_rope_fusion: bool = flag(True, off=("--no-rope-fusion",))
-    rope_type: Literal["rope", "yarn"] | None = None
+    """YaRN: round the limits of the blended channel range to integers."""
+
+    # ---- attention
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
+    """Which attention kernel to use; every one computes the same function."""
+    flash_attention_version: Literal[2, 3, 4] | None = None
+    """Which FlashAttention generation to ask for."""
     use_flash_attn: bool = False
-    no_persist_layer_norm: bool = False
-    deprecated_use_mcore_models: bool = flag(False, "--use-mcore-models")
-    init_method_xavier_uniform: bool = False
+    """Ask for FlashAttention (nothing reads it any more)."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Attention softmax: plain, with one added to the denominator, or with a learned sink per head."""
+    window_size: tuple[int, int] | None = flag(None, parse=int_pair)
+    """Sliding-window attention as LEFT,RIGHT tokens; -1 is unlimited."""
+    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    """Which layers use full attention instead of the window: every N-th, or a pattern."""
+    attention_output_gate: bool = False
+    """Multiply the attention output by a sigmoid gate of the layer's input."""
+    apply_query_key_layer_scaling: bool = False
+    """Divide attention scores by the layer number and multiply them back in the softmax."""
+    qk_clip: bool = False
+    """Rescale query and key weights when the largest attention logit passes a threshold (MuonClip)."""
+    qk_clip_alpha: float = 0.5
+    """Share of the rescaling that goes to the queries."""
+    qk_clip_threshold: float = 100.0
+    """Attention logit above which qk-clip acts."""
+
+    # ---- multi-head latent attention
+    multi_latent_attention: bool = False
+    """DeepSeek's attention with low-rank compressed keys and values."""
     q_lora_rank: int | None = None
+    """Rank of the compressed queries. Unset: queries are projected directly."""
     kv_lora_rank: int = 32
+    """Rank of the compressed keys and values."""
     qk_head_dim: int = 128
+    """Size of the part of a head without positions."""
     qk_pos_emb_head_dim: int = 64
+    """Size of the rotary part of a head."""
     v_head_dim: int = 128
+    """Size of a value head."""
     rotary_scaling_factor: float = 1.0
+    """How far YaRN extends the context, as a factor."""
     mscale: float = 1.0
+    """YaRN's attention temperature for the rotary part."""
     mscale_all_dim: float = 0.0
+    """YaRN's attention temperature for all channels."""
     mla_down_proj_fusion: bool = False
+    """Compute the query and key/value down projections in one product."""
+
+    # ---- linear and sparse attention
+    experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net"] | None = None
+    """Replace softmax attention in some layers: gated DeltaNet or DeepSeek sparse attention."""
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    """Layers with linear attention: every N-th layer keeps softmax attention, or a pattern of 0/1."""
+    linear_conv_kernel_dim: int = 4
+    """Width of the causal convolution of a gated DeltaNet layer."""
+    linear_key_head_dim: int = 128
+    """Size of a key head of a gated DeltaNet layer."""
+    linear_value_head_dim: int = 128
+    """Size of a value head of a gated DeltaNet layer."""
+    linear_num_key_heads: int = 16
+    """Number of key heads of a gated DeltaNet layer."""
+    linear_num_value_heads: int = 32
+    """Number of value heads of a gated DeltaNet layer."""
+    dsa_indexer_n_heads: int | None = None
+    """Sparse attention: heads of the lightning indexer."""
+    dsa_indexer_head_dim: int | None = None
+    """Sparse attention: size of an indexer head."""
+    dsa_indexer_topk: int | None = None
+    """Sparse attention: keys each query attends to."""
+    dsa_indexer_topk_freq: int = 1
+    """Sparse attention: how often a layer computes its own selection."""
+    dsa_indexer_skip_topk_offset: int = 0
+    """Sparse attention: first layer that may reuse a selection."""
+    dsa_indexer_loss_coeff: float | None = None
+    """Sparse attention: weight of the indexer's KL loss."""
+    dsa_indexer_use_sparse_loss: bool = False
+    """Sparse attention: take the KL loss over the selected keys only."""
+    dsa_indexer_rope_interleaved: bool = False
+    """Sparse attention: rotate neighbouring channels in the indexer."""
+    dsa_indexer_rotate_activation: bool = flag(
+        True,
+        off=(
+            "--no-dsa-indexer-rotate-activation",
+            "--disable-dsa-indexer-rotate-activation",
+        ),
+    )
+    """Sparse attention: apply a Hadamard rotation to indexer queries and keys."""
+    dsa_indexer_scoring_relu: bool = flag(
+        True,
+        off=(
+            "--no-dsa-indexer-scoring-relu",
+            "--disable-dsa-indexer-scoring-relu",
+        ),
+    )
+    """Sparse attention: ReLU on the indexer's scores."""
+    dsa_indexer_k_norm_epsilon: float | None = None
+    """Sparse attention: epsilon of the indexer's key norm."""
+    dsa_indexer_k_norm_fp32: bool = False
+    """Sparse attention: compute the indexer's key norm in fp32."""
+    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = "none"
+    """Sparse attention: kernel library."""
+
+    # ---- multi-token prediction
+    mtp_num_layers: int | None = None
+    """Depth of multi-token prediction: extra layers that predict 2, 3, ... tokens ahead."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean multi-token-prediction loss in the total."""
+    mtp_use_repeated_layer: bool = False
+    """Use one layer's weights for every prediction depth."""
+    mtp_detach_heads: bool = False
+    """Do not send multi-token-prediction gradients into the main model."""
+    mtp_hsm: bool = False
+    """Predict the hidden state of the next depth (hidden-state matching)."""
+
+    # ---- initialisation
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 x layers)."""
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the initial embedding. Unset: --init-method-std."""
+    init_method_xavier_uniform: bool = False
+    """Draw initial weights from Xavier's uniform distribution."""
+    perform_initialization: bool = flag(True, off=("--no-initialization",))
+    """Initialise the weights (off: leave them as allocated, when a checkpoint follows)."""
+    use_cpu_initialization: bool | None = None
+    """Draw the initial weights on the CPU."""
+    init_model_with_meta_device: bool = False
+    """Build the model without storage first, and materialise it when it is sharded."""
+
+    # ---- loss and fused kernels
+    cross_entropy_loss_fusion: bool = False
+    """Use a fused cross-entropy kernel."""
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Whose fused cross-entropy: our own or TransformerEngine's."""
+    masked_softmax_fusion: bool = flag(True, off=("--no-masked-softmax-fusion",))
+    """Fuse scaling, masking and softmax of attention."""
+    bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",))
+    """Fuse bias and GELU."""
+    bias_swiglu_fusion: bool = flag(True, off=("--no-bias-swiglu-fusion",))
+    """Fuse bias and SwiGLU."""
+    bias_dropout_fusion: bool = flag(True, off=("--no-bias-dropout-fusion",))
+    """Fuse bias, dropout and residual."""
+    apply_rope_fusion: bool = flag(True, off=("--no-rope-fusion",))
+    """Use a fused rotary-embedding kernel."""
+    no_persist_layer_norm: bool = False
+    """Do not use the persistent fused layer-norm kernel."""
+    fused_residual_rmsnorm: bool = False
+    """Fuse the residual addition with RMSNorm."""
+    use_transformer_engine_op_fuser: bool = False
+    """Let TransformerEngine fuse the operations of a feed-forward layer."""
+    use_te_activation_func: bool = False
+    """Use TransformerEngine's activation function."""
+    use_grouped_gemm_for_shared_expert: bool = False
+    """Run the shared expert through the grouped product."""
+    use_grouped_gemm_for_dense_mlp: bool = False
+    """Run dense feed-forward layers through the grouped product."""
+    deprecated_use_mcore_models: bool = flag(False, "--use-mcore-models")
+    """Use Megatron-Core's models (there is no other kind left)."""

@@ -9,80 +9,153 @@ from typing import Literal
 
 from arguments.schema import flag, layer_pattern
 
-
-BalancingType = Literal[
-    "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"
-]
+BalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
 
 
 @dataclass(frozen=True)
 class MoEArgs:
     """Experts, router, balancing, dispatch."""
 
-    # ---- flags
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_shared_expert_gate: bool = False
-    moe_shared_expert_overlap: bool = False
-    moe_shared_expert_glu_interleave_size: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    moe_router_topk: int = 2
-    moe_enable_routing_replay: bool = False
-    moe_router_padding_for_quantization: bool = False
-    moe_router_padding_for_fp8: bool = False
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
-    moe_router_pre_softmax: bool = False
-    moe_router_topk_scaling_factor: float | None = None
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    moe_router_enable_expert_bias: bool = False
-    moe_router_bias_update_rate: float = 0.001
-    moe_router_quantile_balancing_ema: float = 0.0
-    moe_router_force_load_balancing: bool = False
-    moe_router_force_biased: float | None = None
-    moe_grouped_gemm: bool = False
-    moe_use_grouped_tensor: bool = False
-    moe_single_grouped_weight: bool = False
-    moe_single_grouped_bias: bool = False
-    moe_z_loss_coeff: float | None = None
-    moe_input_jitter_eps: float | None = None
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
-    moe_enable_deepep: bool = False
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = "deepep"
-    moe_permute_fusion_into_hybridep: bool = False
-    moe_hybridep_pad_uneven_dispatch_inputs: bool = False
-    moe_per_layer_logging: bool = False
-    moe_expert_capacity_factor: float | None = None
-    moe_pad_expert_input_to_capacity: bool = False
-    moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    moe_layer_recompute: bool = False
-    moe_permute_fusion: bool = False
-    moe_router_fusion: bool = False
-    moe_apply_probs_on_input: bool = False
-    moe_latent_size: int | None = None
-    moe_flex_dispatcher_num_sms: int | None = None
-    moe_deepep_num_sms: int | None = None
-    moe_hybridep_num_sms: int | None = None
-    moe_hybridep_num_blocks_permute: int | None = None
-    moe_hybridep_num_blocks_unpermute: int | None = None
-    moe_hybridep_num_sms_preprocessing: int = 108
-    moe_ncclep_zero_copy: bool = False
-    moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
-    moe_combine_bwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
-    moe_mlp_glu_interleave_size: int | None = None
-    moe_expert_rank_capacity_factor: float | None = None
-    moe_paged_stash: bool = False
-    moe_paged_stash_page_size: int = 64
-    moe_paged_stash_buffer_size_factor_cuda: float = 1.1
-    moe_paged_stash_buffer_size_factor_cpu: float = 0.0
+    # ---- experts
     num_experts: int | None = None
+    """Number of routed experts in a MoE layer. Unset or 0: a dense model."""
     moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern)
-    moe_use_upcycling: bool = False
+    """Which layers are MoE: N means every N-th from the first, a pattern such as ([0]*3+[1]*58) says it per layer."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of one expert. Unset: --ffn-hidden-size."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Total width of the shared experts (count x width of one). Unset: none."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared expert's output by a sigmoid gate of the token."""
+    moe_shared_expert_overlap: bool = False
+    """Run the shared expert while tokens are on their way to the routed experts."""
+    moe_shared_expert_glu_interleave_size: int | None = None
+    """Interleave gate and linear channels of the shared expert in blocks of this size."""
+    moe_mlp_glu_interleave_size: int | None = None
+    """Interleave gate and linear channels of the routed experts in blocks of this size."""
+    moe_latent_size: int | None = None
+    """Project tokens down to this width before the routed experts and up again after them (LatentMoE)."""
+    moe_apply_probs_on_input: bool = False
+    """Multiply the router's probability into the expert's input instead of its activation (top-1 only)."""
+    moe_grouped_gemm: bool = False
+    """Compute all local experts in one grouped product."""
+    moe_use_grouped_tensor: bool = False
+    """Keep expert weights as TransformerEngine grouped tensors."""
+    moe_single_grouped_weight: bool = False
+    """Keep all local expert weights in one tensor."""
+    moe_single_grouped_bias: bool = False
+    """Keep all local expert biases in one tensor."""
+
+    # ---- router
+    moe_router_topk: int = 2
+    """Routed experts per token."""
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """Turns router logits into scores."""
+    moe_router_pre_softmax: bool = False
+    """Take the softmax over all experts before choosing the top k, instead of over the chosen ones."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Multiply the chosen probabilities by this factor."""
+    moe_router_num_groups: int | None = None
+    """Divide the experts into this many groups for group-limited routing."""
+    moe_router_group_topk: int | None = None
+    """Groups a token may choose its experts from."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Format of the router's product and scores. Unset: the activations' format."""
+    moe_router_enable_expert_bias: bool = False
+    """Aux-loss-free balancing: a bias per expert, used for the choice only, moved by the load."""
+    moe_router_bias_update_rate: float = 0.001
+    """Step of that bias after every global batch."""
+    moe_router_quantile_balancing_ema: float = 0.0
+    """Smoothing of the thresholds of quantile balancing."""
+    moe_router_force_load_balancing: bool = False
+    """Replace the logits by random ones, for benchmarks."""
+    moe_router_force_biased: float | None = None
+    """Skew the routing on purpose, for benchmarks: strength of the bias."""
+    moe_input_jitter_eps: float | None = None
+    """Multiply the router's input by uniform noise from 1 - eps to 1 + eps in training."""
+    moe_router_padding_for_quantization: bool = False
+    """Pad each expert's token count to the block size of the quantised product."""
+    moe_router_padding_for_fp8: bool = False
+    """Old spelling of --moe-router-padding-for-quantization."""
+    moe_enable_routing_replay: bool = False
+    """Record routing decisions and use them again."""
+
+    # ---- balancing and capacity
     moe_router_load_balancing_type: BalancingType | list[BalancingType] = "aux_loss"
+    """Balancing method, or several, each with its coefficient."""
     moe_aux_loss_coeff: float | list[float] = 0.0
+    """Weight of the balancing loss; one per method."""
+    moe_z_loss_coeff: float | None = None
+    """Weight of the z-loss, which keeps router logits small."""
+    moe_expert_capacity_factor: float | None = None
+    """Tokens an expert accepts, as a multiple of an even share; the rest are dropped. Unset or negative: no limit."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Pad every expert's input to its capacity."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens go beyond capacity: the least probable or the last ones."""
+    moe_expert_rank_capacity_factor: float | None = None
+    """Rows a rank can receive, as a multiple of an even share."""
+    moe_per_layer_logging: bool = False
+    """Write balancing losses of every layer to TensorBoard."""
+
+    # ---- dispatch
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
+    """How tokens reach the ranks that hold their experts."""
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = "deepep"
+    """Communication library of the flex dispatcher."""
+    moe_enable_deepep: bool = False
+    """Old spelling of --moe-flex-dispatcher-backend deepep."""
+    moe_flex_dispatcher_num_sms: int | None = None
+    """Streaming multiprocessors the flex dispatcher may occupy."""
+    moe_deepep_num_sms: int | None = None
+    """Old spelling of --moe-flex-dispatcher-num-sms."""
+    moe_hybridep_num_sms: int | None = None
+    """Old spelling of --moe-flex-dispatcher-num-sms."""
+    moe_hybridep_num_blocks_permute: int | None = None
+    """Thread blocks of HybridEP's permutation."""
+    moe_hybridep_num_blocks_unpermute: int | None = None
+    """Thread blocks of HybridEP's inverse permutation."""
+    moe_hybridep_num_sms_preprocessing: int = 108
+    """Streaming multiprocessors of HybridEP's preprocessing."""
+    moe_hybridep_pad_uneven_dispatch_inputs: bool = False
+    """Pad ranks to equal token counts for HybridEP."""
+    moe_permute_fusion_into_hybridep: bool = False
+    """Let HybridEP permute tokens while it sends them."""
+    moe_ncclep_zero_copy: bool = False
+    """Let the NCCL EP backend write directly into the receiver's buffer."""
+    moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
+    """Format of tokens on the wire in the forward dispatch."""
+    moe_combine_bwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
+    """Format of gradients on the wire in the backward of combine."""
+    moe_permute_fusion: bool = False
+    """Use fused permutation kernels."""
+    moe_router_fusion: bool = False
+    """Use fused router kernels."""
+    moe_paged_stash: bool = False
+    """Keep expert activations in pages, so that uneven routing does not need worst-case buffers."""
+    moe_paged_stash_page_size: int = 64
+    """Tokens per page."""
+    moe_paged_stash_buffer_size_factor_cuda: float = 1.1
+    """Size of the device page pool, as a multiple of an even share."""
+    moe_paged_stash_buffer_size_factor_cpu: float = 0.0
+    """Size of the host page pool, as a multiple of an even share."""
+    moe_layer_recompute: bool = False
+    """Old spelling of --recompute-modules moe."""
+
+    # ---- upcycling
+    moe_use_upcycling: bool = False
+    """Turn the dense checkpoint of --load into a MoE model and save it before training."""
     moe_upcycling_granularity: int = 1
+    """How many experts one dense feed-forward layer is cut into."""
+
+    # ---- routing traces
     moe_routing_trace_path: str | None = None
+    """Folder for a trace of routing decisions."""
     moe_routing_trace_max_training_iters: int | None = None
+    """Stop the trace after this many iterations."""
     moe_routing_trace_capture_logits: bool = False
+    """Put router logits into the trace."""
     moe_routing_trace_capture_hidden_states: bool = False
+    """Put the router's inputs into the trace."""
     moe_routing_trace_dump_weights: bool = False
+    """Put the router's weights into the trace."""

@@ -14,60 +14,120 @@ from arguments.schema import flag
 class OptimizerArgs:
     """Optimizer, learning rate, weight decay."""
 
-    # ---- flags
-    weight_decay: float = 0.01
-    apply_wd_to_qk_layernorm: bool = False
-    clip_grad: float = 1.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-08
-    sgd_momentum: float = 0.9
-    muon_momentum: float = 0.9
-    muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",))
-    muon_nesterov: bool = False
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    muon_fp32_matmul_prec: Literal["low", "medium", "high"] = "medium"
-    muon_coefficient_type: str = "quintic"
-    muon_num_ns_steps: int = 5
-    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
-    muon_use_syrk: bool = False
-    muon_extra_scale_factor: float = 1.0
-    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
-    no_weight_decay_cond_type: Literal["apply_wd_to_qk_layernorm"] | None = None
+    # ---- optimizer
     optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
-    optimizer_cpu_offload: bool = False
-    optimizer_cuda_graph: bool = False
-    optimizer_offload_fraction: float = 1.0
-    use_torch_optimizer_for_cpu_offload: bool = False
-    overlap_cpu_optimizer_d2h_h2d: bool = False
-    dump_param_to_param_group_map: str | None = None
-    pin_cpu_grads: bool = flag(True, off=("--no-pin-cpu-grads",))
-    pin_cpu_params: bool = flag(True, off=("--no-pin-cpu-params",))
+    """The update rule."""
+    adam_beta1: float = 0.9
+    """Decay of Adam's first moment."""
+    adam_beta2: float = 0.999
+    """Decay of Adam's second moment."""
+    adam_eps: float = 1e-08
+    """Added to the root of Adam's second moment."""
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+    clip_grad: float = 1.0
+    """Clip the global gradient norm to this; 0 is off."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay (not on biases and norms)."""
+    start_weight_decay: float | None = None
+    """First value of a rising weight decay."""
+    end_weight_decay: float | None = None
+    """Last value of a rising weight decay."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay rises over the run."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay the gains of the query/key norms as well."""
+    no_weight_decay_cond_type: Literal["apply_wd_to_qk_layernorm"] | None = None
+    """Old way to choose the parameters without weight decay."""
+    freeze_all_layers: bool = False
+    """Train nothing of the decoder."""
+
+    # ---- learning rate
+    lr: float | None = None
+    """Largest learning rate."""
+    min_lr: float = 0.0
+    """Smallest learning rate of the schedule."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay."""
     lr_decay_iters: int | None = None
+    """Iterations the decay takes. Unset: --train-iters."""
     lr_decay_samples: int | None = None
-    lr_wsd_decay_iters: int | None = None
-    lr_wsd_decay_samples: int | None = None
+    """Samples the decay takes. Unset: --train-samples."""
     lr_warmup_fraction: float | None = None
+    """Share of the decay length spent on linear warm-up."""
     lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
     lr_warmup_samples: int = 0
+    """Samples of linear warm-up."""
     lr_warmup_init: float = 0.0
+    """Learning rate the warm-up starts from."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the final decay of WSD."""
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of the final decay of WSD."""
+    lr_wsd_decay_samples: int | None = None
+    """Samples of the final decay of WSD."""
+    decoupled_lr: float | None = None
+    """Another learning rate for embedding and output layer."""
+    decoupled_min_lr: float | None = None
+    """Smallest learning rate for embedding and output layer."""
     override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler", "--override-opt-param-scheduler")
+    """Use this command line's schedule, not the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"
     )
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    lr: float | None = None
+    """Use the checkpoint's schedule, not this command line's."""
     warmup: int | None = None
-    min_lr: float = 0.0
-    decoupled_lr: float | None = None
-    decoupled_min_lr: float | None = None
-    freeze_all_layers: bool = False
+    """Old warm-up percentage; use --lr-warmup-fraction."""
+
+    # ---- memory
     use_precision_aware_optimizer: bool = False
+    """Let the optimizer keep its states in the formats below."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of the gradients the optimizer reads."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Format of the main parameters."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """Format of Adam's first moment."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """Format of Adam's second moment."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer states and step on the host."""
+    optimizer_offload_fraction: float = 1.0
+    """Share of the parameters whose states live on the host."""
+    use_torch_optimizer_for_cpu_offload: bool = False
+    """Use torch's optimizer for the host part."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Overlap host copies with the optimizer step."""
+    pin_cpu_grads: bool = flag(True, off=("--no-pin-cpu-grads",))
+    """Pin host memory of offloaded gradients."""
+    pin_cpu_params: bool = flag(True, off=("--no-pin-cpu-params",))
+    """Pin host memory of offloaded parameters."""
+    optimizer_cuda_graph: bool = False
+    """Capture the optimizer step in a CUDA graph."""
+    dump_param_to_param_group_map: str | None = None
+    """Write which parameter belongs to which group to this file."""
+
+    # ---- muon
+    muon_momentum: float = 0.9
+    """Momentum of Muon."""
+    muon_nesterov: bool = False
+    """Nesterov momentum in Muon."""
+    muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",))
+    """Orthogonalise queries, keys and values separately."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """How Muon's update is scaled to the matrix."""
+    muon_extra_scale_factor: float = 1.0
+    """Multiply Muon's update by this."""
+    muon_fp32_matmul_prec: Literal["low", "medium", "high"] = "medium"
+    """Precision of the products in Newton-Schulz."""
+    muon_coefficient_type: str = "quintic"
+    """Polynomial of Newton-Schulz."""
+    muon_num_ns_steps: int = 5
+    """Iterations of Newton-Schulz."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
+    """How Newton-Schulz treats tensor-parallel matrices."""
+    muon_use_syrk: bool = False
+    """Use the symmetric product kernel in Newton-Schulz."""
+    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
+    """Update rule of vectors and embeddings beside Muon."""

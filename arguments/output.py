@@ -14,129 +14,281 @@ from arguments.schema import flag
 class OutputArgs:
     """Checkpoints, logging, profiling, and our own files."""
 
-    # ---- flags
-    config_logger_dir: str = ""
-    profile: bool = False
-    profile_step_start: int = 10
-    profile_step_end: int = 12
-    use_pytorch_profiler: bool = False
-    pytorch_profiler_collect_shapes: bool = False
-    pytorch_profiler_collect_callstack: bool = False
-    pytorch_profiler_collect_chakra: bool = False
-    profile_ranks: list[int] = flag([])
-    record_memory_history: bool = False
-    memory_snapshot_path: str = "snapshot.pickle"
-    record_shapes: bool = False
-    nvtx_ranges: bool = False
-    save: str | None = None
-    save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval")
-    save_params_interval: int | None = None
-    save_activations_interval: int | None = None
-    save_tokens_per_expert_interval: int | None = None
-    save_wgrads_interval: int | None = None
-    save_dgrads_interval: int | None = None
-    save_retain_interval: int | None = None
-    load: str | None = None
-    load_main_params_from_ckpt: bool = False
-    non_persistent_save_interval: int | None = None
-    non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = None
-    non_persistent_global_ckpt_dir: str | None = None
-    non_persistent_local_ckpt_dir: str | None = None
-    non_persistent_local_ckpt_algo: Literal["fully_parallel", "atomic"] = "fully_parallel"
-    finetune: bool = False
-    pretrained_checkpoint: str | None = None
-    ckpt_step: int | None = None
-    use_checkpoint_args: bool = False
-    use_mp_args_from_checkpoint_args: bool = False
-    use_tokenizer_model_from_checkpoint_args: bool = flag(
-        True, off=("--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args",)
-    )
-    exit_on_missing_checkpoint: bool = False
-    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
-    auto_detect_ckpt_format: bool = False
-    ckpt_convert_format: Literal["torch", "torch_dist"] | None = None
-    ckpt_convert_save: str | None = None
-    ckpt_convert_update_legacy_dist_opt_format: bool = False
-    ckpt_fully_parallel_save: bool = flag(True, off=("--no-ckpt-fully-parallel-save",))
-    async_save: bool = False
-    async_strategy: Literal["nvrx", "mcore"] = "nvrx"
-    use_persistent_ckpt_worker: bool = False
-    async_ckpt_cpu_priority: int = 10
-    async_ckpt_io_priority: int = 3
-    async_ckpt_use_cpu_shm: bool = False
-    ckpt_fully_parallel_load: bool = False
-    ckpt_fully_parallel_load_exchange_algo: Literal["broadcast", "gather_rounds", "gather_object"] = "broadcast"
-    ckpt_fully_parallel_load_per_rank_objects: bool = False
-    ckpt_fully_parallel_save_process_group: Literal["dp", "ep_dp"] = "dp"
-    ckpt_fully_parallel_load_process_group: Literal["dp", "ep_dp"] = "dp"
-    ckpt_assume_constant_structure: bool = False
-    ckpt_pg_tensors_cache_path: str | None = None
-    ckpt_pg_tensors_cache_create: bool = False
-    ckpt_load_validate_sharding_integrity: bool = flag(
-        True, off=("--no-ckpt-load-validate-sharding-integrity", "--disable-ckpt-load-validate-sharding-integrity",)
-    )
-    strict_fsdp_dtensor_load: bool = flag(
-        True, off=("--no-strict-fsdp-dtensor-load", "--disable-strict-fsdp-dtensor-load",)
-    )
-    dist_ckpt_strictness: Literal[
-        "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all",
-        "return_unexpected", "return_all", "ignore_all",
-    ] = "assume_ok_unexpected"
-    dist_ckpt_save_pre_mcore_014: bool = False
-    dist_ckpt_optim_fully_reshardable: bool = False
-    distrib_optim_fully_reshardable_mem_efficient: bool = False
-    save_tokenizer_assets: bool = flag(True, off=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets",))
-    replication: bool = False
-    replication_jump: int | None = None
-    replication_factor: int = 2
-    verify_integrity: bool = False
-    no_save_optim: bool | None = None
-    no_save_rng: bool | None = None
-    no_load_optim: bool | None = None
-    no_load_rng: bool | None = None
-    override_ckpt_iteration: int | None = None
-    use_dist_ckpt_deprecated: bool = flag(False, "--use-dist-ckpt")
-    dist_ckpt_format_deprecated: str | None = flag(None, "--dist-ckpt-format")
-    dist_ckpt_workers: int = 1
-    ckpt_fully_parallel_save_deprecated: bool = flag(False, "--ckpt-fully-parallel-save")
-    ckpt_drop_redundant_extra_state: bool = False
-    log_interval: int = 100
-    log_params_norm: bool = False
-    log_throughput: bool = False
-    log_progress: bool = False
-    timing_log_level: Literal[0, 1, 2] = 0
-    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
-    tensorboard_dir: str | None = None
-    tensorboard_log_interval: int = 1
-    tensorboard_queue_size: int = 1000
-    log_timers_to_tensorboard: bool = False
-    log_loss_scale_to_tensorboard: bool = flag(
-        True, off=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard",)
-    )
-    log_validation_ppl_to_tensorboard: bool = False
-    log_memory_to_tensorboard: bool = False
-    log_memory_interval: int | None = None
-    log_device_memory_used: bool = False
-    log_num_zeros_in_grad: bool = False
-    log_max_attention_logit: bool = False
-    barrier_with_L1_time: bool = flag(True, off=("--no-barrier-with-level-1-timing",))
-    log_world_size_to_tensorboard: bool = False
-    wandb_project: str | None = None
-    wandb_exp_name: str | None = None
-    wandb_save_dir: str | None = None
-    wandb_entity: str | None = None
-    logging_level: int | None = None
-    log_energy: bool = False
-    log_straggler: bool = False
-    straggler_ctrlr_port: int = 65535
-    straggler_minmax_count: int = 1
-    disable_straggler_on_startup: bool = False
-
-    # ---- this program's own flags
+    # ---- this program
     preset: str | None = None
+    """Start from a recipe: a name of the model zoo, or a YAML file. Flags on the command line win."""
     validate_only: bool = False
+    """Resolve and check the flags, print what they became, exit 0 or 2."""
     report: str | None = None
+    """Write what --validate-only found to this JSON file."""
     metrics_file: str | None = None
+    """One JSON object per logged iteration goes here. Unset: under --save, else under --tensorboard-dir."""
     init_from: str | None = None
+    """Take initial weights from this safetensors file, under Megatron-Core's names."""
     export_weights: str | None = None
+    """Write the final weights to this safetensors file, under Megatron-Core's names."""
     dump_step: list[str] | None = flag(None, nargs=2, metavar=("N", "DIR"))
+    """Write gradients, routing maps and probabilities of iteration N to DIR."""
+
+    # ---- saving
+    save: str | None = None
+    """Folder for checkpoints."""
+    save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval")
+    """Iterations between checkpoints."""
+    save_retain_interval: int | None = None
+    """Keep checkpoints at multiples of this, delete earlier ones."""
+    no_save_optim: bool | None = None
+    """Leave the optimizer out of checkpoints."""
+    no_save_rng: bool | None = None
+    """Leave random-number states out of checkpoints."""
+    async_save: bool = False
+    """Write checkpoints in the background."""
+    use_persistent_ckpt_worker: bool = False
+    """Keep the background writer alive between checkpoints."""
+    async_strategy: Literal["nvrx", "mcore"] = "nvrx"
+    """Whose background writer."""
+    async_ckpt_cpu_priority: int = 10
+    """Niceness of the background writer."""
+    async_ckpt_io_priority: int = 3
+    """I/O priority of the background writer."""
+    async_ckpt_use_cpu_shm: bool = False
+    """Pass tensors to the background writer through shared memory."""
+    save_tokenizer_assets: bool = flag(
+        True,
+        off=(
+            "--no-save-tokenizer-assets",
+            "--disable-save-tokenizer-assets",
+        ),
+    )
+    """Copy tokenizer files into checkpoints."""
+    verify_integrity: bool = False
+    """Write and check hashes of checkpoint files."""
+    save_params_interval: int | None = None
+    """Iterations between dumps of parameters."""
+    save_activations_interval: int | None = None
+    """Iterations between dumps of activations."""
+    save_tokens_per_expert_interval: int | None = None
+    """Iterations between dumps of tokens per expert."""
+    save_wgrads_interval: int | None = None
+    """Iterations between dumps of weight gradients."""
+    save_dgrads_interval: int | None = None
+    """Iterations between dumps of input gradients."""
+
+    # ---- loading
+    load: str | None = None
+    """Folder to load a checkpoint from."""
+    finetune: bool = False
+    """Take weights only and start at iteration 0."""
+    pretrained_checkpoint: str | None = None
+    """Folder with weights to start from when --load has none."""
+    ckpt_step: int | None = None
+    """Iteration to load instead of the latest."""
+    no_load_optim: bool | None = None
+    """Do not load the optimizer."""
+    no_load_rng: bool | None = None
+    """Do not load random-number states."""
+    load_main_params_from_ckpt: bool = False
+    """Load main parameters directly instead of from the model's."""
+    use_checkpoint_args: bool = False
+    """Take the architecture's flags from the checkpoint."""
+    use_mp_args_from_checkpoint_args: bool = False
+    """Take the parallel sizes from the checkpoint too."""
+    use_tokenizer_model_from_checkpoint_args: bool = flag(
+        True,
+        off=(
+            "--no-use-tokenizer-model-from-checkpoint-args",
+            "--disable-use-tokenizer-model-from-checkpoint-args",
+        ),
+    )
+    """Take the tokenizer from the checkpoint (with --use-checkpoint-args)."""
+    exit_on_missing_checkpoint: bool = False
+    """Stop when --load has no checkpoint."""
+    override_ckpt_iteration: int | None = None
+    """Continue as if the checkpoint were of this iteration."""
+
+    # ---- checkpoint format
+    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
+    """Format of checkpoints."""
+    auto_detect_ckpt_format: bool = False
+    """Find the format of the checkpoint to load."""
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected",
+        "log_unexpected",
+        "log_all",
+        "raise_unexpected",
+        "raise_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    ] = "assume_ok_unexpected"
+    """What to do about keys that are missing or unexpected."""
+    dist_ckpt_optim_fully_reshardable: bool = False
+    """Store optimizer states so that any layout can load them."""
+    distrib_optim_fully_reshardable_mem_efficient: bool = False
+    """Do so with less memory."""
+    dist_ckpt_save_pre_mcore_014: bool = False
+    """Write optimizer states as old Megatron-Core did."""
+    dist_ckpt_workers: int = 1
+    """Writer threads per rank."""
+    ckpt_fully_parallel_save: bool = flag(True, off=("--no-ckpt-fully-parallel-save",))
+    """Share the writing among data-parallel ranks."""
+    ckpt_fully_parallel_load: bool = False
+    """Share the reading among data-parallel ranks."""
+    ckpt_fully_parallel_load_exchange_algo: Literal["broadcast", "gather_rounds", "gather_object"] = "broadcast"
+    """How ranks then exchange what they read."""
+    ckpt_fully_parallel_load_per_rank_objects: bool = False
+    """Let each rank read its own objects."""
+    ckpt_fully_parallel_save_process_group: Literal["dp", "ep_dp"] = "dp"
+    """Ranks that share the writing."""
+    ckpt_fully_parallel_load_process_group: Literal["dp", "ep_dp"] = "dp"
+    """Ranks that share the reading."""
+    ckpt_assume_constant_structure: bool = False
+    """Reuse the save plan, since the structure does not change."""
+    ckpt_load_validate_sharding_integrity: bool = flag(
+        True,
+        off=(
+            "--no-ckpt-load-validate-sharding-integrity",
+            "--disable-ckpt-load-validate-sharding-integrity",
+        ),
+    )
+    """Check that shards cover each tensor exactly."""
+    ckpt_drop_redundant_extra_state: bool = False
+    """Leave TransformerEngine's extra states out."""
+    ckpt_pg_tensors_cache_path: str | None = None
+    """Folder for a cache of optimizer group tensors."""
+    ckpt_pg_tensors_cache_create: bool = False
+    """Make that cache."""
+    strict_fsdp_dtensor_load: bool = flag(
+        True,
+        off=(
+            "--no-strict-fsdp-dtensor-load",
+            "--disable-strict-fsdp-dtensor-load",
+        ),
+    )
+    """Refuse mismatches when loading fsdp_dtensor."""
+    use_dist_ckpt_deprecated: bool = flag(False, "--use-dist-ckpt")
+    """Old switch for distributed checkpoints."""
+    dist_ckpt_format_deprecated: str | None = flag(None, "--dist-ckpt-format")
+    """Old spelling of --ckpt-format."""
+    ckpt_fully_parallel_save_deprecated: bool = flag(False, "--ckpt-fully-parallel-save")
+    """Old switch; sharing the writing is the default."""
+    ckpt_convert_format: Literal["torch", "torch_dist"] | None = None
+    """Convert the checkpoint of --load to this format and exit."""
+    ckpt_convert_save: str | None = None
+    """Folder for the converted checkpoint."""
+    ckpt_convert_update_legacy_dist_opt_format: bool = False
+    """Update an old distributed-optimizer format while converting."""
+
+    # ---- non-persistent checkpoints
+    non_persistent_save_interval: int | None = None
+    """Iterations between non-persistent checkpoints."""
+    non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = None
+    """Where non-persistent checkpoints live."""
+    non_persistent_global_ckpt_dir: str | None = None
+    """Their global folder."""
+    non_persistent_local_ckpt_dir: str | None = None
+    """Their local folder."""
+    non_persistent_local_ckpt_algo: Literal["fully_parallel", "atomic"] = "fully_parallel"
+    """How local ones are written."""
+    replication: bool = False
+    """Copy local checkpoints to other nodes."""
+    replication_jump: int | None = None
+    """Ranks between copies."""
+    replication_factor: int = 2
+    """Number of copies."""
+
+    # ---- log
+    log_interval: int = 100
+    """Iterations between log lines."""
+    log_params_norm: bool = False
+    """Log the norm of the parameters."""
+    log_num_zeros_in_grad: bool = False
+    """Log how many gradient elements are zero."""
+    log_throughput: bool = False
+    """Log TFLOP/s per device."""
+    log_progress: bool = False
+    """Append progress to progress.txt."""
+    log_memory_interval: int | None = None
+    """Iterations between memory lines."""
+    log_device_memory_used: bool = False
+    """Log the memory the device itself reports."""
+    log_energy: bool = False
+    """Log energy per iteration."""
+    log_max_attention_logit: bool = False
+    """Log the largest attention logit."""
+    logging_level: int | None = None
+    """Level of Python's logging."""
+    timing_log_level: Literal[0, 1, 2] = 0
+    """How many timers run: 0 iteration only, 1 a few, 2 many."""
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    """Over ranks: the largest, smallest and largest, or all times."""
+    barrier_with_L1_time: bool = flag(True, off=("--no-barrier-with-level-1-timing",))
+    """Synchronise ranks round level-1 timers."""
+    config_logger_dir: str = ""
+    """Folder for a record of configurations."""
+    log_straggler: bool = False
+    """Look for slow ranks."""
+    straggler_ctrlr_port: int = 65535
+    """Port that switches this on and off."""
+    straggler_minmax_count: int = 1
+    """Number of slowest and fastest ranks to report."""
+    disable_straggler_on_startup: bool = False
+    """Start with it off."""
+
+    # ---- TensorBoard and Weights & Biases
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard."""
+    tensorboard_log_interval: int = 1
+    """Iterations between TensorBoard points."""
+    tensorboard_queue_size: int = 1000
+    """Events TensorBoard may buffer."""
+    log_timers_to_tensorboard: bool = False
+    """Timers to TensorBoard."""
+    log_loss_scale_to_tensorboard: bool = flag(
+        True,
+        off=(
+            "--no-log-loss-scale-to-tensorboard",
+            "--disable-log-loss-scale-to-tensorboard",
+        ),
+    )
+    """The loss scale to TensorBoard."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Validation perplexity to TensorBoard."""
+    log_memory_to_tensorboard: bool = False
+    """Memory to TensorBoard."""
+    log_world_size_to_tensorboard: bool = False
+    """The number of ranks to TensorBoard."""
+    wandb_project: str | None = None
+    """Project on Weights & Biases; empty is off."""
+    wandb_exp_name: str | None = None
+    """Name of the run there."""
+    wandb_save_dir: str | None = None
+    """Local folder of Weights & Biases."""
+    wandb_entity: str | None = None
+    """Entity (user or team) there."""
+
+    # ---- profiling
+    profile: bool = False
+    """Profile some iterations."""
+    profile_step_start: int = 10
+    """First profiled iteration."""
+    profile_step_end: int = 12
+    """First iteration no longer profiled."""
+    profile_ranks: list[int] = flag([])
+    """Ranks to profile. Unset: rank 0."""
+    use_pytorch_profiler: bool = False
+    """Use torch's profiler (otherwise marks for nsys)."""
+    pytorch_profiler_collect_shapes: bool = False
+    """Let it record shapes."""
+    pytorch_profiler_collect_callstack: bool = False
+    """Let it record call stacks."""
+    pytorch_profiler_collect_chakra: bool = False
+    """Let it write a Chakra trace."""
+    record_memory_history: bool = False
+    """Record allocations of the device."""
+    memory_snapshot_path: str = "snapshot.pickle"
+    """File for that record."""
+    record_shapes: bool = False
+    """Record shapes in nsys marks."""
+    nvtx_ranges: bool = False
+    """Mark parts of the step for nsys."""

@@ -14,116 +14,290 @@ from arguments.schema import flag
 class ParallelArgs:
     """How work is split over ranks, and how ranks talk."""
 
-    # ---- flags
+    # ---- sizes
     tensor_model_parallel_size: int = 1
-    tensor_parallel_num_weight_shards: int | None = None
-    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = None
+    """Ranks that share each layer's matrices."""
     pipeline_model_parallel_size: int = 1
-    sequence_parallel: bool = False
+    """Stages the layers are divided into."""
     context_parallel_size: int = 1
-    hierarchical_context_parallel_sizes: list[int] | None = None
-    max_seqlen_per_dp_cp_rank: int | None = None
-    hybrid_context_parallel: bool = False
+    """Ranks that share each sequence."""
     expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: int | None = None
-    expert_tensor_parallel_num_weight_shards: int | None = None
-    tp_comm_overlap: bool = False
-    tp_comm_bulk_wgrad: bool = flag(True, off=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad",))
-    tp_comm_bulk_dgrad: bool = flag(True, off=("--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad",))
-    tp_comm_overlap_ag: bool = flag(True, off=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag",))
-    tp_comm_overlap_rs: bool = flag(True, off=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs",))
-    tp_comm_overlap_rs_dgrad: bool = False
-    tp_comm_split_ag: bool = flag(True, off=("--no-tp-comm-split-ag", "--disable-tp-comm-split-ag",))
-    tp_comm_split_rs: bool = flag(True, off=("--no-tp-comm-split-rs", "--disable-tp-comm-split-rs",))
-    tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = "nccl"
-    overlap_moe_expert_parallel_comm: bool = False
-    delay_wgrad_compute: bool = False
-    overlap_dispatch_backward_with_experts_wgrad: bool = False
-    ep_overlap_early_attn_memory_release: bool = False
-    use_ring_exchange_p2p: bool = False
-    defer_embedding_wgrad_compute: bool = False
-    wgrad_deferral_limit: int = 0
-    overlap_p2p_comm_warmup_flush: bool = flag(False, "--overlap-p2p-communication-warmup-flush")
-    microbatch_group_size_per_vp_stage: int | None = flag(None, "--microbatch-group-size-per-virtual-pipeline-stage")
-    mtp_standalone: bool = False
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
-    high_priority_a2a_comm_stream: bool = False
-    clone_scatter_output_in_embedding: bool = flag(
-        True, off=("--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding",)
-    )
-    tp_comm_overlap_cfg: str | None = None
-    distributed_backend: Literal["nccl", "gloo"] = "nccl"
-    distributed_timeout_minutes: int = 10
-    align_grad_reduce: bool = flag(True, off=("--no-align-grad-reduce", "--disable-align-grad-reduce",))
-    local_rank: int = 0
-    lazy_mpu_init: bool = False
-    use_megatron_fsdp: bool = False
-    use_torch_fsdp2: bool = False
-    nccl_communicator_config_path: str | None = None
+    """Ranks that share each expert's matrices. Unset: the tensor-parallel size."""
+    sequence_parallel: bool = False
+    """Split the sequence over tensor-parallel ranks between the matrices."""
     use_tp_pp_dp_mapping: bool = False
-    use_gloo_process_groups: bool = flag(True, off=("--disable-gloo-process-groups",))
-    use_sharp: bool = False
-    sharp_enabled_group: Literal["dp", "dp_replica"] | None = None
-    high_priority_stream_groups: list[str] = flag([])
-    distributed_timeout_seconds_after_init: int | None = None
-    flight_recorder_dump_path: str | None = None
-    flight_recorder_trace_buffer_size: int = 2000
-    flight_recorder_dump_on_timeout: bool = flag(
-        True, off=("--no-flight-recorder-dump-on-timeout", "--disable-flight-recorder-dump-on-timeout",)
-    )
-    flight_recorder_include_stack_trace: bool = False
-    flight_recorder_include_only_active: bool = flag(
-        True, off=("--no-flight-recorder-include-only-active", "--disable-flight-recorder-include-only-active",)
-    )
-    flight_recorder_extra_dump_on_exec: bool = flag(
-        True, off=("--no-flight-recorder-extra-dump-on-exec", "--disable-flight-recorder-extra-dump-on-exec",)
-    )
-    disable_jit_fuser: bool = False
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    pipeline_model_parallel_layout: str | None = None
-    model_parallel_size: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    overlap_p2p_comm: bool = flag(True, off=("--no-overlap-p2p-communication",))
-    overlap_grad_reduce: bool = False
-    ddp_num_buckets: int | None = None
-    ddp_bucket_size: int | None = None
-    ddp_pad_buckets_for_high_nccl_busbw: bool = False
-    ddp_reduce_scatter_with_fp32_accumulation: bool = False
-    ddp_param_name_patterns_for_fp32_local_accumulation: list[str] = flag([])
-    ddp_average_in_collective: bool = False
-    overlap_param_gather: bool = False
-    overlap_param_gather_with_optimizer_step: bool = False
-    align_param_gather: bool = flag(True, off=("--no-align-param-gather",))
-    use_distributed_optimizer: bool = False
-    megatron_fsdp_version: Literal[1, 2] = 1
-    use_layer_wise_param_layout: bool = flag(True, off=("--no-use-layer-wise-param-layout",))
-    nccl_ub: bool = flag(False, "--use-nccl-ub")
-    disable_symmetric_registration: bool = False
-    fsdp_manual_registration: bool = False
-    create_all_gather_group: bool = False
-    data_parallel_sharding_strategy: Literal[
-        "no_shard", "optim", "optim_grads", "optim_grads_params",
-    ] = "optim_grads_params"
-    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
-    gradient_reduce_div_fusion: bool = flag(True, off=("--no-gradient-reduce-div-fusion",))
-    fsdp_double_buffer: bool = False
-    suggested_communication_unit_size: int | None = None
-    keep_fp8_transpose_cache: bool = False
-    enable_full_sharding_in_hsdp: bool = False
-    num_distributed_optimizer_instances: int = 1
-    torch_fsdp2_reshard_after_forward: bool = flag(True, off=("--torch-fsdp2-no-reshard-after-forward",))
-    cp_comm_type: list[str] = flag(["p2p"])
-    fake_process_group: bool = False
-    megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
-    megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
-    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = "auto"
-    megatron_fsdp_enable_fine_grained_param_gather: bool = False
-    megatron_fsdp_max_pool_double_buffer: bool = False
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
-
-    # ---- this program's own flags
+    """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
     world_size: int | None = None
+    """Number of ranks to check against with --validate-only; else the environment's WORLD_SIZE."""
+    model_parallel_size: int | None = None
+    """Old spelling of --tensor-model-parallel-size."""
+    tensor_parallel_num_weight_shards: int | None = None
+    """Shards of tensor-parallel weights over data-parallel ranks."""
+    expert_tensor_parallel_num_weight_shards: int | None = None
+    """The same for expert weights."""
+
+    # ---- pipeline
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first stage."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last stage."""
+    pipeline_model_parallel_layout: str | None = None
+    """Which layers each (virtual) stage holds, such as "Et*3|(tt|)*28m|L"."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of one virtual stage."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Virtual stages of one pipeline rank."""
+    microbatch_group_size_per_vp_stage: int | None = flag(None, "--microbatch-group-size-per-virtual-pipeline-stage")
+    """Microbatches a virtual stage runs in a row. Unset: the pipeline size."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer when dividing stages."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the loss as a layer when dividing stages."""
+    mtp_standalone: bool = False
+    """Put the multi-token-prediction layers on a stage of their own."""
+    overlap_p2p_comm: bool = flag(True, off=("--no-overlap-p2p-communication",))
+    """Overlap stage-to-stage messages with computation (with virtual stages)."""
+    overlap_p2p_comm_warmup_flush: bool = flag(False, "--overlap-p2p-communication-warmup-flush")
+    """Overlap them in warm-up and flush as well."""
+    use_ring_exchange_p2p: bool = False
+    """Send stage-to-stage messages with a ring exchange."""
+    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = None
+    """Communication library between stages."""
+    defer_embedding_wgrad_compute: bool = False
+    """Compute the output layer's weight gradient in the pipeline's flush."""
+    wgrad_deferral_limit: int = 0
+    """Microbatches whose output-layer weight gradient may wait; 0 is all."""
+
+    # ---- context
+    cp_comm_type: list[str] = flag(["p2p"])
+    """How ranks that share a sequence exchange keys and values; one value, or one per layer."""
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    """Inner and outer sizes of a two-level context group."""
+    hybrid_context_parallel: bool = False
+    """Choose the context-parallel size per sample."""
+    max_seqlen_per_dp_cp_rank: int | None = None
+    """Longest piece of a sequence on one rank with hybrid context parallelism."""
+
+    # ---- expert communication
+    overlap_moe_expert_parallel_comm: bool = False
+    """Overlap one microbatch's token exchange with another's computation."""
+    delay_wgrad_compute: bool = False
+    """Compute weight gradients later, to hide token exchange behind them."""
+    overlap_dispatch_backward_with_experts_wgrad: bool = False
+    """Hide the backward of dispatch behind the experts' weight gradients."""
+    ep_overlap_early_attn_memory_release: bool = False
+    """Free attention memory earlier when exchange is overlapped."""
+    high_priority_a2a_comm_stream: bool = False
+    """Run token exchange on a high-priority stream."""
+
+    # ---- tensor-parallel communication
+    tp_comm_overlap: bool = False
+    """Overlap tensor-parallel communication with the products."""
+    tp_comm_overlap_cfg: str | None = None
+    """YAML file with details of that overlap."""
+    tp_comm_bulk_wgrad: bool = flag(
+        True,
+        off=(
+            "--no-tp-comm-bulk-wgrad",
+            "--disable-tp-comm-bulk-wgrad",
+        ),
+    )
+    """Overlap the weight-gradient product with communication as one block."""
+    tp_comm_bulk_dgrad: bool = flag(
+        True,
+        off=(
+            "--no-tp-comm-bulk-dgrad",
+            "--disable-tp-comm-bulk-dgrad",
+        ),
+    )
+    """Overlap the input-gradient product with communication as one block."""
+    tp_comm_overlap_ag: bool = flag(
+        True,
+        off=(
+            "--no-tp-comm-overlap-ag",
+            "--disable-tp-comm-overlap-ag",
+        ),
+    )
+    """Overlap the all-gather with its product."""
+    tp_comm_overlap_rs: bool = flag(
+        True,
+        off=(
+            "--no-tp-comm-overlap-rs",
+            "--disable-tp-comm-overlap-rs",
+        ),
+    )
+    """Overlap the reduce-scatter with its product."""
+    tp_comm_overlap_rs_dgrad: bool = False
+    """Overlap the reduce-scatter with the input-gradient product."""
+    tp_comm_split_ag: bool = flag(
+        True,
+        off=(
+            "--no-tp-comm-split-ag",
+            "--disable-tp-comm-split-ag",
+        ),
+    )
+    """Split the all-gather into pieces."""
+    tp_comm_split_rs: bool = flag(
+        True,
+        off=(
+            "--no-tp-comm-split-rs",
+            "--disable-tp-comm-split-rs",
+        ),
+    )
+    """Split the reduce-scatter into pieces."""
+    tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = "nccl"
+    """Communication library that sets up the overlap."""
+    clone_scatter_output_in_embedding: bool = flag(
+        True,
+        off=(
+            "--no-clone-scatter-output-in-embedding",
+            "--disable-clone-scatter-output-in-embedding",
+        ),
+    )
+    """Copy the scattered embedding, so that the whole one can be freed."""
+
+    # ---- data parallel
+    use_distributed_optimizer: bool = False
+    """Shard optimizer states and main parameters over data-parallel ranks."""
+    num_distributed_optimizer_instances: int = 1
+    """Copies of the sharded optimizer (sharding within a part of the data-parallel ranks)."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket during backward."""
+    overlap_param_gather: bool = False
+    """Gather parameters bucket by bucket during forward."""
+    overlap_param_gather_with_optimizer_step: bool = False
+    """Start gathering parameters during the optimizer step."""
+    align_grad_reduce: bool = flag(
+        True,
+        off=(
+            "--no-align-grad-reduce",
+            "--disable-align-grad-reduce",
+        ),
+    )
+    """Let all stages start their gradient reductions together."""
+    align_param_gather: bool = flag(True, off=("--no-align-param-gather",))
+    """Let all stages start their parameter gathers together."""
+    ddp_num_buckets: int | None = None
+    """Number of buckets."""
+    ddp_bucket_size: int | None = None
+    """Elements per bucket."""
+    ddp_pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad buckets to sizes that NCCL likes."""
+    ddp_average_in_collective: bool = False
+    """Let the collective average instead of scaling before it."""
+    ddp_reduce_scatter_with_fp32_accumulation: bool = False
+    """Reduce bf16 gradients with fp32 accumulation."""
+    ddp_param_name_patterns_for_fp32_local_accumulation: list[str] = flag([])
+    """Parameters (name patterns) whose gradients accumulate locally in fp32."""
+    gradient_reduce_div_fusion: bool = flag(True, off=("--no-gradient-reduce-div-fusion",))
+    """Fuse the division by the data-parallel size with the copy."""
+    use_layer_wise_param_layout: bool = flag(True, off=("--no-use-layer-wise-param-layout",))
+    """Lay parameters out layer by layer for layer-wise optimizers."""
     on_missing_backend: Literal["error", "fallback"] | None = None
+    """What to do when an optional library is missing. Unset: error if its flag was typed and CUDA is there, else
+    fall back."""
+
+    # ---- fully sharded data parallel
+    use_megatron_fsdp: bool = False
+    """Shard parameters, gradients and states (Megatron's FSDP)."""
+    use_torch_fsdp2: bool = False
+    """Shard parameters, gradients and states (torch's fully_shard)."""
+    torch_fsdp2_reshard_after_forward: bool = flag(True, off=("--torch-fsdp2-no-reshard-after-forward",))
+    """Free gathered parameters after forward."""
+    data_parallel_sharding_strategy: Literal[
+        "no_shard",
+        "optim",
+        "optim_grads",
+        "optim_grads_params",
+    ] = "optim_grads_params"
+    """What Megatron's FSDP shards."""
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
+    """What it shards over the outer group."""
+    megatron_fsdp_version: Literal[1, 2] = 1
+    """Generation of Megatron's FSDP."""
+    megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    """Its format of main parameters."""
+    megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
+    """Its format of main gradients."""
+    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = "auto"
+    """Its format of gradients on the wire."""
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    """Gather parameters module by module."""
+    megatron_fsdp_max_pool_double_buffer: bool = False
+    """Double-buffer its largest pool."""
+    fsdp_double_buffer: bool = False
+    """Keep two communication buffers."""
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    """Fall back to persistent buffers when the double buffer cannot be had."""
+    fsdp_manual_registration: bool = False
+    """Register communication buffers by hand."""
+    suggested_communication_unit_size: int | None = None
+    """Elements per communication."""
+    keep_fp8_transpose_cache: bool = False
+    """Keep transposed fp8 weights."""
+    enable_full_sharding_in_hsdp: bool = False
+    """Shard fully in the hybrid mode."""
+    create_all_gather_group: bool = False
+    """Make a separate group for parameter gathers."""
+
+    # ---- processes
+    distributed_backend: Literal["nccl", "gloo"] = "nccl"
+    """Communication library; CPU ranks always use gloo."""
+    distributed_timeout_minutes: int = 10
+    """How long a collective may take, minutes."""
+    distributed_timeout_seconds_after_init: int | None = None
+    """The same once the first iteration is done, seconds."""
+    local_rank: int = 0
+    """Rank within the node, from the launcher."""
+    lazy_mpu_init: bool = False
+    """Leave group creation to an outer framework."""
+    use_gloo_process_groups: bool = flag(True, off=("--disable-gloo-process-groups",))
+    """Make gloo groups beside the NCCL ones."""
+    fake_process_group: bool = False
+    """Pretend to be one rank of many, without communication."""
+    nccl_communicator_config_path: str | None = None
+    """YAML file with options of NCCL communicators."""
+    nccl_ub: bool = flag(False, "--use-nccl-ub")
+    """Register NCCL user buffers."""
+    disable_symmetric_registration: bool = False
+    """No symmetric registration of NCCL user buffers."""
+    use_sharp: bool = False
+    """Reduce in the network switches."""
+    sharp_enabled_group: Literal["dp", "dp_replica"] | None = None
+    """Group that gets the switches."""
+    high_priority_stream_groups: list[str] = flag([])
+    """Groups whose communication runs on high-priority streams."""
+    disable_jit_fuser: bool = False
+    """Do not compile small operations."""
+    flight_recorder_dump_path: str | None = None
+    """Where NCCL's flight recorder writes."""
+    flight_recorder_trace_buffer_size: int = 2000
+    """Events the flight recorder keeps."""
+    flight_recorder_dump_on_timeout: bool = flag(
+        True,
+        off=(
+            "--no-flight-recorder-dump-on-timeout",
+            "--disable-flight-recorder-dump-on-timeout",
+        ),
+    )
+    """Write the flight recorder when a collective times out."""
+    flight_recorder_include_stack_trace: bool = False
+    """Record stack traces."""
+    flight_recorder_include_only_active: bool = flag(
+        True,
+        off=(
+            "--no-flight-recorder-include-only-active",
+            "--disable-flight-recorder-include-only-active",
+        ),
+    )
+    """Write unfinished collectives only."""
+    flight_recorder_extra_dump_on_exec: bool = flag(
+        True,
+        off=(
+            "--no-flight-recorder-extra-dump-on-exec",
+            "--disable-flight-recorder-extra-dump-on-exec",
+        ),
+    )
+    """Write it once more when a program is executed."""

@@ -14,40 +14,83 @@ from arguments.schema import flag
 class PrecisionArgs:
     """Number formats of parameters, gradients and matrix products."""
 
-    # ---- flags
-    fp16: bool = False
+    # ---- formats
     bf16: bool = False
-    disable_bf16_reduced_precision_matmul: bool = False
-    fp8: Literal["e4m3", "hybrid"] | None = flag(None, "--fp8-format")
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = "delayed"
-    fp8_quantizer_factory: str | None = None
-    fp8_margin: int = 0
-    fp8_interval: int = 1
-    fp8_amax_history_len: int = 1
-    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
-    fp8_wgrad: bool = flag(True, off=("--no-fp8-wgrad", "--disable-fp8-wgrad",))
-    fp8_output_proj: bool = False
-    first_last_layers_bf16: bool = False
-    num_layers_at_start_in_bf16: int = 1
-    num_layers_at_end_in_bf16: int = 1
-    fp4: Literal["e2m1"] | None = flag(None, "--fp4-format")
-    fp4_recipe: Literal["nvfp4", "custom"] = "nvfp4"
-    fp4_quantizer_factory: str | None = None
+    """Parameters and activations in bfloat16, fp32 main parameters."""
+    fp16: bool = False
+    """Parameters and activations in float16, fp32 main parameters, scaled loss."""
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "transformer_engine"
-    grad_reduce_in_bf16: bool = False
-    loss_scale: float | None = None
-    initial_loss_scale: float = 4294967296.0
-    min_loss_scale: float = 1.0
-    loss_scale_window: float = 1000.0
-    hysteresis: int = 2
-    attention_softmax_in_fp32: bool = False
+    """Whose layers to build: our own (local) or TransformerEngine's."""
     accumulate_allreduce_grads_in_fp32: bool = False
+    """Accumulate and reduce gradients in fp32 (on with --bf16)."""
+    grad_reduce_in_bf16: bool = False
+    """Accumulate and reduce gradients in bf16."""
+    attention_softmax_in_fp32: bool = False
+    """Compute the attention softmax in fp32."""
     fp16_lm_cross_entropy: bool = False
+    """Compute the loss in half precision."""
     logit_dtype: Literal["bf16", "fp32"] | None = flag(None, "--output-logit-dtype")
-    reuse_grad_buf_for_mxfp8_param_ag: bool = False
-    fp4_param_gather: bool = False
+    """Format of the logits that the loss sees."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """Do not let bf16 products accumulate in bf16."""
+
+    # ---- fp16 loss scale
+    loss_scale: float | None = None
+    """Constant loss scale. Unset: dynamic."""
+    initial_loss_scale: float = 4294967296.0
+    """First dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Smallest dynamic loss scale."""
+    loss_scale_window: float = 1000.0
+    """Iterations without overflow after which the scale doubles."""
+    hysteresis: int = 2
+    """Overflows tolerated before the scale halves."""
+
+    # ---- fp8 and fp4
+    fp8: Literal["e4m3", "hybrid"] | None = flag(None, "--fp8-format")
+    """Compute linear layers in fp8: all e4m3, or hybrid with e5m2 gradients."""
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = "delayed"
+    """How fp8 scales are found."""
+    fp8_quantizer_factory: str | None = None
+    """Python path of a factory for custom fp8 quantisers."""
+    fp8_margin: int = 0
+    """Powers of two kept free below the fp8 maximum."""
+    fp8_interval: int = 1
+    """Iterations between updates of delayed scales."""
+    fp8_amax_history_len: int = 1
+    """Iterations of maxima that delayed scaling looks back on."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Which maximum of the history delayed scaling takes."""
+    fp8_wgrad: bool = flag(
+        True,
+        off=(
+            "--no-fp8-wgrad",
+            "--disable-fp8-wgrad",
+        ),
+    )
+    """Compute weight gradients in fp8 too."""
+    fp8_output_proj: bool = False
+    """Compute the output layer in fp8 too."""
     fp8_param_gather: bool = False
+    """Keep and gather the parameters in fp8."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    """Gather mxfp8 parameters through the gradient buffer."""
+    first_last_layers_bf16: bool = False
+    """Keep the first and last layers in bf16."""
+    num_layers_at_start_in_bf16: int = 1
+    """How many first layers stay in bf16."""
+    num_layers_at_end_in_bf16: int = 1
+    """How many last layers stay in bf16."""
+    fp4: Literal["e2m1"] | None = flag(None, "--fp4-format")
+    """Compute linear layers in fp4."""
+    fp4_recipe: Literal["nvfp4", "custom"] = "nvfp4"
+    """How fp4 scales are found."""
+    fp4_quantizer_factory: str | None = None
+    """Python path of a factory for custom fp4 quantisers."""
+    fp4_param_gather: bool = False
+    """Keep and gather the parameters in fp4."""
     te_precision_config_file: str | None = None
+    """YAML file that sets the format of each layer for TransformerEngine."""
 
     @property
     def params_dtype_name(self) -> str:

@@ -14,79 +14,198 @@ from arguments.schema import flag
 class TrainingArgs:
     """Batches, duration, recompute, offload, evaluation, exit."""
 
-    # ---- flags
-    deterministic_mode: bool = False
-    cpu_offloading_num_layers: int = 0
-    cpu_offloading_retain_pinned_cpu_buffers: bool = False
-    calculate_per_token_loss: bool = False
-    recompute_granularity: Literal["full", "selective"] | None = None
-    recompute_method: Literal["uniform", "block"] | None = None
-    recompute_num_layers: int | None = None
-    distribute_saved_activations: bool = False
-    recompute_modules: list[str] | None = None
-    enable_cuda_graph: bool = False
-    cuda_graph_warmup_steps: int = 3
-    external_cuda_graph: bool = False
-    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
-    fine_grained_activation_offloading: bool = False
-    offload_modules: list[str] = flag([])
-    min_offloaded_tensor_size: int = 1048576
-    delay_offload_until_cuda_graph: bool = False
-    delta_offload_bytes_across_pp_ranks: int = 0
-    activation_offload_fraction: float = 1.0
-    fine_grained_offloading_max_inflight_offloads: int | None = None
+    # ---- batches and duration
     micro_batch_size: int | None = None
+    """Samples in one forward pass of one data-parallel rank."""
     global_batch_size: int | None = None
+    """Samples per iteration over all ranks. Unset: micro-batch size x data-parallel size."""
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
+    """START INCREMENT SAMPLES: grow the global batch size from START in steps over that many samples."""
     step_batch_size_schedule: str | None = None
+    """Global batch sizes with the tokens at which they begin, such as "0:384 200B:768 400B:1152"."""
     decrease_batch_size_if_needed: bool = False
-    empty_unused_memory_level: Literal[0, 1, 2] = 0
-    check_weight_hash_across_dp_replicas_interval: int | None = None
-    gpu_sniff_test_interval: int | None = None
-    train_sync_interval: int | None = None
+    """Round the global batch size down when it does not divide among the ranks."""
+    calculate_per_token_loss: bool = False
+    """Divide the loss by all tokens of the global batch, not per sample."""
     train_iters: int | None = None
+    """Iterations to train."""
     train_samples: int | None = None
-    exit_interval: int | None = None
-    exit_duration_in_mins: int | None = None
-    exit_signal_handler: bool = False
-    exit_signal: Literal[
-        "SIGHUP", "SIGINT", "SIGQUIT", "SIGILL", "SIGTRAP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGKILL",
-        "SIGUSR1", "SIGSEGV", "SIGUSR2", "SIGPIPE", "SIGALRM", "SIGTERM", "SIGSTKFLT", "SIGCHLD", "SIGCONT",
-        "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGXCPU", "SIGXFSZ", "SIGVTALRM", "SIGPROF",
-        "SIGWINCH", "SIGIO", "SIGPWR", "SIGSYS", "SIGRTMIN", "SIGRTMAX",
-    ] = "SIGTERM"
-    exit_signal_handler_for_dataloader: bool = False
-    exit_signal_handler_for_training: bool = False
-    manual_gc: bool = False
-    manual_gc_interval: int = 0
-    manual_gc_eval: bool = flag(True, off=("--no-manual-gc-eval", "--disable-manual-gc-eval",))
+    """Samples to train."""
     iterations_to_skip: list[int] = flag([])
+    """Iterations whose batch is read but not trained on."""
+    exit_interval: int | None = None
+    """Stop when the iteration is a multiple of this."""
+    exit_duration_in_mins: int | None = None
+    """Stop (and save) after this many minutes."""
+    exit_signal_handler: bool = False
+    """Save and stop when the signal below arrives."""
+    exit_signal: Literal[
+        "SIGHUP",
+        "SIGINT",
+        "SIGQUIT",
+        "SIGILL",
+        "SIGTRAP",
+        "SIGABRT",
+        "SIGBUS",
+        "SIGFPE",
+        "SIGKILL",
+        "SIGUSR1",
+        "SIGSEGV",
+        "SIGUSR2",
+        "SIGPIPE",
+        "SIGALRM",
+        "SIGTERM",
+        "SIGSTKFLT",
+        "SIGCHLD",
+        "SIGCONT",
+        "SIGSTOP",
+        "SIGTSTP",
+        "SIGTTIN",
+        "SIGTTOU",
+        "SIGURG",
+        "SIGXCPU",
+        "SIGXFSZ",
+        "SIGVTALRM",
+        "SIGPROF",
+        "SIGWINCH",
+        "SIGIO",
+        "SIGPWR",
+        "SIGSYS",
+        "SIGRTMIN",
+        "SIGRTMAX",
+    ] = "SIGTERM"
+    """The signal to stop at."""
+    exit_signal_handler_for_dataloader: bool = False
+    """Install the handler in data workers too."""
+    exit_signal_handler_for_training: bool = False
+    """Install the handler in the training process."""
+    train_sync_interval: int | None = None
+    """Synchronise device and host every so many iterations."""
     batch_size: int | None = None
-    recompute_activations: bool = False
-    check_for_nan_in_loss_and_grad: bool = flag(True, off=("--no-check-for-nan-in-loss-and-grad",))
-    check_for_large_grads: bool = False
-    result_rejected_tracker_filename: str | None = None
-    checkpoint_activations: bool = False
-    dataloader_type: Literal["single", "cyclic", "external"] | None = None
-    gradient_accumulation_fusion: bool = flag(True, off=("--no-gradient-accumulation-fusion",))
-    seed: int = 1234
-    te_rng_tracker: bool = False
-    data_parallel_random_init: bool = False
+    """Old spelling of --micro-batch-size."""
+
+    # ---- evaluation
     eval_iters: int = 100
+    """Iterations of one evaluation."""
     eval_interval: int | None = None
+    """Iterations between evaluations."""
     start_eval_at_iter: int | None = None
+    """First iteration with an evaluation."""
     eval_global_batch_size: int | None = None
+    """Global batch size of evaluation. Unset: training's."""
     eval_micro_batch_size: int | None = None
+    """Micro-batch size of evaluation. Unset: training's."""
     skip_train: bool = False
+    """Evaluate only."""
     test_mode: bool = False
+    """Run the data sets' self-check mode."""
     full_validation: bool = False
+    """Evaluate on the whole validation set each time."""
     multiple_validation_sets: bool = False
+    """Evaluate on each validation set separately."""
     validation_set_names: list[str] | None = None
-    cuda_graph_scope_deprecated: list[str] | None = flag(None, "--cuda-graph-scope", hidden=True)
+    """Names of these sets."""
+
+    # ---- recompute
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute whole layers, or selected parts of them."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """How whole layers are grouped for recompute."""
+    recompute_num_layers: int | None = None
+    """Layers in a group, or layers to recompute."""
+    recompute_modules: list[str] | None = None
+    """Parts of a layer to recompute."""
+    recompute_activations: bool = False
+    """Old spelling of --recompute-granularity selective."""
+    distribute_saved_activations: bool = False
+    """Spread saved activations over tensor-parallel ranks."""
+    checkpoint_activations: bool = False
+    """Old spelling of full recompute."""
+
+    # ---- offload of activations
+    cpu_offloading_num_layers: int = 0
+    """Layers whose activations go to the host."""
+    cpu_offloading_retain_pinned_cpu_buffers: bool = False
+    """Keep the pinned host buffers."""
+    fine_grained_activation_offloading: bool = False
+    """Send the inputs of chosen parts to the host."""
+    offload_modules: list[str] = flag([])
+    """The parts."""
+    min_offloaded_tensor_size: int = 1048576
+    """Smallest tensor worth sending, elements."""
+    delay_offload_until_cuda_graph: bool = False
+    """Wait with sending until a CUDA graph runs."""
+    delta_offload_bytes_across_pp_ranks: int = 0
+    """Difference of sent bytes between pipeline ranks."""
+    activation_offload_fraction: float = 1.0
+    """Share of the activations to send."""
+    fine_grained_offloading_max_inflight_offloads: int | None = None
+    """Transfers under way at once."""
+
+    # ---- CUDA graphs
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
+    """Who captures CUDA graphs."""
     cuda_graph_modules: list[str] = flag([])
-    enable_experimental: bool = False
-    spec: list[str] | None = flag(None, nargs="*")
-    error_injection_rate: int = 0
-    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
-    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
+    """Parts of a layer to capture."""
+    cuda_graph_warmup_steps: int = 3
+    """Iterations before capture."""
+    enable_cuda_graph: bool = False
+    """Old spelling of --cuda-graph-impl local."""
+    external_cuda_graph: bool = False
+    """Old spelling of --cuda-graph-impl transformer_engine."""
+    cuda_graph_scope_deprecated: list[str] | None = flag(None, "--cuda-graph-scope", hidden=True)
+    """Old spelling of --cuda-graph-modules."""
+
+    # ---- randomness and reproducibility
+    seed: int = 1234
+    """Seed of weights, data order, dropout."""
+    data_parallel_random_init: bool = False
+    """Let data-parallel ranks start from different weights."""
+    te_rng_tracker: bool = False
+    """Use TransformerEngine's random-number tracker."""
+    deterministic_mode: bool = False
+    """Choose deterministic algorithms; the same run gives the same bits."""
+
+    # ---- checks
+    check_for_nan_in_loss_and_grad: bool = flag(True, off=("--no-check-for-nan-in-loss-and-grad",))
+    """Stop when the loss or a gradient is not finite."""
+    check_for_large_grads: bool = False
+    """Stop when a gradient is unexpectedly large."""
     check_for_spiky_loss: bool = False
+    """Stop when the loss jumps."""
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Iterations between comparisons of weights across data-parallel ranks."""
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
+    """Repeat suspicious iterations to tell a wrong result from a wrong machine."""
+    error_injection_rate: int = 0
+    """Inject one wrong result every so many iterations (to test the above)."""
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
+    """Kind of injected error."""
+    result_rejected_tracker_filename: str | None = None
+    """File that lists iterations with rejected results."""
+    gpu_sniff_test_interval: int | None = None
+    """Iterations between quick tests of the device."""
+
+    # ---- housekeeping
+    manual_gc: bool = False
+    """Switch Python's garbage collector off and collect at fixed iterations."""
+    manual_gc_interval: int = 0
+    """Iterations between manual collections; 0 is never."""
+    manual_gc_eval: bool = flag(
+        True,
+        off=(
+            "--no-manual-gc-eval",
+            "--disable-manual-gc-eval",
+        ),
+    )
+    """Collect round evaluations too."""
+    empty_unused_memory_level: Literal[0, 1, 2] = 0
+    """Return cached device memory: never, after each iteration, or more often."""
+    gradient_accumulation_fusion: bool = flag(True, off=("--no-gradient-accumulation-fusion",))
+    """Add weight gradients into the main gradient inside the product."""
+    dataloader_type: Literal["single", "cyclic", "external"] | None = None
+    """How training samples are drawn: once in order, cyclically shuffled, or by the user's own loader."""
+    enable_experimental: bool = False
+    """Allow experimental features of Megatron-Core."""
+    spec: list[str] | None = flag(None, nargs="*")
+    """Python path of a custom layer specification."""
