@@ -1,0 +1,109 @@
+"""What the loop tells a save or a load, and what it gets back: plain records."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arguments.output import OutputArgs
+
+
+@dataclass
+class CheckpointState:
+    """The non-tensor part of a run: plain types only (numbers, strings, None, lists, tuples, dicts, tensors).
+
+    args: every flag by destination, for --use-checkpoint-args and for comparing architectures. It must hold at least
+        num_layers, moe_layer_freq, num_experts, swiglu, quick_geglu and multi_latent_attention: the keys follow from them.
+    scheduler: what Megatron calls opt_param_scheduler; ours is a function of consumed samples, so this is a record only.
+    extra: whatever else the loop needs to go on bit for bit, under its own names.
+    """
+
+    iteration: int
+    args: Mapping[str, Any]
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    num_floating_point_operations_so_far: float = 0.0
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save. `from_args` fills it from the flags."""
+
+    save_optim: bool = True
+    save_rng: bool = True
+    fully_parallel: bool = True
+    retain_interval: int | None = None
+    log_progress: bool = False
+    verify_integrity: bool = False
+    tokenizer_files: tuple[Path, ...] = ()
+
+    @classmethod
+    def from_args(cls, output: OutputArgs, tokenizer_files: tuple[Path, ...] = ()) -> "SaveOptions":
+        """tokenizer_files: see `directory.tokenizer_files`; dropped with --no-save-tokenizer-assets."""
+        return cls(
+            save_optim=not output.no_save_optim,
+            save_rng=not output.no_save_rng,
+            fully_parallel=output.ckpt_fully_parallel_save,
+            retain_interval=output.save_retain_interval,
+            log_progress=output.log_progress,
+            verify_integrity=output.verify_integrity,
+            tokenizer_files=tokenizer_files if output.save_tokenizer_assets else (),
+        )
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What to load. `from_args` fills it from the flags.
+
+    args: this run's flags by destination, as in CheckpointState.
+    vocab_size: the tokenizer's size. If given, checkpoints whose embedding is padded differently are accepted.
+    """
+
+    args: Mapping[str, Any]
+    ckpt_step: int | None = None
+    finetune: bool = False
+    load_optim: bool = True
+    load_rng: bool = True
+    load_main_params: bool = False
+    exit_on_missing: bool = False
+    strictness: str = "assume_ok_unexpected"
+    ckpt_format: str = "torch_dist"
+    auto_detect: bool = False
+    verify_integrity: bool = False
+    vocab_size: int | None = None
+
+    @classmethod
+    def from_args(cls, output: OutputArgs, args: Mapping[str, Any], vocab_size: int | None = None) -> "LoadOptions":
+        return cls(
+            args=args,
+            ckpt_step=output.ckpt_step,
+            finetune=output.finetune,
+            load_optim=not output.no_load_optim,
+            load_rng=not output.no_load_rng,
+            load_main_params=output.load_main_params_from_ckpt,
+            exit_on_missing=output.exit_on_missing_checkpoint,
+            strictness=output.dist_ckpt_strictness,
+            ckpt_format=output.ckpt_format,
+            auto_detect=output.auto_detect_ckpt_format,
+            verify_integrity=output.verify_integrity,
+            vocab_size=vocab_size,
+        )
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """What a load found.
+
+    iteration: where to go on (0 with --finetune). state: the saved CheckpointState; its iteration is that of the file.
+    from_megatron: written by Megatron-LM, so state.extra is empty.
+    """
+
+    iteration: int
+    folder: Path
+    state: CheckpointState
+    optim_loaded: bool
+    rng_loaded: bool
+    from_megatron: bool

@@ -1,0 +1,220 @@
+"""Where every local element lives in the checkpoint: keys, global shapes and offsets, the same for any layout.
+
+A checkpoint is a set of global tensors. `KeyScheme` turns a parameter's global names (`ParamInfo.names`) into
+Megatron-Core's torch_dist keys and coordinates:
+
+- `decoder.layers.{l}.X` becomes `decoder.layers.X` with a new leading axis of size num_layers, row l. A model whose
+  layers differ (--moe-layer-freq given as a list or as a number above 1) keeps `decoder.layers.{l}.X` without that axis.
+  MTP layers always keep their number.
+- `...experts.local_experts.{e}.linear_fc1.weight` becomes `...experts.experts.linear_fc1.weight` with an axis over experts.
+- The two norms of a layer carry the names they would have if fused into the linear that follows (not under MLA).
+- A gated fc1 is stored as two chunks, gate rows and up rows, so that a tensor-parallel cut of each stays a box.
+
+A parameter's local memory is thus a sequence of contiguous runs, each a box of some global tensor (`Placement`). The
+distributed optimizer holds flat ranges of parameters; `boxes` splits a range of a run into at most 2 * ndim - 1 boxes,
+which the storage layer writes as they are. Nothing is gathered, and the keys do not tell who wrote them.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from moe_trainer.parallel.params import ParamInfo
+
+_LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
+_GATED = re.compile(r"(^|\.)linear_fc1\.(weight|bias)$")
+# modules whose Megatron counterparts write an (empty) `_extra_state` object beside their weight
+_LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj)\.weight$")
+
+_LOCAL_NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+                ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
+_TE_DENSE_NORMS = _LOCAL_NORMS
+_TE_MOE_NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),)
+_TE_MLA_NORMS = (("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+                 ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"))
+_TE_MLA_DENSE_NORMS = _TE_MLA_NORMS + (("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A contiguous run of a local parameter and the box of the global tensor that it fills.
+
+    start: first element of the run in the flat local parameter; the run has prod(shape) elements, row-major.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global tensor together with the live local storage that holds it (a view of shape `sizes`)."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class KeyScheme:
+    """How global names become checkpoint keys. Depends on the architecture only, never on the parallel layout.
+
+    stacked: all decoder layers are alike and share one tensor with a leading layer axis.
+    gated: fc1 holds gate and up rows.
+    norms: pairs (prefix of a name inside a layer, its spelling in the key).
+    """
+
+    num_layers: int
+    num_experts: int
+    stacked: bool
+    gated: bool
+    norms: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "KeyScheme":
+        """The scheme of a model described by its flags, as a flat mapping of flag destinations to values."""
+        freq = record.get("moe_layer_freq", 1)
+        alike = not isinstance(freq, (list, tuple)) and int(freq or 1) == 1
+        linear_freq = record.get("linear_attention_freq")
+        alike = alike and not isinstance(linear_freq, (list, tuple)) and int(linear_freq or 1) == 1
+        return cls(
+            num_layers=int(record["num_layers"]),
+            num_experts=int(record.get("num_experts") or 0),
+            stacked=alike,
+            gated=bool(record.get("swiglu") or record.get("quick_geglu")),
+            norms=() if record.get("multi_latent_attention") else _LOCAL_NORMS,
+        )
+
+    def alternatives(self) -> Iterator["KeyScheme"]:
+        """Other schemes under which a checkpoint of the same model may have been written, this one first.
+
+        Transformer Engine fuses norms into linears where the local modules do not, and the same layers may have been
+        described once as alike (stacked) and once as a list.
+        """
+        for stacked in (self.stacked, not self.stacked):
+            for norms in (self.norms, (), _TE_MOE_NORMS, _LOCAL_NORMS, _TE_MLA_NORMS, _TE_MLA_DENSE_NORMS):
+                yield replace(self, stacked=stacked, norms=norms)
+
+    def locate(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """Return (key, coordinates, extents) of a global name; the coordinates are those of the added leading axes."""
+        at: tuple[int, ...] = ()
+        extents: tuple[int, ...] = ()
+        layer = _LAYER.match(name)
+        prefix, rest = "", name
+        if layer:
+            block, number, rest = layer[1], int(layer[2]), layer[3]
+            prefix = f"{block}.layers.{number}."
+            if block == "decoder" and self.stacked:
+                prefix, at, extents = f"{block}.layers.", (number,), (self.num_layers,)
+            rest = self._rename_norm(rest)
+        expert = _EXPERT.match(rest)
+        if expert:
+            rest = f"{expert[1]}experts.{expert[3]}"
+            at, extents = (*at, int(expert[2])), (*extents, self.num_experts)
+        return prefix + rest, at, extents
+
+    def _rename_norm(self, rest: str) -> str:
+        inner = "mtp_model_layer." if rest.startswith("mtp_model_layer.") else ""
+        for old, new in self.norms:
+            if rest.startswith(inner + old):
+                return inner + new + rest[len(inner + old):]
+        return rest
+
+    def placements(self, info: ParamInfo, shape: tuple[int, ...]) -> list[Placement]:
+        """Cut a local parameter of the given shape into its runs, in memory order."""
+        named_shape = tuple(shape[1:] if info.stacked else shape)
+        numel = math.prod(named_shape)
+        runs = []
+        for position, name in enumerate(info.names):
+            runs += self._named_placements(name, info, named_shape, position * numel)
+        return runs
+
+    def _named_placements(self, name: str, info: ParamInfo, local: tuple[int, ...], start: int) -> list[Placement]:
+        key, at, extents = self.locate(name)
+        full = list(local)
+        if info.sharded_dim is not None:
+            full[info.sharded_dim] *= info.shard_count
+        parts = 2 if self.gated and _GATED.search(name) else 1
+        box = (local[0] // parts, *local[1:]) if local else ()
+        runs = []
+        for part in range(parts):
+            first = [0] * len(local)
+            if info.sharded_dim is not None:
+                first[info.sharded_dim] = box[info.sharded_dim] * info.shard_rank
+            if parts > 1:
+                first[0] += part * (full[0] // parts)
+            runs.append(Placement(key, (*extents, *full), (*at, *first), ((1,) * len(at)) + box,
+                                  start + part * math.prod(box)))
+        return runs
+
+    def extra_state_keys(self, info: ParamInfo) -> list[str]:
+        """Keys of the empty `_extra_state` objects that Megatron's loader expects beside these weights."""
+        keys = []
+        for name in info.names:
+            if _LINEAR.search(name) and not name.startswith("output_layer."):
+                key, at, extents = self.locate(name)
+                base = key.removesuffix("weight") + "_extra_state"
+                keys.append(object_key(base, at or (0,), extents or (1,)))
+        return keys
+
+
+def object_key(base: str, at: tuple[int, ...], extents: tuple[int, ...]) -> str:
+    """Key of one shard of a non-tensor entry."""
+    return f"{base}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, extents))}"
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split the flat row-major range [start, stop) of a tensor into boxes.
+
+    Yields: (offsets, sizes) in memory order; their volumes add up to stop - start.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        index, inside = divmod(start, row)
+        whole = (stop - start) // row
+        if inside == 0 and whole:
+            yield (index, *([0] * (len(shape) - 1))), (whole, *shape[1:])
+            start += whole * row
+        else:
+            end = min(stop, (index + 1) * row)
+            for offsets, sizes in boxes(shape[1:], inside, inside + end - start):
+                yield (index, *offsets), (1, *sizes)
+            start = end
+
+
+def pieces(runs: list[Placement], tensor: Tensor, start: int, stop: int, prefix: str = "") -> Iterator[Piece]:
+    """Cut a flat range of a parameter into pieces of global tensors.
+
+    tensor: contiguous storage of the elements [start, stop) of the flat local parameter that `runs` describe.
+    prefix: put before every key ("optimizer.state.exp_avg.").
+    """
+    assert tensor.is_contiguous() and tensor.numel() == stop - start, \
+        f"{runs[0].key}: a contiguous tensor of {stop - start} elements is needed, got {tuple(tensor.shape)}"
+    flat = tensor.detach().reshape(-1)
+    for run in runs:
+        low, high = max(start, run.start), min(stop, run.start + run.numel)
+        position = low
+        for offsets, sizes in boxes(run.shape, low - run.start, high - run.start):
+            count = math.prod(sizes)
+            data = flat[position - start:position - start + count].view(sizes)
+            position += count
+            yield Piece(prefix + run.key, run.global_shape, tuple(a + b for a, b in zip(run.offsets, offsets)), sizes, data)
