@@ -1,0 +1,111 @@
+"""From a started process to a rank that knows its place: environment, process group, device, seeds, logging.
+
+Order matters and is visible in `initialize`: who am I (environment) -> device and process group -> groups -> seeds ->
+logging. Nothing here is kept in module state; the result is a `Runtime` that the caller passes on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from arguments import Arguments
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.place import Place
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What every later step needs to know about this process."""
+
+    place: Place
+    device: torch.device
+    ps: ParallelState
+
+
+def initialize(args: Arguments, place: Place) -> Runtime:
+    """Join the process group, make the groups, seed the generators, set up logging.
+
+    Raises: ValueError if the backend cannot run here.
+    """
+    configure_logging(place, args.output.logging_level)
+    device = _choose_device(place)
+    if place.world_size > 1:
+        _join(args, place, device)
+    parallel = args.parallel
+    ps = ParallelState.create(
+        place.world_size,
+        place.rank,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+        order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+    set_seeds(args, ps)
+    if args.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    logger.info(
+        "%d rank(s) from %s, device %s, %d thread(s) per rank, torch %s",
+        place.world_size, place.source, device.type, torch.get_num_threads(), torch.__version__,
+    )
+    return Runtime(place, device, ps)
+
+
+def configure_logging(place: Place, level: int | None) -> None:
+    """Log facts from rank 0 only, warnings from every rank."""
+    level = level if level is not None else int(os.environ.get("MEGATRON_LOGGING_LEVEL", logging.INFO))
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s" if place.world_size == 1 else f"[rank {place.rank}] %(message)s"))
+    handler.addFilter(lambda record: place.rank == 0 or record.levelno >= logging.WARNING)
+    for name in ("moe_trainer", "arguments"):
+        root = logging.getLogger(name)
+        root.handlers[:] = [handler]
+        root.setLevel(level)
+        root.propagate = False
+
+
+def _choose_device(place: Place) -> torch.device:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _join(args: Arguments, place: Place, device: torch.device) -> None:
+    backend = args.parallel.distributed_backend
+    if device.type == "cpu" and backend != "gloo":
+        logger.info("--distributed-backend %s needs CUDA devices: these CPU ranks talk over gloo", backend)
+        backend = "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{place.master_addr}:{place.master_port}" if place.source == "SLURM" else "env://",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=datetime.timedelta(minutes=args.parallel.distributed_timeout_minutes),
+    )
+
+
+def set_seeds(args: Arguments, ps: ParallelState) -> None:
+    """Seed every generator; ranks differ by pipeline stage, and by data-parallel rank where the flags ask for it.
+
+    Source: Megatron-LM (seed + 100 * pipeline rank, + 10 * data rank with --data-parallel-random-init). Dropout must
+    differ between data-parallel ranks, so the torch generator of the forward pass also gets the data rank.
+    """
+    seed = args.training.seed + 100 * ps.pp.rank
+    if args.training.data_parallel_random_init:
+        seed += 10 * ps.dp_cp.rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed + 1_000_003 * ps.dp_cp.rank)

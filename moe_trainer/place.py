@@ -1,0 +1,81 @@
+"""Who am I among the ranks: read from the environment, without torch, so that flags can be checked at once.
+
+Ranks come from torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), else from SLURM's variables inside an
+`srun` step (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; Megatron-LM leaves this mapping to the container), else the
+process is alone. SLURM variables outside a step (the batch script itself has them too) are ignored on purpose: a plain
+`python pretrain_moe.py` in a batch script is one process and must not wait for others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the others, as told by its environment."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str | None
+    master_port: int | None
+    source: str
+
+
+def find_place(env: Mapping[str, str]) -> Place:
+    """Read rank, world size and rendezvous from the environment.
+
+    Raises: ValueError if a variable is not a number, or several processes have no rendezvous address.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        place = Place(
+            rank=_number(env, "RANK", 0),
+            world_size=_number(env, "WORLD_SIZE", 1),
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            master_addr=env.get("MASTER_ADDR"),
+            master_port=_number(env, "MASTER_PORT", None),
+            source="RANK/WORLD_SIZE",
+        )
+    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
+        job = _number(env, "SLURM_JOB_ID", 0)
+        place = Place(
+            rank=_number(env, "SLURM_PROCID", 0),
+            world_size=_number(env, "SLURM_NTASKS", 1),
+            local_rank=_number(env, "SLURM_LOCALID", 0),
+            master_addr=env.get("MASTER_ADDR") or first_host(nodes),
+            # One port per job, so that two jobs on one node do not meet.
+            master_port=_number(env, "MASTER_PORT", 20000 + job % 20000),
+            source="SLURM",
+        )
+    else:
+        return Place(0, 1, 0, None, None, "single process")
+    if not 0 <= place.rank < place.world_size:
+        raise ValueError(f"{place.source}: rank {place.rank} does not fit a world size of {place.world_size}")
+    if place.world_size > 1 and (place.master_addr is None or place.master_port is None):
+        raise ValueError(
+            f"WORLD_SIZE is {place.world_size} but MASTER_ADDR and MASTER_PORT are not both set: start the ranks with "
+            "torchrun or srun, or export the address and a free port of the first node"
+        )
+    return place
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None) -> int | None:
+    if name not in env:
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"environment variable {name} must be an integer, got {env[name]!r}") from None
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a SLURM node list: "gpu[003-010,12],cpu1" -> "gpu003"."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
+    if match is None:
+        raise ValueError(f"cannot read the SLURM node list {nodelist!r}")
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + (suffix or "")

@@ -1,0 +1,122 @@
+"""The lines a run prints, in Megatron-LM's format, and a progress bar on terminals.
+
+Users parse these lines with grep and awk, so field order, widths and number formats are those of Megatron-LM
+(field list: Megatron-LM training log). Everything here is pure formatting except `ProgressBar`, which writes to a terminal.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class IterationLine:
+    """Values of one iteration line; optional fields are left out of the line when None.
+
+    Units: elapsed_ms milliseconds per iteration, throughput TFLOP/s per GPU, learning_rate that of the next step.
+    """
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    elapsed_ms: float
+    learning_rate: float | None
+    global_batch_size: int
+    loss_scale: float
+    skipped_iterations: int
+    nan_iterations: int
+    losses: Mapping[str, float] = field(default_factory=dict)
+    skipped_samples: int = 0
+    throughput: float | None = None
+    grad_norm: float | None = None
+    num_zeros: int | None = None
+    params_norm: float | None = None
+
+    def format(self, now: datetime.datetime) -> str:
+        """Return the line, leading blank included."""
+        parts = [
+            f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}]",
+            f" iteration {self.iteration:8d}/{self.train_iters:8d} |",
+            f" consumed samples: {self.consumed_samples:12d} |",
+        ]
+        if self.skipped_samples > 0:
+            parts.append(f" skipped samples: {self.skipped_samples:12d} |")
+        parts.append(f" elapsed time per iteration (ms): {self.elapsed_ms:.1f} |")
+        if self.throughput is not None:
+            parts.append(f" throughput per GPU (TFLOP/s/GPU): {self.throughput:.1f} |")
+        if self.learning_rate is not None:
+            parts.append(f" learning rate: {self.learning_rate:.6E} |")
+        parts.append(f" global batch size: {self.global_batch_size:5d} |")
+        # A negative mean is not printed, as in Megatron-LM; NaN is, because hiding it would be silent.
+        parts.extend(f" {name}: {value:.6E} |" for name, value in self.losses.items() if not value < 0.0)
+        parts.append(f" loss scale: {self.loss_scale:.1f} |")
+        if self.grad_norm is not None:
+            parts.append(f" grad norm: {self.grad_norm:.3f} |")
+        if self.num_zeros is not None:
+            parts.append(f" num zeros: {self.num_zeros} |")
+        if self.params_norm is not None:
+            parts.append(f" params norm: {self.params_norm:.3f} |")
+        parts.append(f" number of skipped iterations: {self.skipped_iterations:3d} |")
+        parts.append(f" number of nan iterations: {self.nan_iterations:3d} |")
+        return "".join(parts)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), the loss capped at 20 as Megatron-LM caps it."""
+    return math.exp(min(20.0, loss))
+
+
+def validation_line(where: str, losses: Mapping[str, float]) -> str:
+    """Return the framed validation line; `where` is "iteration N" or "iteration N on validation set"."""
+    text = f" validation loss at {where} | "
+    for name, value in losses.items():
+        text += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
+    frame = "-" * (len(text) + 1)
+    return f"{frame}\n{text}\n{frame}"
+
+
+def arguments_block(settings: Mapping[str, object]) -> str:
+    """Return all settings sorted, one a line, names padded with dots to 48 columns, between Megatron-LM's markers."""
+    lines = ["------------------------ arguments ------------------------"]
+    for name in sorted(settings, key=str.lower):
+        dots = "." * (48 - len(name))
+        lines.append(f"  {name} {dots} {settings[name]}")
+    lines.append("-------------------- end of arguments ---------------------")
+    return "\n".join(lines)
+
+
+class ProgressBar:
+    """One line at the foot of a terminal: iterations done, rate, time left. Does nothing when the stream is no terminal."""
+
+    def __init__(self, total: int, stream: TextIO = sys.stderr):
+        self._total = total
+        self._stream = stream
+        self._active = stream.isatty() and total > 0
+        self._shown = False
+
+    def update(self, iteration: int, seconds_per_iteration: float, loss: float | None) -> None:
+        """Redraw the bar."""
+        if not self._active:
+            return
+        width = 24
+        filled = int(width * iteration / self._total)
+        left = datetime.timedelta(seconds=int((self._total - iteration) * seconds_per_iteration))
+        text = f"[{'#' * filled}{'.' * (width - filled)}] {iteration}/{self._total}"
+        text += f"  {seconds_per_iteration * 1e3:.0f} ms/it  left {left}"
+        if loss is not None:
+            text += f"  loss {loss:.4f}"
+        self._stream.write("\r\x1b[2K" + text)
+        self._stream.flush()
+        self._shown = True
+
+    def clear(self) -> None:
+        """Erase the bar, so that a log line can be printed where it stood."""
+        if self._shown:
+            self._stream.write("\r\x1b[2K")
+            self._stream.flush()
+            self._shown = False

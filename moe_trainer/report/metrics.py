@@ -1,0 +1,362 @@
+"""What a run reports about itself: the iteration line, metrics.jsonl, TensorBoard, Weights & Biases.
+
+How it works: the loop hands one `IterationRecord` per iteration to `MetricsLogger.record`, on the last rank only (Megatron-LM's
+choice: the last pipeline stage has the loss). From it come
+  * the iteration line, whose numbers are means over the interval, with Megatron-LM's quirk kept: the line after the
+    first iteration of a run does not reset the sums, so users' parsers see the very numbers they are used to;
+  * `metrics.jsonl`, which has no quirks: each record holds the values of its own iteration in full precision, counters
+    count since the last record, and `learning_rate` is the one used in the step;
+  * TensorBoard scalars under Megatron-LM's names, and the same names for Weights & Biases.
+
+A resumed run continues the files: records of iterations that are going to be repeated are dropped, so that no iteration
+stands twice. A run that starts from iteration 0 beside an old metrics file keeps that file under a numbered name.
+
+Rejected: logging through callbacks. One product, one loop, one place to read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_trainer.report.console import IterationLine, ProgressBar, perplexity, validation_line
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """Everything one iteration has to say.
+
+    Units: elapsed_s seconds; flops model FLOPs of the whole global batch; max_memory_mb MiB (device memory on CUDA,
+    resident set on CPU). `learning_rate` was used in this step, `next_learning_rate` is the next step's.
+    """
+
+    iteration: int
+    consumed_samples: int
+    losses: Mapping[str, float]
+    learning_rate: float
+    next_learning_rate: float
+    grad_norm: float | None
+    loss_scale: float
+    global_batch_size: int
+    skipped: bool
+    elapsed_s: float
+    tokens: int
+    flops: float
+    max_memory_mb: float
+    dropped_tokens: int = 0
+    skipped_samples: int = 0
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    per_layer: Mapping[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def is_nan(self) -> bool:
+        """True if any loss is not finite."""
+        return any(not math.isfinite(value) for value in self.losses.values())
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """The flags that say what is logged where (names as the flags)."""
+
+    log_interval: int
+    train_iters: int
+    log_throughput: bool = False
+    tensorboard_dir: str | None = None
+    tensorboard_log_interval: int = 1
+    tensorboard_queue_size: int = 1000
+    log_loss_scale_to_tensorboard: bool = True
+    log_timers_to_tensorboard: bool = False
+    log_validation_ppl_to_tensorboard: bool = False
+    log_world_size_to_tensorboard: bool = False
+    log_memory_to_tensorboard: bool = False
+    moe_per_layer_logging: bool = False
+    metrics_file: str | None = None
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    wandb_save_dir: str | None = None
+    wandb_entity: str | None = None
+
+
+class MetricsLogger:
+    """Turns iteration records into lines, files and scalars. One per run, on the last rank.
+
+    Raises: ValueError if the metrics file or the TensorBoard folder cannot be written.
+    """
+
+    def __init__(self, options: LogOptions, world_size: int, start_iteration: int, settings: Mapping[str, object]):
+        self._options = options
+        self._world_size = world_size
+        self._file = open_metrics_file(options.metrics_file, start_iteration) if options.metrics_file else None
+        self._tensorboard = _open_tensorboard(options, start_iteration, settings)
+        self._wandb = _open_wandb(options, settings)
+        self._bar = ProgressBar(options.train_iters)
+        self._first = True
+        self._reset_line_sums()
+        self._reset_record_counters()
+
+    def _reset_line_sums(self) -> None:
+        self._loss_sums: dict[str, float] = {}
+        self._advanced = self._skipped = self._nan = 0
+        self._line_seconds = 0.0
+
+    def _reset_record_counters(self) -> None:
+        self._record_skipped = self._record_nan = self._record_dropped = 0
+
+    def record(self, record: IterationRecord) -> None:
+        """Take in one iteration; print and write what is due."""
+        self._accumulate(record)
+        if record.iteration % self._options.tensorboard_log_interval == 0:
+            self._write_scalars(record)
+        due = record.iteration % self._options.log_interval == 0
+        if due or self._first:
+            self._bar.clear()
+            self.print(self._line(record).format(datetime.datetime.now()))
+            self._write_interval_scalars(record)
+            self._write_record(record)
+            if not self._first:
+                self._reset_line_sums()
+            self._first = False
+        self._bar.update(record.iteration, record.elapsed_s, record.losses.get("lm loss"))
+
+    def print(self, text: str) -> None:
+        """Print a line for the user, above the progress bar."""
+        self._bar.clear()
+        print(text, flush=True)
+
+    def _accumulate(self, record: IterationRecord) -> None:
+        if record.skipped:
+            self._skipped += 1
+            self._record_skipped += 1
+        else:
+            self._advanced += 1
+            for name, value in record.losses.items():
+                self._loss_sums[name] = self._loss_sums.get(name, 0.0) + value
+        self._nan += record.is_nan
+        self._record_nan += record.is_nan
+        self._record_dropped += record.dropped_tokens
+        self._line_seconds += record.elapsed_s
+
+    def _tflops(self, flops: float, seconds: float) -> float:
+        return flops / (seconds * 1e12 * self._world_size)
+
+    def _line(self, record: IterationRecord) -> IterationLine:
+        iterations = self._advanced + self._skipped
+        return IterationLine(
+            iteration=record.iteration,
+            train_iters=self._options.train_iters,
+            consumed_samples=record.consumed_samples,
+            skipped_samples=record.skipped_samples,
+            elapsed_ms=self._line_seconds * 1e3 / iterations,
+            throughput=self._tflops(record.flops, self._line_seconds / iterations) if self._options.log_throughput else None,
+            learning_rate=record.next_learning_rate,
+            global_batch_size=record.global_batch_size,
+            losses={name: total / max(1, self._advanced) for name, total in self._loss_sums.items()},
+            loss_scale=record.loss_scale,
+            grad_norm=record.grad_norm,
+            num_zeros=record.num_zeros,
+            params_norm=record.params_norm,
+            skipped_iterations=self._skipped,
+            nan_iterations=self._nan,
+        )
+
+    def _write_record(self, record: IterationRecord) -> None:
+        if self._file is None:
+            return
+        values: dict[str, object] = {"iteration": record.iteration, "consumed_samples": record.consumed_samples}
+        values.update(record.losses)
+        values.update(
+            learning_rate=record.learning_rate,
+            grad_norm=record.grad_norm,
+            loss_scale=record.loss_scale,
+            global_batch_size=record.global_batch_size,
+            skipped_iterations=self._record_skipped,
+            nan_iterations=self._record_nan,
+            dropped_tokens=self._record_dropped,
+            elapsed_ms=record.elapsed_s * 1e3,
+            tokens_per_s=record.tokens / record.elapsed_s,
+            tflops_per_gpu=self._tflops(record.flops, record.elapsed_s),
+            max_memory_mb=record.max_memory_mb,
+        )
+        if record.num_zeros is not None:
+            values["num_zeros"] = record.num_zeros
+        if record.params_norm is not None:
+            values["params_norm"] = record.params_norm
+        self._append(values)
+        self._reset_record_counters()
+
+    def _append(self, values: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def _scalar(self, name: str, value: float, iteration: int, samples: int | None = None) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._tensorboard.add_scalar(f"{name} vs samples", value, samples)
+        if self._wandb is not None:
+            self._wandb.log({name: value}, iteration)
+
+    def _write_scalars(self, record: IterationRecord) -> None:
+        options, iteration, samples = self._options, record.iteration, record.consumed_samples
+        if self._wandb is not None:
+            self._wandb.log({"samples vs steps": samples}, iteration)
+        # Megatron-LM writes its scalars after the scheduler has stepped: the learning rate here is the next step's.
+        self._scalar("learning-rate", record.next_learning_rate, iteration, samples)
+        self._scalar("batch-size", record.global_batch_size, iteration, samples)
+        if record.skipped_samples > 0:
+            self._scalar("skipped-train-samples", record.skipped_samples, iteration)
+        for name, value in record.losses.items():
+            self._scalar(name, value, iteration, samples if name == "lm loss" else None)
+        if options.log_loss_scale_to_tensorboard:
+            self._scalar("loss-scale", record.loss_scale, iteration, samples)
+        if options.log_world_size_to_tensorboard:
+            self._scalar("world-size", self._world_size, iteration, samples)
+        if record.grad_norm is not None:
+            self._scalar("grad-norm", record.grad_norm, iteration, samples)
+        if record.num_zeros is not None:
+            self._scalar("num-zeros", record.num_zeros, iteration, samples)
+        if record.params_norm is not None:
+            self._scalar("params-norm", record.params_norm, iteration, samples)
+        if options.log_memory_to_tensorboard:
+            for name, value in _memory_scalars(record.max_memory_mb).items():
+                self._scalar(name, value, iteration)
+        if options.moe_per_layer_logging:
+            for name, values in record.per_layer.items():
+                for layer, value in enumerate(values):
+                    self._scalar(f"moe/{name}_layer_{layer}", value, iteration)
+
+    def _write_interval_scalars(self, record: IterationRecord) -> None:
+        seconds = self._line_seconds / (self._advanced + self._skipped)
+        self._scalar("iteration-time", seconds, record.iteration)
+        if self._options.log_throughput and self._options.log_timers_to_tensorboard:
+            self._scalar("throughput", self._tflops(record.flops, seconds), record.iteration)
+
+    def timers(self, seconds_by_name: Mapping[str, float], iteration: int) -> None:
+        """Write timer scalars (--log-timers-to-tensorboard)."""
+        if self._options.log_timers_to_tensorboard:
+            for name, seconds in seconds_by_name.items():
+                self._scalar(f"{name}-time", seconds, iteration)
+
+    def validation(self, where: str, kind: str, losses: Mapping[str, float], iteration: int, samples: int) -> None:
+        """Print the validation line and write its record and scalars.
+
+        Args: where "iteration 200" or "iteration 200 on test set"; kind "validation", "validation-NAME" or "test".
+        """
+        self.print(validation_line(where, losses))
+        if self._file is not None:
+            record: dict[str, object] = {"validation": kind, "iteration": iteration}
+            record.update(losses)
+            record["ppl"] = perplexity(losses["lm loss"])
+            self._append(record)
+        suffix = "validation" if kind == "test" else kind
+        for name, value in losses.items():
+            self._scalar(f"{name} {suffix}", value, iteration, samples)
+            if self._options.log_validation_ppl_to_tensorboard:
+                self._scalar(f"{name} {suffix} ppl", perplexity(value), iteration, samples)
+
+    def close(self) -> None:
+        """Flush and close every file."""
+        self._bar.clear()
+        for target in (self._file, self._tensorboard):
+            if target is not None:
+                target.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _memory_scalars(max_memory_mb: float) -> dict[str, float]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"mem-max-allocated-bytes": max_memory_mb * 2**20}
+    stats = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        "mem-allocated-count": stats["allocation.all.current"],
+    }
+
+
+def open_metrics_file(path: str, start_iteration: int):
+    """Open metrics.jsonl for appending after `start_iteration`.
+
+    Records of later iterations (they will be repeated) and a torn last line (a killed run) are dropped; with
+    start_iteration 0 an old file is kept under a numbered name.
+    Raises: ValueError if the file cannot be written.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and target.stat().st_size > 0:
+            if start_iteration == 0:
+                target.rename(_free_name(target))
+            else:
+                _drop_after(target, start_iteration)
+        return open(target, "a", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--metrics-file: cannot write {target}: {error.strerror}") from error
+
+
+def _free_name(target: Path) -> Path:
+    number = 1
+    while (free := target.with_name(f"{target.stem}-{number}{target.suffix}")).exists():
+        number += 1
+    return free
+
+
+def _drop_after(target: Path, iteration: int) -> None:
+    kept = []
+    for line in target.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record.get("iteration", 0) <= iteration:
+            kept.append(line)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.{time.monotonic_ns()}")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(temporary, target)
+
+
+def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mapping[str, object]):
+    if options.tensorboard_dir is None:
+        return None
+    # Imported here: it takes a second, and only one rank needs it.
+    from torch.utils.tensorboard import SummaryWriter
+
+    try:
+        writer = SummaryWriter(
+            log_dir=options.tensorboard_dir,
+            max_queue=options.tensorboard_queue_size,
+            purge_step=start_iteration + 1 if start_iteration else None,
+        )
+    except OSError as error:
+        message = f"--tensorboard-dir: cannot write {options.tensorboard_dir}: {error.strerror}"
+        raise ValueError(message) from error
+    for name in sorted(settings):
+        writer.add_text(name, str(settings[name]), global_step=start_iteration)
+    return writer
+
+
+def _open_wandb(options: LogOptions, settings: Mapping[str, object]):
+    if not options.wandb_project:
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError("--wandb-project: the package wandb is not installed (pip install wandb)") from error
+    return wandb.init(
+        dir=options.wandb_save_dir,
+        name=options.wandb_exp_name,
+        project=options.wandb_project,
+        entity=options.wandb_entity,
+        config=dict(settings),
+    )

@@ -1,0 +1,53 @@
+"""The profiler switch: `--profile` records the iterations [--profile-step-start, --profile-step-end) on chosen ranks.
+
+With `--use-pytorch-profiler` torch's profiler writes a Chrome trace; without it the range is marked for NVIDIA Nsight
+Systems (cudaProfilerStart/Stop), which exists on CUDA only, so CPU runs always use torch's profiler.
+"""
+
+from pathlib import Path
+
+import torch
+
+from arguments.output import OutputArgs
+
+
+class Profiler:
+    """Starts and stops profiling at the chosen iterations; `step` is called before and after the loop's iterations."""
+
+    def __init__(self, output: OutputArgs, rank: int):
+        self._active = output.profile and rank in output.profile_ranks
+        self._start = output.profile_step_start
+        self._end = output.profile_step_end
+        self._folder = Path(output.tensorboard_dir or output.save or ".") / "profile"
+        self._rank = rank
+        self._torch_profiler = None
+        if self._active and (output.use_pytorch_profiler or not torch.cuda.is_available()):
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._torch_profiler = torch.profiler.profile(
+                activities=activities,
+                record_shapes=output.pytorch_profiler_collect_shapes,
+                with_stack=output.pytorch_profiler_collect_callstack,
+            )
+
+    def before(self, iteration: int) -> None:
+        """Start if `iteration` (1-based number of the iteration about to run) is the first to record."""
+        if self._active and iteration == self._start + 1:
+            if self._torch_profiler is not None:
+                self._torch_profiler.start()
+            else:
+                torch.cuda.cudart().cudaProfilerStart()
+
+    def after(self, iteration: int) -> Path | None:
+        """Stop if `iteration` was the last to record; returns the trace file if one was written."""
+        if not self._active or iteration != self._end:
+            return None
+        if self._torch_profiler is None:
+            torch.cuda.cudart().cudaProfilerStop()
+            return None
+        self._torch_profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{self._rank}_iterations{self._start + 1}-{self._end}.json"
+        self._torch_profiler.export_chrome_trace(str(path))
+        return path

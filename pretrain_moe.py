@@ -1,0 +1,48 @@
+"""Pretrain a Mixture-of-Experts language model: `python pretrain_moe.py FLAGS`, with Megatron-LM's flags.
+
+The door and nothing more: read the flags, check them against this machine, hand over to `moe_trainer.train.pretrain`.
+Exit codes: 0 done, 2 something the user can mend (flags, files, folders), 1 anything else (with a traceback).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import arguments
+from moe_trainer.place import find_place
+
+
+def main(argv: list[str]) -> int:
+    """Run one process of a training job; returns its exit code."""
+    if "--validate-only" in argv:
+        from arguments.report import run_validate_only
+        from moe_trainer.shape.counts import params_report
+
+        return run_validate_only(argv, params_report)
+    try:
+        place = find_place(os.environ)
+        args = arguments.parse_args(argv, place.world_size)
+    except ValueError as error:
+        return _refuse(error, os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    for name, value in args.recipe_env.items():
+        os.environ.setdefault(name, value)
+
+    # Imported after the flags are known to be good: torch takes seconds, a typo should not.
+    from moe_trainer.errors import InputError
+    from moe_trainer.train import pretrain
+
+    try:
+        return pretrain(args, place)
+    except InputError as error:
+        return _refuse(error, "0")
+
+
+def _refuse(error: ValueError, rank: str) -> int:
+    if rank == "0":
+        print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

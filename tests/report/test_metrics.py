@@ -1,0 +1,100 @@
+import json
+import math
+
+import pytest
+
+from moe_trainer.report.metrics import IterationRecord, LogOptions, MetricsLogger, open_metrics_file
+
+
+def record(iteration, loss, skipped=False, **changes):
+    values = dict(
+        iteration=iteration, consumed_samples=iteration * 4, losses={"lm loss": loss}, learning_rate=iteration * 0.1,
+        next_learning_rate=(iteration + 1) * 0.1, grad_norm=1.5, loss_scale=1.0, global_batch_size=4, skipped=skipped,
+        elapsed_s=0.5, tokens=100, flops=3e12, max_memory_mb=10.0, dropped_tokens=2,
+    )
+    return IterationRecord(**{**values, **changes})
+
+
+def run(tmp_path, records, capsys, **options):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLogger(LogOptions(train_iters=10, metrics_file=str(path), **options), 2, 0, {})
+    for one in records:
+        log.record(one)
+    log.close()
+    return [json.loads(line) for line in path.read_text().splitlines()], capsys.readouterr().out.splitlines()
+
+
+def test_records_hold_their_own_iteration_while_the_line_averages(tmp_path, capsys):
+    records, lines = run(tmp_path, [record(1, 4.0), record(2, 2.0), record(3, 1.0)], capsys, log_interval=1)
+    assert [r["lm loss"] for r in records] == [4.0, 2.0, 1.0]
+    assert [r["learning_rate"] for r in records] == pytest.approx([0.1, 0.2, 0.3])
+    # the line after the first iteration keeps its sums, as Megatron-LM's does
+    assert "lm loss: 4.000000E+00" in lines[0]
+    assert "lm loss: 3.000000E+00" in lines[1]
+    assert "lm loss: 1.000000E+00" in lines[2]
+    assert "learning rate: 2.000000E-01" in lines[0]
+
+
+def test_counters_count_since_the_last_record(tmp_path, capsys):
+    given = [record(1, 4.0), record(2, math.nan, skipped=True), record(3, 2.0), record(4, 1.0)]
+    records, lines = run(tmp_path, given, capsys, log_interval=4)
+    assert [r["iteration"] for r in records] == [1, 4]
+    assert [r["skipped_iterations"] for r in records] == [0, 1]
+    assert [r["nan_iterations"] for r in records] == [0, 1]
+    assert [r["dropped_tokens"] for r in records] == [2, 6]
+    assert "number of skipped iterations:   1" in lines[1] and "number of nan iterations:   1" in lines[1]
+    assert "lm loss: 2.333333E+00" in lines[1]
+
+
+def test_throughput_counts_all_ranks(tmp_path, capsys):
+    records, lines = run(tmp_path, [record(1, 4.0)], capsys, log_interval=1, log_throughput=True)
+    assert records[0]["tflops_per_gpu"] == pytest.approx(3.0)
+    assert records[0]["tokens_per_s"] == pytest.approx(200.0)
+    assert "throughput per GPU (TFLOP/s/GPU): 3.0 |" in lines[0]
+
+
+def test_resuming_drops_repeated_records_and_a_torn_last_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3}\n{"iterat')
+    open_metrics_file(str(path), 2).close()
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_new_run_keeps_the_old_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n')
+    open_metrics_file(str(path), 0).close()
+    assert (tmp_path / "metrics-1.jsonl").read_text() == '{"iteration": 1}\n'
+    assert path.read_text() == ""
+
+
+def test_validation_record_and_line(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLogger(LogOptions(train_iters=10, log_interval=1, metrics_file=str(path)), 1, 0, {})
+    log.validation("iteration 200 on test set", "test", {"lm loss": 2.0}, 200, 800)
+    log.close()
+    assert json.loads(path.read_text()) == {"validation": "test", "iteration": 200, "lm loss": 2.0, "ppl": math.exp(2.0)}
+    assert "validation loss at iteration 200 on test set | lm loss value: 2.000000E+00" in capsys.readouterr().out
+
+
+def test_tensorboard_scalars_have_megatrons_names(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "tb"
+    run(tmp_path, [record(1, 4.0, num_zeros=3, params_norm=2.0, per_layer={"z_loss": [0.5, 0.7]})], capsys, log_interval=1,
+        tensorboard_dir=str(folder), moe_per_layer_logging=True, log_world_size_to_tensorboard=True)
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"learning-rate", "learning-rate vs samples", "batch-size", "batch-size vs samples", "lm loss", "lm loss vs samples",
+            "loss-scale", "loss-scale vs samples", "world-size", "world-size vs samples", "grad-norm", "grad-norm vs samples",
+            "num-zeros", "num-zeros vs samples", "params-norm", "params-norm vs samples", "moe/z_loss_layer_0",
+            "moe/z_loss_layer_1", "iteration-time"} <= tags
+    assert events.Scalars("lm loss vs samples")[0].step == 4
+
+
+def test_an_unwritable_metrics_file_is_named(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ValueError, match="metrics-file.*file"):
+        open_metrics_file(str(blocked / "metrics.jsonl"), 0)

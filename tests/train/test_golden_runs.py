@@ -1,0 +1,108 @@
+"""Every golden run of Megatron-LM that needs one process or data-parallel ranks, repeated through the command line."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import golden_workspace, read_metrics, run
+from safetensors.numpy import load_file
+
+SINGLE = ("a_mixtral", "a_capacity_zloss", "a2_mixtral", "b_deepseek_mtp", "c_qwen3moe", "d_dense_gpt2")
+DATA_PARALLEL = ("dp2", "dp2_distopt", "c_dp2")
+AUX_NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
+
+
+def without(argv, *flags_with_counts):
+    """argv with the given flags and their values removed."""
+    kept, at, counts = [], 0, dict(flags_with_counts)
+    while at < len(argv):
+        if argv[at] in counts:
+            at += 1 + counts[argv[at]]
+        else:
+            kept.append(argv[at])
+            at += 1
+    return kept
+
+
+def launch(shared, folder, case, argv, world_size):
+    """Run a golden command line from its initial weights with all outputs switched on."""
+    cwd = golden_workspace(shared, folder)
+    argv = without(argv, ("--save", 1), ("--save-interval", 1), ("--load", 1), ("--finetune", 0), ("--no-load-optim", 0), ("--no-load-rng", 0))
+    finished = run(
+        [*argv, "--init-from", str(shared / "golden" / case / "init.safetensors"), "--metrics-file", "metrics.jsonl",
+         "--export-weights", "final.safetensors", "--dump-step", "1", "dump"],
+        cwd, world_size,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return cwd, read_metrics(cwd / "metrics.jsonl")
+
+
+def expected_losses(step):
+    """The reference's losses of a step under the names of the log line."""
+    losses = {"lm loss": step["lm loss"]}
+    for name in AUX_NAMES:
+        per_layer = step.get(f"{name}/per_layer")
+        if per_layer is not None:
+            values = [value for value in per_layer if value != 0.0]
+            losses[name] = sum(values) / len(values) if values else 0.0
+    for depth, value in enumerate(step.get("mtp_losses") or [], start=1):
+        losses[f"mtp_{depth} loss"] = value
+    return losses
+
+
+def assert_curve(records, steps, tolerance):
+    assert [r["iteration"] for r in records] == [s["iteration"] for s in steps]
+    for record, step in zip(records, steps):
+        expected = expected_losses(step)
+        expected.update({"learning_rate": step["lr_used"], "grad_norm": step["grad_norm"]})
+        for name, value in expected.items():
+            assert record[name] == pytest.approx(value, rel=tolerance, abs=1e-12), (record["iteration"], name)
+
+
+@pytest.mark.parametrize("case", SINGLE)
+def test_one_process_equals_the_reference(shared, tmp_path, case):
+    meta = json.loads((shared / "golden" / case / "meta.json").read_text())
+    cwd, records = launch(shared, tmp_path, case, meta["argv"], 1)
+    assert_curve(records, meta["steps"], 2e-6)
+
+    grads = load_file(shared / "golden" / case / "grads_step1.safetensors")
+    ours = load_file(cwd / "dump" / "grads_step1.safetensors")
+    assert ours.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert np.linalg.norm(ours[name] - grad) <= 1e-5 * np.linalg.norm(grad) + 1e-12, name
+
+    final = load_file(shared / "golden" / case / "final.safetensors")
+    ours = load_file(cwd / "final.safetensors")
+    assert ours.keys() == final.keys()
+    for name, value in final.items():
+        assert np.abs(ours[name] - value).max() <= 2e-6, name
+
+    data = np.load(shared / "golden" / case / "data.npz")
+    routing = [key for key in data.files if key.startswith("routing/")]
+    if routing:
+        dump = np.load(cwd / "dump" / "routing_step1_rank0.npz")
+        assert sorted(dump.files) == sorted(routing)
+        for key in routing:
+            if key.endswith("/map"):
+                assert np.array_equal(dump[key], data[key]), key
+            else:
+                assert np.allclose(dump[key], data[key], rtol=0, atol=2e-6), key
+
+
+@pytest.mark.parametrize("case", DATA_PARALLEL)
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_data_parallel_ranks_equal_the_reference(shared, tmp_path, case, overlap):
+    meta = json.loads((shared / "golden" / "parallel" / f"{case}.json").read_text())
+    argv = list(meta["argv"])
+    if overlap:
+        argv += ["--overlap-grad-reduce"] + (["--overlap-param-gather"] if "--use-distributed-optimizer" in argv else [])
+    _, records = launch(shared, tmp_path, meta["base_config"], argv, meta["world_size"])
+    assert_curve(records, meta["ranks"][0]["steps"], 2e-6)
+
+
+def test_bf16_stays_within_the_measured_distance_of_the_reference(shared, tmp_path):
+    meta = json.loads((shared / "golden" / "a_mixtral_bf16" / "meta.json").read_text())
+    _, records = launch(shared, tmp_path, "a_mixtral", meta["argv"], 1)
+    for record, step in zip(records, meta["steps"]):
+        assert record["lm loss"] == pytest.approx(step["lm loss"], rel=7e-4)
+        assert record["grad_norm"] == pytest.approx(step["grad_norm"], rel=5.5e-3)
