@@ -1,0 +1,154 @@
+"""Exact parameter counts and model FLOPs, from flags alone.
+
+Nothing here builds a model: the same sums serve --validate-only on a laptop, the throughput line of a run and the tests that hold the
+built model against them. Definitions:
+
+* `total` counts every trained parameter of the model without multi-token prediction; `mtp` is what the MTP layers add to it (they share
+  embedding and head with the model). Buffers (the expert bias of the router) are not parameters.
+* `active` is what one token uses: everything dense, shared experts and routers, and topk experts of each MoE layer.
+  `active_no_embedding` leaves out the input embedding tables, of which a token reads single rows. A tied table is also
+  the output head, which is used in full, so it stays.
+* Embedding and head are counted with the padded vocabulary.
+
+Biases follow Megatron-Core: --add-bias-linear (the default) puts one on every linear layer including experts and router, but shared experts and
+the projections inside MLA, except its output projection, never have any; --add-qkv-bias adds it to the fused qkv projection alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+from moe_trainer.shape.vocab import vocab_rows_from_flags
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+
+
+@dataclass(frozen=True)
+class ParamCounts:
+    """Parameters of a model, in numbers of elements; see the module's head for the definitions."""
+
+    total: int
+    mtp: int
+    active: int
+    active_no_embedding: int
+    embedding: int
+    head: int
+    attention_per_layer: int
+    dense_ffn_per_layer: int
+    moe_ffn_per_layer: int
+    per_expert: int
+    num_dense_layers: int
+    num_moe_layers: int
+
+
+def _norm(args: Arguments, size: int) -> int:
+    """Parameters of one norm: a weight, and with LayerNorm a bias."""
+    return 2 * size if args.model.normalization == "LayerNorm" else size
+
+
+def _mla(args: Arguments) -> int:
+    """Parameters of one multi-head latent attention."""
+    model = args.model
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    query_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
+    if model.q_lora_rank is None:
+        query = hidden * heads * query_dim
+    else:
+        query = hidden * model.q_lora_rank + model.q_lora_rank * heads * query_dim
+        query += _norm(args, model.q_lora_rank) if model.qk_layernorm else 0
+    key_value = hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim)
+    key_value += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
+    key_value += _norm(args, model.kv_lora_rank) if model.qk_layernorm else 0
+    output = heads * model.v_head_dim * hidden + (hidden if model.add_bias_linear else 0)
+    return query + key_value + output
+
+
+def _gqa(args: Arguments) -> int:
+    """Parameters of one multi-head, multi-query or grouped-query attention."""
+    model = args.model
+    hidden, channels = model.hidden_size, model.kv_channels
+    query_rows = model.num_attention_heads * channels
+    qkv_rows = query_rows + 2 * model.num_query_groups * channels
+    count = hidden * qkv_rows + query_rows * hidden
+    if model.add_qkv_bias or model.add_bias_linear:
+        count += qkv_rows
+    if model.add_bias_linear:
+        count += hidden
+    if model.qk_layernorm:
+        count += 2 * _norm(args, channels)
+    return count
+
+
+def _ffn(args: Arguments, ffn_size: int, bias: bool) -> int:
+    """Parameters of one feed-forward network: two matrices, or three when the activation is gated."""
+    up_rows = 2 * ffn_size if args.model.swiglu or args.model.quick_geglu else ffn_size
+    count = args.model.hidden_size * (up_rows + ffn_size)
+    return count + (up_rows + args.model.hidden_size if bias else 0)
+
+
+def _moe_fixed(args: Arguments) -> int:
+    """Parameters of one MoE feed-forward that every token uses: router and shared experts."""
+    model, moe = args.model, args.moe
+    count = moe.num_experts * (model.hidden_size + (1 if model.add_bias_linear else 0))
+    if moe.moe_shared_expert_intermediate_size:
+        count += _ffn(args, moe.moe_shared_expert_intermediate_size, bias=False)
+        count += model.hidden_size if moe.moe_shared_expert_gate else 0
+    return count
+
+
+def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> ParamCounts:
+    """Count the parameters of the model that these flags describe.
+
+    Without padded_vocab_size it is derived from --padded-vocab-size or --vocab-size.
+    Raises: ValueError when neither says how large the vocabulary is, or --moe-layer-freq does not fit --num-layers.
+    """
+    model, moe = args.model, args.moe
+    vocab = padded_vocab_size or vocab_rows_from_flags(args)
+    if vocab is None:
+        raise ValueError("the number of parameters needs a vocabulary: give --vocab-size, --padded-vocab-size or a tokenizer")
+    hidden = model.hidden_size
+    pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
+    num_moe, num_dense = sum(pattern), len(pattern) - sum(pattern)
+
+    attention = (_mla(args) if model.multi_latent_attention else _gqa(args)) + 2 * _norm(args, hidden)
+    dense_ffn = _ffn(args, model.ffn_hidden_size, model.add_bias_linear)
+    expert = fixed = experts = topk = 0
+    if moe.num_experts:
+        expert = _ffn(args, moe.moe_ffn_hidden_size or model.ffn_hidden_size, model.add_bias_linear)
+        fixed, experts, topk = _moe_fixed(args), moe.num_experts, moe.moe_router_topk
+    moe_ffn = fixed + experts * expert
+
+    embedding = vocab * hidden
+    positions = model.max_position_embeddings * hidden if model.position_embedding_type == "learned_absolute" else 0
+    head = vocab * hidden if model.untie_embeddings_and_output_weights else 0
+    layers = model.num_layers * attention + num_dense * dense_ffn + num_moe * moe_ffn
+    total = embedding + positions + layers + _norm(args, hidden) + head
+    active = total - num_moe * (experts - topk) * expert
+
+    mtp_layer = attention + (moe_ffn if mtp_is_moe(pattern) else dense_ffn) + 2 * hidden * hidden + 3 * _norm(args, hidden)
+    return ParamCounts(
+        total=total,
+        mtp=(model.mtp_num_layers or 0) * mtp_layer,
+        active=active,
+        active_no_embedding=active - positions - (embedding if model.untie_embeddings_and_output_weights else 0),
+        embedding=embedding + positions,
+        head=head,
+        attention_per_layer=attention - 2 * _norm(args, hidden),
+        dense_ffn_per_layer=dense_ffn,
+        moe_ffn_per_layer=moe_ffn,
+        per_expert=expert,
+        num_dense_layers=num_dense,
+        num_moe_layers=num_moe,
+    )
+
+
+def params_report(args: Arguments, padded_vocab_size: int | None = None) -> dict[str, int | None]:
+    """Return the four counts that --validate-only reports; all None when the flags do not tell the vocabulary."""
+    keys = ("total", "mtp", "active", "active_no_embedding")
+    if padded_vocab_size is None and vocab_rows_from_flags(args) is None:
+        return dict.fromkeys(keys)
+    counts = count_parameters(args, padded_vocab_size)
+    return {key: getattr(counts, key) for key in keys}

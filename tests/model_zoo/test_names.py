@@ -1,0 +1,40 @@
+"""Preset names and files."""
+
+import pytest
+import yaml
+
+import model_zoo
+
+NAMES = (
+    "deepseek_v2 deepseek_v2_lite deepseek_v3 deepseek_v3_tiny kimi_k2 mixtral_8x22b mixtral_8x7b mixtral_tiny "
+    "moonlight_16b qwen2_57b_a14b qwen3_235b_a22b qwen3_30b_a3b qwen3_tiny"
+).split()
+PARALLEL_FLAGS = ("-parallel", "--sequence-parallel", "-pipeline-")
+
+
+def test_all_presets_are_there():
+    assert set(NAMES) <= set(model_zoo.names())
+
+
+@pytest.mark.parametrize("typed", ["mixtral_8x7b", "Mixtral-8x7B", "MIXTRAL.8x7b", " mixtral-8x7b"])
+def test_spelling_makes_no_difference(typed):
+    assert model_zoo.find(typed).name == "mixtral_8x7b.yaml"
+
+
+def test_unknown_name_offers_close_ones():
+    with pytest.raises(LookupError, match="deepseek_v3"):
+        model_zoo.find("deepsek-v3")
+    with pytest.raises(LookupError, match="there are .*mixtral_tiny"):
+        model_zoo.find("zzzzzz")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_file_is_a_recipe_with_source_vocabulary_and_no_parallel_mapping(name):
+    text = model_zoo.find(name).read_text(encoding="ascii")
+    assert "# Source: " in text
+    recipe = yaml.safe_load(text)
+    assert set(recipe) == {"ENV_VARS", "MODEL_ARGS"}
+    flags = recipe["MODEL_ARGS"]
+    assert all(flag.startswith("--") for flag in flags)
+    assert flags["--vocab-size"] % flags["--make-vocab-size-divisible-by"] == 0
+    assert not [flag for flag in flags if any(part in flag for part in PARALLEL_FLAGS)]

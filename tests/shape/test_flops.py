@@ -1,0 +1,45 @@
+"""Model FLOPs against sums done by hand and against a published pair of figures."""
+
+import pytest
+
+import arguments
+from moe_trainer.shape.flops import training_flops
+
+
+def parse(*flags):
+    recipe = "--seq-length 4 --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 1"
+    vocabulary = "--mock-data --tokenizer-type NullTokenizer --vocab-size 10 --position-embedding-type rope"
+    return arguments.parse_args([*recipe.split(), *vocabulary.split(), *flags])
+
+
+def test_dense_without_gate():
+    args = parse(*"--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 32".split())
+    attention = 8 * 24 + 8 * 8 + 4 * 8
+    assert training_flops(args, 5, 4, 12) == 6 * 5 * 4 * (3 * (attention + 8 * 32 * 2) + 8 * 12)
+
+
+def test_gqa_moe_swiglu_with_a_dense_layer():
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --kv-channels 3 --group-query-attention --num-query-groups 2 --swiglu"
+    moe = "--ffn-hidden-size 10 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 6 --moe-layer-freq ([0]+[1])"
+    shared = "--moe-shared-expert-intermediate-size 7 --disable-bias-linear"
+    args = parse(*flags.split(), *moe.split(), *shared.split())
+    attention = 8 * (12 + 6 + 6) + 12 * 8 + 4 * 12
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (2 * attention + 8 * 3 * (10 + 2 * 6 + 7) + 8 * 16)
+
+
+@pytest.mark.parametrize("q_lora", [None, 5])
+def test_mla_with_mtp(q_lora):
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --multi-latent-attention"
+    mla = "--kv-lora-rank 6 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 3 --mtp-num-layers 2"
+    args = parse(*flags.split(), *mla.split(), *(["--q-lora-rank", str(q_lora)] if q_lora else []))
+    query = q_lora * (8 + 2 * 6 + 1) if q_lora else 8 * 2 * 6
+    attention = query + 6 * (8 + 2 * 7 + 1) + 8 * 2 + 2 * 3 * 8 + 4 * 2 * (6 + 3) / 2
+    mtp = 2 * (2 * 64 + 3 * 8)
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (3 * (attention + 8 * 16 * 2) + mtp + 8 * 16 * 3)
+
+
+def test_published_throughput_of_deepseek_v3():
+    """1,233 TFLOP/s and 4,730 tokens/s per GPU were reported for the same run: their ratio is the count per token."""
+    args = arguments.parse_args(["--preset", "deepseek_v3", "--mock-data"])
+    per_token = training_flops(args, 1, 4096, 129280) / 4096
+    assert per_token == pytest.approx(1233e12 / 4730, rel=2e-3)
