@@ -1,0 +1,213 @@
+"""Blending: which dataset each sample comes from, and the command-line forms that describe a blend.
+
+The order is a deterministic greedy rule: at sample k pick the dataset whose share weight_d * max(k, 1) exceeds what it has delivered by the
+most (the first one on ties). It is sequential by definition: every pick changes the next comparison.
+
+To build it with whole-array operations the range of samples is cut into blocks that advance in lockstep, one numpy operation handling one
+step of every block. A block cannot know its starting counts, so it starts early, from rounded ideal counts, and runs a warm-up: the rule
+always favours the dataset that lags most, so different starting states fall together after a few steps. Fall together is not proof,
+therefore every block's end state is compared with its neighbour's start state; a block that began wrongly is done again from the right
+state. The result is exact for any weights, and the warm-up only decides how fast it is. Small blends use the plain loop, which is also the
+definition the tests compare with.
+
+Source: Megatron-Core blended dataset semantics (snapshot v0.20).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_PLAIN_LOOP_BELOW = 50_000
+
+
+class Blend(NamedTuple):
+    """Data prefixes and their weights (None: in proportion to their sizes)."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
+    """Read `w1 p1 w2 p2 ...` or `p1 p2 ...`.
+
+    An even number of items whose odd ones are all numbers has weights; anything else is a list of prefixes. One shell word that holds
+    blanks ("1.0 /data/a") is split, unless a dataset of that very name exists.
+    Raises: ValueError when the list is empty, only some of the odd items are numbers, or a weight is negative.
+    """
+    words: list[str] = []
+    for item in items:
+        item = item.strip()
+        words.extend([item] if os.path.exists(item + ".idx") else item.split())
+    if not words:
+        raise ValueError(f"{flag}: no data prefix was given")
+    if len(words) % 2 == 1:
+        return Blend(tuple(words), None)
+    weights = [_number(word) for word in words[::2]]
+    if all(weight is None for weight in weights):
+        return Blend(tuple(words), None)
+    if any(weight is None for weight in weights):
+        bad = next(word for word, weight in zip(words[::2], weights) if weight is None)
+        raise ValueError(f'{flag}: "{bad}" stands where a weight is needed; give a weight before every prefix, or before none')
+    if any(not 0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
+        raise ValueError(f"{flag}: weights {weights}: needed non-negative numbers with a positive sum")
+    return Blend(tuple(words[1::2]), tuple(weights))
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def read_blend_file(path: str) -> Blend:
+    """Read `--data-args-path`: the words of `--data-path` in a text file."""
+    return parse_blend(_read_text(path, "--data-args-path").split(), f"--data-args-path {path}")
+
+
+def read_split_blends_file(path: str) -> tuple[Blend | None, Blend | None, Blend | None]:
+    """Read `--per-split-data-args-path`: JSON with keys train, valid, test, each a list of words, one string, or null."""
+    try:
+        content = json.loads(_read_text(path, "--per-split-data-args-path"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--per-split-data-args-path {path}: not JSON (line {error.lineno}: {error.msg})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--per-split-data-args-path {path}: needed an object with the keys train, valid, test")
+    blends = []
+    for split in ("train", "valid", "test"):
+        value = content.get(split)
+        words = value.split() if isinstance(value, str) else [str(word) for word in value or ()]
+        blends.append(parse_blend(words, f"--per-split-data-args-path {path}, {split}") if words else None)
+    return tuple(blends)
+
+
+def _read_text(path: str, flag: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return stream.read()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot be read ({error.strerror})") from None
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Scale weights to sum to one, in float64."""
+    array = np.asarray(weights, dtype=np.float64)
+    return (array / array.sum()).tolist()
+
+
+def build_blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the dataset (int16 [size]) and the sample inside it (int64 [size]) of every sample of a weighted blend.
+
+    `weights` sum to one.
+    """
+    return _build(np.asarray(weights, dtype=np.float64), size, None)
+
+
+def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same pair for a blend that reads every sample of every dataset once, in proportion to their sizes."""
+    total = sum(sizes)
+    limits = np.asarray(sizes, dtype=np.int64)
+    return _build(limits / np.float64(max(total, 1)), total, limits)
+
+
+def _build(weights: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    if len(weights) > np.iinfo(np.int16).max:
+        raise ValueError(f"a blend of {len(weights)} datasets: at most {np.iinfo(np.int16).max} are possible")
+    if len(weights) == 1:
+        return np.zeros(size, dtype=np.int16), np.arange(size, dtype=np.int64)
+    if size < _PLAIN_LOOP_BELOW:
+        return _plain_loop(weights, size, limits)
+    return _lockstep(weights, size, limits)
+
+
+def _plain_loop(weights, size, limits):
+    dataset = np.empty(size, dtype=np.int16)
+    inside = np.empty(size, dtype=np.int64)
+    counts = np.zeros(len(weights), dtype=np.int64)
+    for k in range(size):
+        lag = weights * max(k, 1) - counts
+        if limits is not None:
+            lag[counts >= limits] = -np.inf
+        pick = int(lag.argmax())
+        dataset[k], inside[k] = pick, counts[pick]
+        counts[pick] += 1
+    return dataset, inside
+
+
+def _lockstep(weights, size, limits):
+    num = len(weights)
+    warm_up = 64 + 16 * num
+    length = max(8 * warm_up, math.isqrt(size))
+    starts = np.arange(0, size, length)
+    stops = np.minimum(starts + length, size)
+    early = np.maximum(starts - warm_up, 0)
+    counts = _ideal_counts(weights, early, limits)
+    # Blocks that begin at the same distance from their early start step together; block 0 has no warm-up and is exact.
+    picks = np.empty((length, len(starts)), dtype=np.int16)
+    _advance(weights, limits, counts[:, 1:], early[1:], warm_up)
+    begun = counts.copy()
+    _advance(weights, limits, counts, starts, length, picks, stops)
+    for block in range(1, len(starts)):
+        if not np.array_equal(begun[:, block], counts[:, block - 1]):
+            one = slice(block, block + 1)
+            begun[:, block] = counts[:, block - 1]
+            counts[:, block] = begun[:, block]
+            _advance(weights, limits, counts[:, one], starts[one], length, picks[:, one], stops[one])
+    dataset = np.ascontiguousarray(picks.T).reshape(-1)[:size]
+    return dataset, _occurrences(dataset, num)
+
+
+def _ideal_counts(weights, positions, limits):
+    """Integer counts [num, blocks] close to weights * position, summing to the position: largest remainders first."""
+    ideal = weights[:, None] * positions[None, :]
+    counts = np.floor(ideal).astype(np.int64)
+    if limits is not None:
+        counts = np.minimum(counts, limits[:, None])
+    order = np.argsort(counts - ideal, axis=0, kind="stable")
+    missing = positions - counts.sum(axis=0)
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.arange(len(weights))[:, None].repeat(len(positions), 1), axis=0)
+    counts += rank < missing[None, :]
+    return counts
+
+
+def _advance(weights, limits, counts, positions, steps, picks=None, stops=None):
+    """Run `steps` of the rule on every column of `counts` (in place), each from its own position; stop a column at `stops`."""
+    columns = np.arange(counts.shape[1])
+    shortest = steps if stops is None else int((stops - positions).min())
+    for step in range(steps):
+        k = positions + step
+        m = np.maximum(k, 1).astype(np.float64)
+        best = weights[0] * m - counts[0]
+        if limits is not None:
+            best = np.where(counts[0] < limits[0], best, -np.inf)
+        pick = np.zeros(len(columns), dtype=np.int16)
+        for d in range(1, len(weights)):
+            lag = weights[d] * m - counts[d]
+            if limits is not None:
+                lag = np.where(counts[d] < limits[d], lag, -np.inf)
+            better = lag > best
+            np.copyto(best, lag, where=better)
+            pick[better] = d
+        if picks is not None:
+            picks[step] = pick
+        if step < shortest:
+            counts[pick, columns] += 1
+        else:
+            running = k < stops
+            counts[pick[running], columns[running]] += 1
+
+
+def _occurrences(dataset: np.ndarray, num: int) -> np.ndarray:
+    """For every element, how many equal ones came before it."""
+    inside = np.empty(len(dataset), dtype=np.int64)
+    for d in range(num):
+        where = np.flatnonzero(dataset == d)
+        inside[where] = np.arange(len(where))
+    return inside

@@ -1,0 +1,230 @@
+"""From data flags to datasets: which files, which split, how many samples, and the one barrier between building and reading indices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import math
+
+from arguments.data import DataArgs
+from arguments.training import TrainingArgs
+
+from moe_trainer.data.blend import Blend, normalize, parse_blend, read_blend_file, read_split_blends_file
+from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTDataset, MockTokens
+from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
+from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.data.loader import BatchFormat
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SPLIT = "969, 30, 1"
+_MOCK_SPLIT = "1,1,1"
+_WHOLE = (0.0, 1.0)
+
+AnyDataset = GPTDataset | BlendedDataset
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The datasets of a run. valid: one entry, or one per file with --multiple-validation-sets; names are their log suffixes."""
+
+    train: AnyDataset | None
+    valid: tuple[AnyDataset, ...]
+    valid_names: tuple[str, ...]
+    test: AnyDataset | None
+
+
+def requested_sizes(training: TrainingArgs) -> tuple[int, int | None, int]:
+    """Return how many samples training, validation (None: one full pass) and test will read over the whole run."""
+    eval_batch = training.eval_global_batch_size or training.global_batch_size
+    if training.train_samples:
+        train, train_iters = training.train_samples, training.train_samples // training.global_batch_size
+    else:
+        train_iters = training.train_iters or 0
+        train = train_iters * training.global_batch_size
+    evaluations = train_iters // training.eval_interval + 1 if training.eval_interval else 1
+    valid = None if training.full_validation else evaluations * training.eval_iters * eval_batch
+    return train, valid, training.eval_iters * eval_batch
+
+
+def batch_format(data: DataArgs, tokenizer, vocab_size: int | None = None) -> BatchFormat:
+    """Return how samples become batches under these flags.
+
+    vocab_size: ids from here on are an error (the padded size; default the tokenizer's own).
+    """
+    pad = tokenizer.pad
+    if pad is None or (pad == tokenizer.eod and not data.allow_ambiguous_pad_tokens):
+        pad = NO_PAD
+    if data.reset_attention_mask and not data.create_attention_mask_in_dataloader:
+        logger.warning("--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader")
+    return BatchFormat(
+        eod=tokenizer.eod,
+        pad=pad,
+        vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask and data.create_attention_mask_in_dataloader,
+        eod_mask_loss=data.eod_mask_loss,
+        separate_documents=data.dataloader_inter_document_masking,
+    )
+
+
+def build_datasets(
+    data: DataArgs,
+    training: TrainingArgs,
+    tokenizer,
+    sizes: tuple[int | None, int | None, int | None] | None = None,
+    *,
+    is_builder: bool = True,
+    barrier: Callable[[], None] | None = None,
+) -> Datasets:
+    """Build the train, validation and test datasets of a run.
+
+    sizes: samples per split (default: `requested_sizes`); 0 leaves a split out when the data has no part for it, None is one full pass.
+    is_builder: True on the one rank that writes missing index caches. barrier: called once on every rank, between writing and reading.
+    Raises: ValueError for missing or damaged files, contradictory flags, and samples asked of an empty split.
+    """
+    sizes = requested_sizes(training) if sizes is None else sizes
+    datasets = _Plan(data, training, tokenizer).datasets(sizes)
+    everything = [dataset for dataset in (datasets.train, *datasets.valid, datasets.test) if dataset is not None]
+    if is_builder:
+        for dataset in everything:
+            dataset.write_cache()
+    if barrier is not None:
+        barrier()
+    for dataset in everything:
+        dataset.load()
+    return datasets
+
+
+class _Plan:
+    """Choose the data source and lay out the datasets, without building any index."""
+
+    def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer):
+        self._data, self._training, self._tokenizer = data, training, tokenizer
+        self._opened: dict[str, IndexedDataset] = {}
+        self._per_split = _per_split_blends(data)
+        self._blend = _blend(data)
+        sources = [
+            name
+            for name, given in (
+                ("--mock-data", data.mock_data),
+                ("--data-path / --data-args-path", self._blend is not None),
+                ("--train-data-path / --valid-data-path / --test-data-path / --per-split-data-args-path", self._per_split is not None),
+            )
+            if given
+        ]
+        if len(sources) > 1:
+            raise ValueError(f"one data source is needed, given were {' and '.join(sources)}")
+        if not sources:
+            logger.warning("no data was given (--data-path): training on mock data")
+        if self._per_split is not None and data.split is not None:
+            raise ValueError(f'--split "{data.split}" cannot be combined with data paths per split; every file belongs to one split already')
+        split = None
+        if self._per_split is None:
+            split = _MOCK_SPLIT if self._blend is None else data.split or DEFAULT_SPLIT
+        self._config = DatasetConfig(
+            sequence_length=data.seq_length,
+            seed=training.seed,
+            tokenizer=tokenizer,
+            split=split,
+            split_matrix=None if split is None else parse_split(split),
+            cache_path=data.data_cache_path,
+            mmap=data.mmap_bin_files,
+        )
+
+    def datasets(self, sizes) -> Datasets:
+        train, test = (self._split(number, sizes[number]) for number in (0, 2))
+        valid, names = self._validation(sizes[1])
+        return Datasets(train, valid, names, test)
+
+    def _validation(self, size) -> tuple[tuple[AnyDataset, ...], tuple[str, ...]]:
+        blend = self._blend_of(1)
+        if not self._training.multiple_validation_sets or blend is None:
+            dataset = self._split(1, size)
+            return ((), ()) if dataset is None else ((dataset,), ("",))
+        names = self._training.validation_set_names or ([str(i) for i in range(len(blend.prefixes))] if len(blend.prefixes) > 1 else [""])
+        if len(names) != len(blend.prefixes):
+            raise ValueError(f"--validation-set-names: {len(names)} names for {len(blend.prefixes)} validation sets")
+        if self._share_of(1) is None or size == 0:
+            return (), ()
+        return tuple(self._single(prefix, 1, size) for prefix in blend.prefixes), tuple(names)
+
+    def _blend_of(self, number: int) -> Blend | None:
+        return self._blend if self._per_split is None else self._per_split[number]
+
+    def _share_of(self, number: int) -> tuple[float, float] | None:
+        if self._config.split_matrix is not None:
+            return self._config.split_matrix[number]
+        return _WHOLE if self._per_split[number] is not None else None
+
+    def _split(self, number: int, size: int | None) -> AnyDataset | None:
+        """The dataset of split `number`, or None when there is no data for it and none is needed."""
+        if self._share_of(number) is None:
+            if size:
+                raise ValueError(
+                    f"{size} samples are asked of the {SPLIT_NAMES[number]} split, which has no data "
+                    + (f'(--split "{self._config.split}")' if self._config.split else f"(--{SPLIT_NAMES[number]}-data-path)")
+                    + "; give it a share, or do not evaluate (--eval-iters 0)"
+                )
+            return None
+        if size == 0:
+            return None
+        blend = self._blend_of(number)
+        if blend is None:
+            return self._mock(number, size)
+        if blend.weights is None and len(blend.prefixes) == 1:
+            return self._single(blend.prefixes[0], number, size)
+        if blend.weights is None or size is None:
+            return self._proportional(blend, number, size)
+        return self._weighted(blend, number, size)
+
+    def _weighted(self, blend: Blend, number: int, size: int) -> BlendedDataset:
+        weights = normalize(blend.weights)
+        targets = [math.ceil(size * weight) for weight in weights]
+        surplus = 1 + self._data.mid_level_dataset_surplus
+        datasets = [self._single(prefix, number, math.ceil(target * surplus)) for prefix, target in zip(blend.prefixes, targets)]
+        return BlendedDataset(datasets, list(weights), sum(targets), SPLIT_NAMES[number], self._config)
+
+    def _proportional(self, blend: Blend, number: int, size: int | None) -> BlendedDataset:
+        if blend.weights is not None:
+            logger.warning("a full pass over the %s split reads every sample once; blend weights play no part", SPLIT_NAMES[number])
+        datasets = [self._single(prefix, number, None) for prefix in blend.prefixes]
+        lengths = [len(dataset) for dataset in datasets]
+        size = None if size is None else min(size, sum(lengths))
+        return BlendedDataset(datasets, lengths, size, SPLIT_NAMES[number], self._config)
+
+    def _single(self, prefix: str, number: int, size: int | None) -> GPTDataset:
+        if prefix not in self._opened:
+            self._opened[prefix] = IndexedDataset(prefix, mmap=self._config.mmap)
+        low = self._opened[prefix]
+        if low.dtype.kind not in "iu":
+            raise ValueError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")
+        begin, end = split_range(self._share_of(number), len(low))
+        return GPTDataset(low, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
+
+    def _mock(self, number: int, size: int | None) -> GPTDataset:
+        low = MockTokens(self._tokenizer.vocab_size, self._tokenizer.eod)
+        begin, end = split_range(self._share_of(number), len(low))
+        return GPTDataset(low, None, begin, end, size, SPLIT_NAMES[number], self._config)
+
+
+def _blend(data: DataArgs) -> Blend | None:
+    if data.data_args_path is not None:
+        if data.data_path is not None:
+            raise ValueError("--data-path and --data-args-path both name the data; give one")
+        return read_blend_file(data.data_args_path)
+    return None if data.data_path is None else parse_blend(data.data_path)
+
+
+def _per_split_blends(data: DataArgs) -> tuple[Blend | None, ...] | None:
+    paths = [(f"--{name}-data-path", getattr(data, f"{name}_data_path")) for name in SPLIT_NAMES]
+    given = [flag for flag, items in paths if items is not None]
+    if data.per_split_data_args_path is not None:
+        if given:
+            raise ValueError(f"{given[0]} and --per-split-data-args-path both name the data; give one")
+        return read_split_blends_file(data.per_split_data_args_path)
+    if not given:
+        return None
+    return tuple(None if items is None else parse_blend(items, flag) for flag, items in paths)

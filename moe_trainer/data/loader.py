@@ -1,0 +1,251 @@
+"""From samples to batches: which samples a data-parallel rank reads, in which order, and the tensors made of them.
+
+Order is a pure function of (consumed samples, micro-batch size, data-parallel rank and size): a resumed run continues with the very sample
+the interrupted one would have read, on any number of ranks.
+
+Prefetching uses threads, not processes. Preparing a sample is copying some slices out of a memory map and numpy releases the interpreter
+lock while it copies (and while the kernel reads the pages), so threads keep up; they need no fork beside a process group, share the index
+maps, and raise the original exception in the main thread. Batches come back in order whatever the number of workers; no randomness lives
+in a worker, so the number changes nothing but speed.
+
+Suffixes: B samples of a micro batch, S sequence length.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_trainer.data.dataset import NO_PAD, TokenDataset
+
+_BATCHES_AHEAD_PER_WORKER = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro batch of one rank.
+
+    tokens_BS, labels_BS, position_ids_BS int64; loss_mask_BS float32; attention_mask bool [B, 1, S, S], True where attention is blocked, or
+    None for plain causal attention.
+    """
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    loss_mask_BS: Tensor
+    position_ids_BS: Tensor
+    attention_mask: Tensor | None = None
+
+    def to(self, device, non_blocking: bool = True) -> Batch:
+        """Return the batch on another device."""
+        fields = {name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items() if value is not None}
+        return replace(self, **fields)
+
+    def pin_memory(self) -> Batch:
+        return replace(self, **{name: value.pin_memory() for name, value in vars(self).items() if value is not None})
+
+
+@dataclass(frozen=True)
+class BatchFormat:
+    """How samples become a batch.
+
+    pad: loss is masked where the label is this id, and the id is replaced by 0 (NO_PAD: nothing is masked). vocab_size: ids from there on
+    are an error (None: unchecked). separate_documents: positions restart and attention stops at every document of the file, not at eod.
+    """
+
+    eod: int | None
+    pad: int = NO_PAD
+    vocab_size: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    separate_documents: bool = False
+
+
+def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) -> Batch:
+    """Read samples and derive labels, masks and positions.
+
+    Raises: ValueError naming file, document and id when a token lies outside the vocabulary.
+    """
+    ids = np.stack([dataset.tokens(index) for index in indices])
+    if fmt.vocab_size is not None:
+        _check_vocabulary(dataset, indices, ids, fmt.vocab_size)
+    tokens, labels = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+    loss_mask = np.ones(tokens.shape, dtype=np.float32)
+    is_eod = tokens == fmt.eod if fmt.eod is not None else np.zeros(tokens.shape, dtype=bool)
+    if fmt.eod_mask_loss:
+        loss_mask[is_eod] = 0.0
+    if fmt.pad != NO_PAD:
+        loss_mask[labels == fmt.pad] = 0.0
+        tokens[tokens == fmt.pad] = 0
+        labels[labels == fmt.pad] = 0
+    ends = _document_ends(dataset, indices, tokens.shape) if fmt.separate_documents else is_eod
+    restart = fmt.reset_position_ids or fmt.separate_documents
+    block = fmt.reset_attention_mask or fmt.separate_documents
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        torch.from_numpy(loss_mask),
+        torch.from_numpy(_positions(ends, restart)),
+        torch.from_numpy(_blocked(ends)) if block else None,
+    )
+
+
+def _check_vocabulary(dataset, indices, ids, vocab_size) -> None:
+    # NOTE: one comparison for both ends: a negative id is a huge unsigned one.
+    outside = ids.view(np.uint64) >= vocab_size
+    if outside.any():
+        sample, position = np.argwhere(outside)[0].tolist()
+        where = dataset.locate(indices[sample], position)
+        raise ValueError(
+            f"token id {ids[sample, position]} in {where} lies outside the vocabulary of {vocab_size} ids; the data was made with another "
+            "tokenizer, or --vocab-size / --tokenizer-model do not belong to it"
+        )
+
+
+def _positions(ends: np.ndarray, restart: bool) -> np.ndarray:
+    """Position ids [B, S]; with `restart`, counting from 0 again after every True of `ends`."""
+    positions = np.broadcast_to(np.arange(ends.shape[1], dtype=np.int64), ends.shape)
+    if not restart:
+        return positions.copy()
+    begins = np.zeros(ends.shape, dtype=np.int64)
+    begins[:, 1:] = np.where(ends[:, :-1], positions[:, 1:], 0)
+    return positions - np.maximum.accumulate(begins, axis=1)
+
+
+def _blocked(ends: np.ndarray) -> np.ndarray:
+    """Attention mask [B, 1, S, S], True where row (query) must not see column (key): the future and earlier documents."""
+    document = np.zeros(ends.shape, dtype=np.int32)
+    np.cumsum(ends[:, :-1], axis=1, out=document[:, 1:])
+    other = document[:, :, None] != document[:, None, :]
+    future = ~np.tri(ends.shape[1], dtype=bool)
+    return (other | future)[:, None]
+
+
+def _document_ends(dataset, indices, shape) -> np.ndarray:
+    ends = np.zeros(shape, dtype=bool)
+    for row, index in enumerate(indices):
+        last = np.cumsum(dataset.part_lengths(index)) - 1
+        ends[row, last[last < shape[1]]] = True
+    return ends
+
+
+def single_order(total: int, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[int]]:
+    """Yield this rank's micro batches in file order: each chunk of mbs*dp samples is cut into dp pieces; an incomplete last one is dropped."""
+    chunk = micro_batch_size * dp_size
+    for start in range(consumed, total - chunk + 1, chunk):
+        first = start + dp_rank * micro_batch_size
+        yield list(range(first, first + micro_batch_size))
+
+
+def cyclic_order(
+    total: int, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int, sharded: bool = True
+) -> Iterator[list[int]]:
+    """Yield this rank's micro batches for ever, every epoch in a new random order seeded by the epoch's number.
+
+    sharded: each rank shuffles its own contiguous part; otherwise one shuffle of everything is dealt out to the ranks.
+    """
+    chunk = micro_batch_size * dp_size
+    per_epoch = total - total % chunk
+    while True:
+        epoch, inside = divmod(consumed, per_epoch)
+        generator = torch.Generator().manual_seed(epoch)
+        if sharded:
+            bucket = total // chunk * micro_batch_size
+            order = torch.randperm(bucket, generator=generator)[inside // dp_size :] + dp_rank * bucket
+        else:
+            order = torch.randperm(total // micro_batch_size * micro_batch_size, generator=generator)[inside:][dp_rank::dp_size]
+        whole = (per_epoch - inside) // chunk
+        for start in range(whole):
+            yield order[start * micro_batch_size : (start + 1) * micro_batch_size].tolist()
+        consumed += whole * chunk
+
+
+class BatchLoader:
+    """Batches of one rank. `iter(loader)` starts at `consumed_samples`; a cyclic loader never ends.
+
+    `len(loader)`: micro batches from `consumed_samples` to the end of the dataset (of the current epoch, when cyclic).
+    """
+
+    def __init__(self, dataset: TokenDataset, order, remaining: int, fmt: BatchFormat, num_workers: int, pin_memory: bool):
+        self.dataset = dataset
+        self._order, self._remaining, self._format = order, remaining, fmt
+        self._num_workers, self._pin = num_workers, pin_memory
+
+    def __len__(self) -> int:
+        return self._remaining
+
+    def indices(self) -> Iterator[list[int]]:
+        """Yield the sample numbers of every batch, without reading them."""
+        return self._order()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._prefetched() if self._num_workers > 0 else map(self._read, self._order())
+
+    def _read(self, indices: list[int]) -> Batch:
+        batch = make_batch(self.dataset, indices, self._format)
+        return batch.pin_memory() if self._pin else batch
+
+    def _prefetched(self) -> Iterator[Batch]:
+        order = self._order()
+        ahead: deque = deque()
+        executor = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data")
+        try:
+            while True:
+                while len(ahead) < _BATCHES_AHEAD_PER_WORKER * self._num_workers and (indices := next(order, None)) is not None:
+                    ahead.append(executor.submit(self._read, indices))
+                if not ahead:
+                    return
+                yield ahead.popleft().result()
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+def build_loader(
+    dataset: TokenDataset,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    consumed_samples: int = 0,
+    dataloader_type: str = "single",
+    num_workers: int = 0,
+    *,
+    fmt: BatchFormat,
+    sharded: bool = True,
+    pin_memory: bool = False,
+) -> BatchLoader:
+    """Make the loader of one rank over one dataset.
+
+    consumed_samples counts samples over all ranks. fmt: from `build.batch_format`.
+    Raises: ValueError when more samples are consumed than a single-order dataset holds, or it holds less than one micro batch a rank.
+    """
+    total, chunk = len(dataset), micro_batch_size * dp_size
+    if total < chunk:
+        raise ValueError(
+            f"the dataset holds {total} samples, one step of {dp_size} data-parallel ranks with micro-batch size {micro_batch_size} needs {chunk}"
+        )
+    if dataloader_type == "single":
+        if consumed_samples > total:
+            raise ValueError(
+                f"{consumed_samples} samples are consumed already, the dataset holds {total}; raise --train-iters or --train-samples, or start "
+                "the data afresh (--finetune)"
+            )
+        remaining = (total - consumed_samples) // chunk
+
+        def order():
+            return single_order(total, consumed_samples, micro_batch_size, dp_rank, dp_size)
+
+    elif dataloader_type == "cyclic":
+        remaining = (total - total % chunk - consumed_samples % (total - total % chunk)) // chunk
+
+        def order():
+            return cyclic_order(total, consumed_samples, micro_batch_size, dp_rank, dp_size, sharded)
+
+    else:
+        raise ValueError(f"--dataloader-type {dataloader_type}: needed single or cyclic (external loaders have no command-line form)")
+    return BatchLoader(dataset, order, remaining, fmt, num_workers, pin_memory)
