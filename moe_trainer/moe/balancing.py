@@ -1,0 +1,273 @@
+"""Balance of the experts: auxiliary losses, z-loss, expert bias, and what is logged of them.
+
+Design: with normalised scores s_te (softmax, or sigmoid / sqrt-softplus divided by their sum over experts) every balancing loss is
+linear in s once the counts n are taken as constants:
+
+    L = sum_te c_e * s_te,      c_e = coeff * E / (k * N^2) * n_e
+
+N tokens; aux_loss takes n and N over the microbatch (all tp x cp ranks), seq_aux_loss over each sequence and averages, and
+global_aux_loss takes the running mean of n over the iteration's microbatches so far and over tp x dp x cp. Linear means that all of them
+share one gradient pass: the c's are added up, and dL/dlogits has a closed form,
+
+    softmax: s * (c - <s, c>),      others: r'(logit) / sum(r) * (c - <s, c>)
+
+so no autograd graph is built: a [T, E] gradient is computed beside the forward pass and added, times grad_scale, when backward
+comes by (`attach_gradient`). The z-loss, coeff * mean(logsumexp^2), joins the same sum. Counts come from a plain top-k of
+the scores: expert bias, groups and drops take no part. Rejected: returning losses through the pipeline (stages other than the last
+must back-propagate them too), and a global scale (a hidden argument).
+
+Shape letters: S sequence, B sequences of the microbatch, T tokens (= S*B, token s*B + b), E experts, K top-k.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from arguments.moe import MoEArgs
+from moe_trainer.parallel.collectives import all_reduce
+from moe_trainer.parallel.state import ParallelState
+
+# order of the log line; positions in `loss_sums` of every router
+LOSS_NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
+BALANCING_TYPES = (
+    ("aux_loss", "load_balancing_loss"),
+    ("seq_aux_loss", "seq_load_balancing_loss"),
+    ("global_aux_loss", "global_load_balancing_loss"),
+)
+
+
+def loss_coefficients(moe: MoEArgs) -> dict[str, float]:
+    """Coefficient of each balancing loss by its logged name; 0.0 for those not asked for.
+
+    Raises: ValueError when --moe-router-load-balancing-type and --moe-aux-loss-coeff have different lengths or do not go together.
+    """
+    kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    coeffs = [coeffs] if isinstance(coeffs, (int, float)) else list(coeffs)
+    if len(kinds) != len(coeffs):
+        raise ValueError(
+            f"--moe-router-load-balancing-type {' '.join(kinds)} needs as many --moe-aux-loss-coeff values; "
+            f"{len(coeffs)} given: {' '.join(map(str, coeffs))}"
+        )
+    if "quantile_balancing" in kinds:
+        raise ValueError("--moe-router-load-balancing-type quantile_balancing is not available yet; use aux_loss or expert bias")
+    if "sinkhorn" in kinds and (len(kinds) > 1 or any(coeffs)):
+        raise ValueError("--moe-router-load-balancing-type sinkhorn stands alone and needs --moe-aux-loss-coeff 0")
+    asked = dict(zip(kinds, coeffs))
+    return {name: float(asked.get(kind, 0.0)) for kind, name in BALANCING_TYPES}
+
+
+class _AttachGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_TE: Tensor, grad_TE: Tensor, grad_scale: float | Tensor) -> Tensor:
+        ctx.grad_TE, ctx.grad_scale = grad_TE, grad_scale
+        return logits_TE.view_as(logits_TE)
+
+    @staticmethod
+    def backward(ctx, grad_TE: Tensor):
+        return grad_TE + (ctx.grad_TE * ctx.grad_scale).to(grad_TE.dtype), None, None
+
+
+def attach_gradient(logits_TE: Tensor, grad_TE: Tensor, grad_scale: float | Tensor) -> Tensor:
+    """Return the logits; in backward add grad_TE * grad_scale to their gradient."""
+    return _AttachGradient.apply(logits_TE, grad_TE, grad_scale)
+
+
+@dataclass(frozen=True)
+class BalancingLosses:
+    """values: fp32 [4], order LOSS_NAMES, without coefficients, this rank's part; grad_TE: gradient of their weighted sum."""
+
+    values: Tensor
+    grad_TE: Tensor
+
+
+def normalised_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
+    """Scores that sum to one over the experts, and r'(logit) / sum(r) of their unnormalised form r (for softmax, r = exp)."""
+    if score_function == "softmax":
+        scores_TE = torch.softmax(logits_TE, dim=-1)
+        return scores_TE, scores_TE
+    sigmoid_TE = torch.sigmoid(logits_TE)
+    if score_function == "sigmoid":
+        raw_TE, slope_TE = sigmoid_TE, sigmoid_TE * (1 - sigmoid_TE)
+    else:
+        raw_TE = F.softplus(logits_TE).sqrt()
+        slope_TE = sigmoid_TE / (2 * raw_TE)
+    total_T1 = raw_TE.sum(-1, keepdim=True) + 1e-20
+    return raw_TE / total_T1, slope_TE / total_T1
+
+
+@torch.no_grad()
+def balancing_losses(
+    logits_TE: Tensor,
+    *,
+    num_sequences: int,
+    topk: int,
+    score_function: str,
+    coefficients: Mapping[str, float],
+    z_loss_coeff: float | None,
+    per_token_loss: bool,
+    running: tuple[Tensor, Tensor] | None,
+    ps: ParallelState,
+) -> BalancingLosses:
+    """Values and summed gradient of all balancing losses of one microbatch.
+
+    Shapes: logits_TE; running = (counts_E summed over the iteration's earlier microbatches and over tp_dp_cp, number of
+    microbatches), both updated in place, needed by global_aux_loss.
+    per_token_loss multiplies the gradient by the microbatch's token count (all tp x cp ranks), which the later division by the
+    token count takes away.
+    Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17.
+    """
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    num_tokens, num_experts = logits_TE.shape
+    cut = ps.tp_cp.size
+    values = logits_TE.new_zeros(len(LOSS_NAMES), dtype=torch.float32)
+    grad_TE = None
+    scores_TE = None
+    if any(coefficients.values()):
+        scores_TE, slope_TE = normalised_scores(logits_TE, score_function)
+        chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1], 1.0)
+        probs_BE = scores_TE.view(-1, num_sequences, num_experts).sum(0)
+        counts_BE = chosen_TE.view(-1, num_sequences, num_experts).sum(0)
+        weights_BE = _loss_weights(probs_BE, counts_BE, num_tokens, topk, coefficients, running, ps, values)
+        # c_e - <s, c> per token; weights are per sequence when seq_aux_loss is among them, else equal for all
+        weights = weights_BE if len(weights_BE) == 1 else weights_BE.repeat(num_tokens // num_sequences, 1)
+        grad_TE = slope_TE * (weights - (scores_TE * weights).sum(-1, keepdim=True))
+    if z_loss_coeff is not None:
+        log_sum_T1 = logits_TE.logsumexp(-1, keepdim=True)
+        values[3] = log_sum_T1.square().mean()
+        softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else logits_TE.softmax(-1)
+        z_grad_TE = softmax_TE * (log_sum_T1 * (2 * z_loss_coeff / (cut * num_tokens)))
+        grad_TE = z_grad_TE if grad_TE is None else grad_TE.add_(z_grad_TE)
+    if per_token_loss:
+        grad_TE *= num_tokens * cut
+    return BalancingLosses(values, grad_TE)
+
+
+def _loss_weights(
+    probs_BE: Tensor,
+    counts_BE: Tensor,
+    num_tokens: int,
+    topk: int,
+    coefficients: Mapping[str, float],
+    running: tuple[Tensor, Tensor] | None,
+    ps: ParallelState,
+    values: Tensor,
+) -> Tensor:
+    """The sum of the c's of the losses in use, [1 or B, E]; writes the losses' values."""
+    num_sequences, num_experts = counts_BE.shape
+    probs_E, counts_E = probs_BE.sum(0), counts_BE.sum(0)
+    weights = probs_BE.new_zeros(1, num_experts)
+    if coefficients["load_balancing_loss"]:
+        scale = num_experts / (topk * (num_tokens * ps.tp_cp.size) ** 2)
+        weight_E = all_reduce(counts_E.clone(), ps.tp_cp) * scale
+        values[0] = torch.dot(probs_E, weight_E)
+        weights = weights + coefficients["load_balancing_loss"] * weight_E
+    if coefficients["seq_load_balancing_loss"]:
+        length = num_tokens // num_sequences * ps.tp_cp.size
+        weight_BE = all_reduce(counts_BE.clone(), ps.tp_cp) * (num_experts / (topk * length**2 * num_sequences))
+        values[1] = (probs_BE * weight_BE).sum()
+        weights = weights + coefficients["seq_load_balancing_loss"] * weight_BE
+    if coefficients["global_load_balancing_loss"]:
+        sums_E, steps = running
+        sums_E += all_reduce(counts_E.clone(), ps.tp_dp_cp)
+        steps += 1
+        scale = num_experts / (topk * (num_tokens * ps.tp_dp_cp.size) ** 2)
+        weight_E = (sums_E / steps).to(probs_E.dtype) * scale
+        values[2] = torch.dot(probs_E, weight_E)
+        weights = weights + coefficients["global_load_balancing_loss"] * weight_E
+    return weights
+
+
+def _routers(chunks) -> Iterator[Any]:
+    for chunk in chunks:
+        for layer in chunk.moe_layers():
+            yield layer.router
+
+
+def start_iteration(chunks) -> None:
+    """Forget the counts of the previous iteration's microbatches (global_aux_loss)."""
+    for router in _routers(chunks):
+        if router.coefficients["global_load_balancing_loss"]:
+            router.global_tokens_per_expert.zero_()
+            router.ga_steps.zero_()
+
+
+@torch.no_grad()
+def update_expert_bias(chunks, ps: ParallelState) -> None:
+    """Move every expert's bias by the update rate towards balance; once per global batch.
+
+    Communication: all layers' counts in one all-reduce over tp_dp_cp.
+    Source: auxiliary-loss-free load balancing (arXiv 2408.15664); DeepSeek-V3, section 2.1.2.
+    """
+    routers = [router for router in _routers(chunks) if router.expert_bias is not None]
+    if not routers:
+        return
+    counts_LE = torch.stack([router.local_tokens_per_expert for router in routers])
+    all_reduce(counts_LE, ps.tp_dp_cp)
+    direction_LE = torch.sign(counts_LE.mean(-1, keepdim=True) - counts_LE)
+    for router, direction_E in zip(routers, direction_LE):
+        router.expert_bias += direction_E * router.moe.moe_router_bias_update_rate
+        router.local_tokens_per_expert.zero_()
+
+
+@dataclass(frozen=True)
+class MoeMetrics:
+    """Balance of one iteration, as it is logged.
+
+    losses: name -> mean over MoE layers and microbatches, without coefficient; names in the log line's order.
+    per_layer: name -> {layer index from 0: mean over microbatches}; multi-token-prediction layers follow the decoder's.
+    dropped_tokens: (token, expert) pairs beyond capacity, all layers, microbatches and ranks.
+    """
+
+    losses: dict[str, float]
+    per_layer: dict[str, dict[int, float]]
+    dropped_tokens: int
+
+
+def logged_losses(moe: MoEArgs) -> tuple[str, ...]:
+    """Names that an iteration's record carries, in order: a name is there when its loss is asked for, even at coefficient 0.
+
+    As in Megatron-LM the test on a single type is one on substrings: seq_aux_loss and global_aux_loss bring
+    load_balancing_loss (0) along.
+    """
+    kinds = moe.moe_router_load_balancing_type
+    names = [name for kind, name in BALANCING_TYPES if kind in kinds]
+    return tuple(names + ["z_loss"] * (moe.moe_z_loss_coeff is not None))
+
+
+def collect_moe_metrics(chunks, ps: ParallelState, num_microbatches: int) -> MoeMetrics:
+    """Read and reset the routers' accumulators; every rank gets the same values.
+
+    Communication: (4 * layers + layers) fp64 values over tp_cp, dp and pp; nothing on one rank.
+    """
+    routers = list(_routers(chunks))
+    if not routers:
+        return MoeMetrics({}, {}, 0)
+    first = routers[0]
+    # columns: the four losses, drops, and whether the layer is an MoE layer
+    table = torch.zeros(first.num_metric_layers, len(LOSS_NAMES) + 2, dtype=torch.float64, device=first.loss_sums.device)
+    for router in routers:
+        row = table[router.layer_number - 1]
+        row[:4] = router.loss_sums
+        row[4] = router.dropped
+        row[5] = 1.0
+        router.loss_sums.zero_()
+        router.dropped.zero_()
+    # each rank holds its part of the sum over tp_cp (aux, seq) or tp_dp_cp (global); z-loss is a mean of local tokens
+    all_reduce(table, ps.tp_dp_cp)
+    table[:, :2] /= ps.dp.size
+    table[:, 3] /= ps.tp_dp_cp.size
+    table[:, 5] /= ps.tp_dp_cp.size
+    all_reduce(table, ps.pp)
+    rows = table.tolist()
+    layers = [index for index, row in enumerate(rows) if row[5] > 0.5]
+    losses, per_layer = {}, {}
+    for name in logged_losses(first.moe):
+        column = LOSS_NAMES.index(name)
+        per_layer[name] = {index: rows[index][column] / num_microbatches for index in layers}
+        losses[name] = sum(per_layer[name].values()) / len(layers)
+    return MoeMetrics(losses, per_layer, round(sum(row[4] for row in rows)))

@@ -1,0 +1,71 @@
+"""The dispatcher interface: six phases, composed into dispatch() and combine().
+
+A dispatcher brings every token to the ranks that hold its experts and the results back. The phases are separate so that an
+overlapping schedule can run them one by one (communication of one microbatch beside the computation of another):
+
+    preprocess -> exchange -> postprocess      (together: dispatch)
+    regroup    -> exchange_back -> restore     (together: combine)
+
+Only `exchange` and `exchange_back` communicate. State travels in the `Sent` value that preprocess makes and later phases receive:
+a dispatcher object holds constants only, so that recomputation and two microbatches in flight are safe.
+
+Shape letters: T local tokens, E experts, e local experts, R rows received by this rank, H hidden.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What this rank's experts get, and what combine needs to bring the results home."""
+
+    x_RH: Tensor  # rows sorted by local expert, then by source
+    probs_R: Tensor  # probability of each row
+    tokens_per_expert_e: list[int]  # rows of each local expert, on the host; sums to R
+    handle: Any  # the dispatcher's own record (a permutation, split sizes, ...)
+
+
+class TokenDispatcher:
+    """Base of all dispatchers; holds constants only."""
+
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
+        """Order the local tokens for sending."""
+        raise NotImplementedError
+
+    def exchange(self, sent: Dispatched) -> Dispatched:
+        """Communicate to the ranks that hold the experts. Nothing to do on one rank."""
+        return sent
+
+    def postprocess(self, sent: Dispatched) -> Dispatched:
+        """Sort received rows by local expert."""
+        return sent
+
+    def regroup(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
+        """Undo postprocess on the experts' output."""
+        return y_RH
+
+    def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
+        """Communicate back to the tokens' ranks. Nothing to do on one rank."""
+        return y_RH
+
+    def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
+        """Sum each token's rows into token order."""
+        raise NotImplementedError
+
+    def dispatch(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
+        """Send every token to the ranks that hold its experts.
+
+        Shapes: x_TH [T, hidden] params dtype; probs_TE floating; routing_TE bool.
+        Returns: Dispatched; x_RH sorted by local expert.
+        """
+        return self.postprocess(self.exchange(self.preprocess(x_TH, probs_TE, routing_TE)))
+
+    def combine(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
+        """Bring the experts' outputs back and sum them per token.
+
+        Shapes: y_RH in the order of sent.x_RH, already multiplied by the probabilities. Returns y_TH.
+        """
+        return self.restore(self.exchange_back(self.regroup(y_RH, sent), sent), sent)

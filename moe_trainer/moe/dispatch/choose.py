@@ -1,0 +1,22 @@
+"""Choice of the dispatcher, once, when the model is built."""
+
+from arguments.moe import MoEArgs
+from moe_trainer.moe.dispatch.base import TokenDispatcher
+from moe_trainer.moe.dispatch.local import LocalDispatcher
+from moe_trainer.parallel.state import ParallelState
+
+
+def choose_dispatcher(moe: MoEArgs, ps: ParallelState) -> TokenDispatcher:
+    """Return the dispatcher for --moe-token-dispatcher-type under these parallel sizes.
+
+    Raises: ValueError when the type needs communication between ranks, which this version has not.
+    """
+    kind = moe.moe_token_dispatcher_type
+    if kind not in ("allgather", "alltoall"):
+        raise ValueError(f"--moe-token-dispatcher-type {kind} is not available yet; use alltoall or allgather")
+    if ps.tp_ep.size != 1:
+        raise ValueError(
+            f"--moe-token-dispatcher-type {kind} over {ps.tp_ep.size} expert ranks is not available yet; "
+            "use --expert-model-parallel-size 1 and --tensor-model-parallel-size 1"
+        )
+    return LocalDispatcher()

@@ -1,0 +1,324 @@
+"""The router: which experts take each token, and with what weight.
+
+Design: `TopKRouter` owns the weight and the running counts; everything it decides is in small functions of tensors
+(`score_topk`, `sinkhorn_topk`, `drop_beyond_capacity`), so that each can be compared with its definition. Balancing losses have a
+closed-form gradient (see balancing.py): they are computed without autograd and added to the logits' gradient, scaled by the
+`grad_scale` that the caller passes. The result is dense, `probs_TE` and `routing_TE`: every dispatcher starts from these two.
+
+Numerics, as Megatron-Core: logits in the activation dtype or --moe-router-dtype; softmax in fp32 (fp64 for fp64 logits); ties as
+torch.topk breaks them. The position drop policy keeps the first tokens of each expert (a stable choice).
+
+Shape letters: S sequence, B microbatch, H hidden, T tokens (= S*B, token s*B + b), E experts, K top-k.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from arguments.moe import MoEArgs
+from moe_trainer.layers.init import hidden_init, make_parameter
+from moe_trainer.moe.balancing import LOSS_NAMES, BalancingLosses, attach_gradient, balancing_losses, loss_coefficients
+from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.state import ParallelState
+
+ROUTER_DTYPES = (("fp32", torch.float32), ("fp64", torch.float64))
+
+
+class _MixedLinear(torch.autograd.Function):
+    """x @ w^T in another dtype than x and w have, without keeping the converted copies for backward."""
+
+    @staticmethod
+    def forward(ctx, x_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x_TH, weight_EH)
+        return x_TH.to(dtype) @ weight_EH.to(dtype).t()
+
+    @staticmethod
+    def backward(ctx, grad_TE: Tensor):
+        x_TH, weight_EH = ctx.saved_tensors
+        dtype = grad_TE.dtype
+        grad_x = (grad_TE @ weight_EH.to(dtype)).to(x_TH.dtype)
+        grad_w = (grad_TE.t() @ x_TH.to(dtype)).to(weight_EH.dtype)
+        return grad_x, grad_w, None
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Forward the replacement, send the gradient to the original."""
+
+    @staticmethod
+    def forward(ctx, original: Tensor, replacement: Tensor) -> Tensor:
+        return replacement
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+def group_limited_topk(scores_TE: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
+    """Top-k experts among those of the best groups. Returns indices_TK.
+
+    A group's score is the sum of its top (topk // group_topk) scores.
+    Source: DeepSeek-V2, section 2.1.3; DeepSeek-V3, section 2.1.2.
+    """
+    scores_TGM = scores_TE.view(scores_TE.shape[0], num_groups, -1)
+    group_scores_TG = scores_TGM.topk(topk // group_topk, dim=-1)[0].sum(-1)
+    best_TG = group_scores_TG.topk(group_topk, dim=-1, sorted=False)[1]
+    outside_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, best_TG, False)
+    masked_TE = scores_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(1)
+    return masked_TE.topk(topk, dim=-1)[1]
+
+
+def _select(scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
+    with torch.no_grad():
+        if group_topk:
+            return group_limited_topk(scores_TE, topk, num_groups, group_topk)
+        return scores_TE.topk(topk, dim=-1)[1]
+
+
+def score_topk(
+    logits_TE: Tensor,
+    topk: int,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    expert_bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose top-k experts per token and weigh them.
+
+    The bias takes part in the choice only; weights come from unbiased scores.
+    Returns: probs_TE in the dtype of the logits, zero where not chosen; routing_TE bool.
+    """
+    dtype = logits_TE.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    if score_function == "softmax":
+        if pre_softmax:
+            scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide).to(dtype)
+            indices_TK = _select(scores_TE, topk, num_groups, group_topk)
+            weights_TK = scores_TE.gather(1, indices_TK)
+        else:
+            indices_TK = _select(logits_TE, topk, num_groups, group_topk)
+            weights_TK = torch.softmax(logits_TE.gather(1, indices_TK), dim=-1, dtype=wide).to(dtype)
+    else:
+        raw_TE = logits_TE.to(wide)
+        scores_TE = torch.sigmoid(raw_TE) if score_function == "sigmoid" else F.softplus(raw_TE).sqrt()
+        scores_TE = scores_TE.to(dtype)
+        biased_TE = scores_TE if expert_bias_E is None else scores_TE + expert_bias_E
+        indices_TK = _select(biased_TE, topk, num_groups, group_topk)
+        weights_TK = scores_TE.gather(1, indices_TK)
+        if topk > 1:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    if scaling_factor:
+        weights_TK = weights_TK * scaling_factor
+    probs_TE = torch.zeros_like(logits_TE).scatter(1, indices_TK, weights_TK)
+    routing_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, indices_TK, True)
+    return probs_TE, routing_TE
+
+
+def sinkhorn(cost_TE: Tensor, tolerance: float = 1e-4) -> Tensor:
+    """Scale exp(cost) so that all tokens weigh the same and all experts get the same total.
+
+    Source: Sinkhorn's iteration, stopped when the column factors move by less than `tolerance` on average.
+    """
+    cost_TE = torch.exp(cost_TE)
+    rows_T = torch.ones(cost_TE.shape[0], device=cost_TE.device, dtype=cost_TE.dtype)
+    cols_E = torch.ones(cost_TE.shape[1], device=cost_TE.device, dtype=cost_TE.dtype)
+    eps, change = 1e-8, math.inf
+    while change > tolerance:
+        previous_E = cols_E
+        rows_T = (1.0 / rows_T.numel()) / ((cols_E * cost_TE).sum(1) + eps)
+        cols_E = (1.0 / cols_E.numel()) / ((rows_T.unsqueeze(1) * cost_TE).sum(0) + eps)
+        change = (previous_E - cols_E).abs().mean().item()
+    return cols_E * cost_TE * rows_T.unsqueeze(1)
+
+
+def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool) -> tuple[Tensor, Tensor]:
+    """Choose experts by the Sinkhorn-normalised logits; weigh with sigmoid (top-1) or softmax (top-k).
+
+    balance False (evaluation) chooses by the weights themselves. Returns: probs_TE, routing_TE.
+    """
+    wide = torch.promote_types(logits_TE.dtype, torch.float32)
+    if topk == 1:
+        scores_TE = torch.sigmoid(logits_TE)
+    else:
+        scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide).to(logits_TE.dtype)
+    with torch.no_grad():
+        choice_TE = sinkhorn(logits_TE.to(wide)) if balance else scores_TE
+        indices_TK = choice_TE.topk(topk, dim=1)[1]
+        routing_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, indices_TK, True)
+    return scores_TE * routing_TE, routing_TE
+
+
+def expert_capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
+    """Rows an expert accepts: ceil(tokens * topk / experts * factor), at most every token once."""
+    return min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
+
+
+def drop_beyond_capacity(
+    probs_TE: Tensor, routing_TE: Tensor, capacity: int, policy: str, pad: bool
+) -> tuple[Tensor, Tensor]:
+    """Keep at most `capacity` tokens per expert: the largest probabilities ("probs") or the first ("position").
+
+    The kept probabilities are not renormalised. With pad, experts that have fewer take further tokens, with probability 0, until
+    they have exactly `capacity`.
+    Returns: probs_TE, routing_TE.
+    """
+    with torch.no_grad():
+        # tokens of the expert first, the rest (candidates for padding) behind them; equal keys keep token order
+        key_TE = routing_TE.to(torch.float64)
+        if policy == "probs":
+            key_TE = key_TE * 2 + probs_TE.detach()
+        order_TE = key_TE.argsort(dim=0, descending=True, stable=True)[:capacity]
+        kept_TE = torch.zeros_like(routing_TE).scatter_(0, order_TE, True)
+        if not pad:
+            kept_TE &= routing_TE
+    return probs_TE * kept_TE, kept_TE
+
+
+class TopKRouter(nn.Module):
+    """Route tokens to experts.
+
+    Buffers: expert_bias [E] fp32 (persistent) and local_tokens_per_expert [E] with --moe-router-enable-expert-bias;
+    global_tokens_per_expert [E] and ga_steps with global_aux_loss. `recorder`: None, or a list that receives the logits, probs
+    and map of every forward pass.
+    """
+
+    def __init__(self, args, ps: ParallelState, name: str, layer_number: int):
+        super().__init__()
+        moe: MoEArgs = args.moe
+        self.moe, self.ps, self.name, self.layer_number = moe, ps, name, layer_number
+        self.num_experts, self.topk = moe.num_experts, moe.moe_router_topk
+        self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype)
+        self.coefficients = loss_coefficients(moe)
+        self.per_token_loss = args.training.calculate_per_token_loss
+        self.num_metric_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
+        self.recorder: list | None = None
+        init = hidden_init(args.model)
+        self.weight = make_parameter((self.num_experts, args.model.hidden_size), ParamInfo(
+            (f"{name}.weight",), init=init.kind, init_std=init.std))
+        self.bias = make_parameter((self.num_experts,), ParamInfo(
+            (f"{name}.bias",), init="zeros")) if args.model.add_bias_linear else None
+        self._make_buffers()
+
+    def _make_buffers(self):
+        def counts(buffer_name, persistent=False, shape=(self.num_experts,)):
+            self.register_buffer(buffer_name, torch.zeros(shape, dtype=torch.float32), persistent=persistent)
+
+        if self.moe.moe_router_enable_expert_bias:
+            counts("expert_bias", persistent=True)
+            counts("local_tokens_per_expert")
+        else:
+            self.register_buffer("expert_bias", None)
+        if self.coefficients["global_load_balancing_loss"]:
+            counts("global_tokens_per_expert")
+            counts("ga_steps", shape=())
+        counts("loss_sums", shape=(len(LOSS_NAMES),))
+        counts("dropped", shape=())
+        self.fixed_bias = None
+        if self.moe.moe_router_force_biased is not None:
+            self.bias_stream = torch.Generator().manual_seed(self.layer_number)
+            if self.moe.moe_router_force_biased < 0:
+                self.fixed_bias = self._draw_bias()
+
+    def _apply(self, fn, recurse=True):
+        # counts and biases stay fp32 whatever the model is cast to: bf16 counts stop growing at 256
+        super()._apply(fn, recurse)
+        for buffer_name, buffer in self.named_buffers(recurse=False):
+            setattr(self, buffer_name, buffer.float())
+        return self
+
+    def forward(self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+        """Route the tokens of one microbatch.
+
+        Shapes: x_SBH [S, B, hidden]. Returns: probs_TE (logits' dtype), routing_TE bool.
+        grad_scale: factor of the auxiliary losses' gradients.
+        Communication: E counts over tp_cp (aux_loss, seq_aux_loss: B*E) or tp_dp_cp (global_aux_loss).
+        """
+        active = self.training and torch.is_grad_enabled()
+        x_TH = x_SBH.reshape(-1, x_SBH.shape[-1])
+        logits_TE = self._force(self._logits(x_TH, active))
+        wants_losses = active and (any(self.coefficients.values()) or self.moe.moe_z_loss_coeff is not None)
+        unaided_TE = logits_TE.detach()
+        losses = self._losses(unaided_TE, x_SBH.shape) if wants_losses else None
+        if losses is not None:
+            logits_TE = attach_gradient(logits_TE, losses.grad_TE, grad_scale)
+            self.loss_sums += losses.values
+        probs_TE, routing_TE = self._route(logits_TE)
+        if self._drops():
+            probs_TE, routing_TE = self._drop(probs_TE, routing_TE)
+        if self.expert_bias is not None and active:
+            self.local_tokens_per_expert += routing_TE.sum(0)
+        if self.recorder is not None:
+            self.recorder.append({"logits": unaided_TE, "probs": probs_TE.detach(), "map": routing_TE})
+        return probs_TE, routing_TE
+
+    def _logits(self, x_TH: Tensor, active: bool) -> Tensor:
+        eps = self.moe.moe_input_jitter_eps
+        if eps is not None and active:
+            x_TH = x_TH * torch.empty_like(x_TH).uniform_(1.0 - eps, 1.0 + eps)
+        if self.dtype is None or self.dtype == x_TH.dtype == self.weight.dtype:
+            logits_TE = F.linear(x_TH, self.weight)
+        else:
+            logits_TE = _MixedLinear.apply(x_TH, self.weight, self.dtype)
+        return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
+
+    def _draw_bias(self) -> Tensor:
+        spread = abs(self.moe.moe_router_force_biased)
+        return torch.empty(self.num_experts, device="cpu").normal_(0.0, spread, generator=self.bias_stream)
+
+    def _force(self, logits_TE: Tensor) -> Tensor:
+        """Benchmark modes: random logits (balanced), or an expert bias of the asked spread (unbalanced)."""
+        if self.moe.moe_router_force_load_balancing:
+            logits_TE = _StraightThrough.apply(logits_TE, torch.randn_like(logits_TE))
+        if self.moe.moe_router_force_biased is not None:
+            bias_E = self._draw_bias() if self.fixed_bias is None else self.fixed_bias
+            logits_TE = logits_TE + bias_E.to(logits_TE)
+        return logits_TE
+
+    def _route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        moe = self.moe
+        if moe.moe_router_load_balancing_type == "sinkhorn":
+            return sinkhorn_topk(logits_TE, self.topk, balance=self.training)
+        return score_topk(
+            logits_TE,
+            self.topk,
+            score_function=moe.moe_router_score_function,
+            pre_softmax=moe.moe_router_pre_softmax,
+            num_groups=moe.moe_router_num_groups,
+            group_topk=moe.moe_router_group_topk,
+            scaling_factor=moe.moe_router_topk_scaling_factor,
+            expert_bias_E=self.expert_bias,
+        )
+
+    def _losses(self, logits_TE: Tensor, shape: torch.Size) -> BalancingLosses:
+        moe = self.moe
+        running = None
+        if self.coefficients["global_load_balancing_loss"]:
+            running = (self.global_tokens_per_expert, self.ga_steps)
+        return balancing_losses(
+            logits_TE,
+            num_sequences=shape[1],
+            topk=self.topk,
+            score_function=moe.moe_router_score_function,
+            coefficients=self.coefficients,
+            z_loss_coeff=moe.moe_z_loss_coeff,
+            per_token_loss=self.per_token_loss,
+            running=running,
+            ps=self.ps,
+        )
+
+    def _drops(self) -> bool:
+        factor = self.moe.moe_expert_capacity_factor
+        return factor is not None and factor >= 0
+
+    def _drop(self, probs_TE: Tensor, routing_TE: Tensor) -> tuple[Tensor, Tensor]:
+        moe = self.moe
+        capacity = expert_capacity(routing_TE.shape[0], self.topk, self.num_experts, moe.moe_expert_capacity_factor)
+        probs_TE, kept_TE = drop_beyond_capacity(
+            probs_TE, routing_TE, capacity, moe.moe_token_drop_policy, moe.moe_pad_expert_input_to_capacity
+        )
+        if self.training and torch.is_grad_enabled():
+            self.dropped += (routing_TE & ~kept_TE).sum()
+        return probs_TE, kept_TE

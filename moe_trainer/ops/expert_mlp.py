@@ -1,0 +1,268 @@
+"""The experts' feed-forward as one autograd function: fc1 -> activation * probability -> fc2, rows sorted by expert.
+
+Design: forward keeps x, fc1's output and the probabilities, nothing else; backward recomputes the activation from fc1's output. The
+probability multiplies the activation (before fc2), so fc2's output need not be kept for the probability's gradient. All elementwise
+work is done in blocks of rows that stay in the cache between the two matrix products: in the loop form a block is one expert's
+rows, in the grouped form a fixed number of rows. Each block is written into preallocated results: no concatenation, no zero-filled
+[e, ...] gradient per expert (which `w[e]` under autograd costs).
+
+The block functions below come in pairs: `forward(h, p) -> a` and `backward(h, p, grad_a) -> (a, grad_h, grad_p)`, where a is the
+activation times the probability. SwiGLU, gelu and squared ReLU are written by hand; any other activation goes through autograd, block
+by block.
+
+Shape letters: R rows sorted by expert, e experts, H hidden, F expert FFN width, G fc1 output width (2F when gated).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_trainer.ops.grouped_gemm import (
+    grouped_forward,
+    grouped_input_grad,
+    grouped_weight_grad,
+    prefer_grouped,
+    row_offsets,
+    spans,
+)
+from moe_trainer.ops.pointwise import Activation
+
+BLOCK_ROWS = 256  # rows of an elementwise block in the grouped form on CPU
+
+
+class _Block(NamedTuple):
+    forward: Callable[[Tensor, Tensor | None], Tensor]
+    backward: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def _weigh(z: Tensor, p: Tensor | None) -> Tensor:
+    return z if p is None else z.mul_(p.unsqueeze(1))
+
+
+def _swiglu_forward(h: Tensor, p: Tensor | None) -> Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return _weigh(F.silu(gate).mul_(up), p)
+
+
+def _swiglu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
+    gate, up = h.chunk(2, dim=-1)
+    silu = F.silu(gate)
+    z = silu * up
+    grad_p = None
+    if p is not None:
+        grad_p = (grad_a * z).sum(-1)
+        grad_a = grad_a * p.unsqueeze(1)
+    grad_h = torch.empty_like(h)
+    grad_gate, grad_up = grad_h.chunk(2, dim=-1)
+    torch.mul(grad_a, silu, out=grad_up)
+    torch.mul(grad_a, up, out=silu)
+    torch.ops.aten.silu_backward(silu, gate, grad_input=grad_gate)
+    return _weigh(z, p), grad_h, grad_p
+
+
+def _gelu_forward(h: Tensor, p: Tensor | None) -> Tensor:
+    return _weigh(F.gelu(h), p)
+
+
+def _gelu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
+    z = F.gelu(h)
+    grad_p = None
+    if p is not None:
+        grad_p = (grad_a * z).sum(-1)
+        grad_a = grad_a * p.unsqueeze(1)
+    return _weigh(z, p), torch.ops.aten.gelu_backward(grad_a, h), grad_p
+
+
+def _squared_relu_forward(h: Tensor, p: Tensor | None) -> Tensor:
+    return _weigh(F.relu(h).square_(), p)
+
+
+def _squared_relu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
+    positive = F.relu(h)
+    z = positive.square()
+    grad_p = None
+    if p is not None:
+        grad_p = (grad_a * z).sum(-1)
+        grad_a = grad_a * p.unsqueeze(1)
+    return _weigh(z, p), positive.mul_(grad_a).mul_(2), grad_p
+
+
+def _by_autograd(activation: Activation) -> _Block:
+    def backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
+        with torch.enable_grad():
+            h = h.detach().requires_grad_()
+            z = activation(h)
+            grad_h = torch.autograd.grad(z, h, grad_a if p is None else grad_a * p.unsqueeze(1))[0]
+        z = z.detach()
+        grad_p = None if p is None else (grad_a * z).sum(-1)
+        return _weigh(z, p), grad_h, grad_p
+
+    return _Block(lambda h, p: _weigh(activation(h), p), backward)
+
+
+def _choose_block(activation: Activation) -> _Block:
+    if activation == Activation("silu", gated=True):
+        return _Block(_swiglu_forward, _swiglu_backward)
+    if activation == Activation("gelu"):
+        return _Block(_gelu_forward, _gelu_backward)
+    if activation == Activation("squared_relu"):
+        return _Block(_squared_relu_forward, _squared_relu_backward)
+    return _by_autograd(activation)
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, grouped):
+        p_R = None if probs_R is None else probs_R.to(x_RH.dtype).contiguous()
+        run = _forward_grouped if grouped else _forward_loop
+        h_RG, y_RH = run(x_RH, p_R, w1, b1, w2, b2, counts, activation)
+        ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
+        ctx.counts, ctx.activation, ctx.grouped = counts, activation, grouped
+        ctx.probs_dtype = None if probs_R is None else probs_R.dtype
+        ctx.has_b1 = b1 is not None
+        return y_RH
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        run = _backward_grouped if ctx.grouped else _backward_loop
+        grads = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
+        grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = grads
+        if grad_p is not None:
+            grad_p = grad_p.to(ctx.probs_dtype)
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None
+
+
+def _product(x: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    return torch.mm(x, w_t, out=out) if bias is None else torch.addmm(bias, x, w_t, out=out)
+
+
+def _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation):
+    h_RG = x_RH.new_empty(x_RH.shape[0], w1.shape[1])
+    y_RH = x_RH.new_empty(x_RH.shape[0], w2.shape[1])
+    for expert, start, stop in spans(counts):
+        p = None if p_R is None else p_R[start:stop]
+        h = _product(x_RH[start:stop], w1[expert].t(), None if b1 is None else b1[expert], h_RG[start:stop])
+        a = activation.forward(h, p)
+        y = torch.mm(a, w2[expert].t(), out=y_RH[start:stop])
+        if b2 is not None:
+            y += b2[expert] if p is None else torch.outer(p, b2[expert])
+    return h_RG, y_RH
+
+
+def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
+    needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
+    found = spans(ctx.counts)
+    new_stack = torch.empty_like if len(found) == len(ctx.counts) else torch.zeros_like
+    grad_x = torch.empty_like(x_RH) if needs_x else None
+    grad_p = None if p_R is None else torch.empty_like(p_R)
+    grad_w1, grad_w2 = (new_stack(w1), new_stack(w2)) if needs_w else (None, None)
+    grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
+    grad_b2 = None if b2 is None else torch.zeros_like(b2)
+    for expert, start, stop in found:
+        p, grad_y = (None if p_R is None else p_R[start:stop]), grad_RH[start:stop]
+        grad_a = grad_y @ w2[expert]
+        a, grad_h, block_grad_p = ctx.activation.backward(h_RG[start:stop], p, grad_a)
+        if needs_w:
+            torch.mm(grad_y.t(), a, out=grad_w2[expert])
+            torch.mm(grad_h.t(), x_RH[start:stop], out=grad_w1[expert])
+        if needs_x:
+            torch.mm(grad_h, w1[expert], out=grad_x[start:stop])
+        if grad_b1 is not None:
+            torch.sum(grad_h, 0, out=grad_b1[expert])
+        if b2 is not None:
+            grad_b2[expert] = grad_y.sum(0) if p is None else grad_y.t() @ p
+            if p is not None:
+                block_grad_p = block_grad_p + grad_y @ b2[expert]
+        if p is not None:
+            grad_p[start:stop] = block_grad_p
+    return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
+
+
+def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
+    step = max(1, num_rows) if is_cuda else BLOCK_ROWS
+    return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, counts, activation):
+    offsets = row_offsets(counts, x_RH.device)
+    h_RG = grouped_forward(x_RH, w1, offsets)
+    if b1 is not None:
+        h_RG += _per_row(b1, counts)
+    a_RF = x_RH.new_empty(x_RH.shape[0], w2.shape[2])
+    for start, stop in _blocks(x_RH.shape[0], x_RH.is_cuda):
+        a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
+    y_RH = grouped_forward(a_RF, w2, offsets)
+    if b2 is not None:
+        bias_RH = _per_row(b2, counts)
+        y_RH += bias_RH if p_R is None else bias_RH * p_R.unsqueeze(1)
+    return h_RG, y_RH
+
+
+def _per_row(bias_eN: Tensor, counts: Sequence[int]) -> Tensor:
+    return bias_eN.repeat_interleave(torch.tensor(counts, device=bias_eN.device), dim=0)
+
+
+def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
+    counts, activation = ctx.counts, ctx.activation
+    offsets = row_offsets(counts, x_RH.device)
+    grad_a = grouped_input_grad(grad_RH, w2, offsets)
+    grad_p = None if p_R is None else torch.empty_like(p_R)
+    grad_h = torch.empty_like(h_RG)
+    for start, stop in _blocks(x_RH.shape[0], x_RH.is_cuda):
+        p = None if p_R is None else p_R[start:stop]
+        a, block_grad_h, block_grad_p = activation.backward(h_RG[start:stop], p, grad_a[start:stop])
+        grad_a[start:stop] = a  # from here on the buffer holds a: the block's grad_a has been used
+        grad_h[start:stop] = block_grad_h
+        if p is not None:
+            grad_p[start:stop] = block_grad_p
+    needs_w = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
+    grad_w1 = grouped_weight_grad(grad_h, x_RH, offsets) if needs_w else None
+    grad_w2 = grouped_weight_grad(grad_RH, grad_a, offsets) if needs_w else None
+    grad_x = grouped_input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
+    grad_b1 = _sum_rows(grad_h, counts) if ctx.has_b1 else None
+    grad_b2 = None
+    if b2 is not None:
+        grad_b2 = _sum_rows(grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1), counts)
+        if p_R is not None:
+            grad_p += (grad_RH * _per_row(b2, counts)).sum(-1)
+    return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
+
+
+def _sum_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
+    sums = rows.new_zeros(len(counts), rows.shape[1])
+    for expert, start, stop in spans(counts):
+        torch.sum(rows[start:stop], 0, out=sums[expert])
+    return sums
+
+
+def expert_mlp(
+    x_RH: Tensor,
+    probs_R: Tensor | None,
+    w1_eGH: Tensor,
+    w2_eHF: Tensor,
+    counts: Sequence[int],
+    activation: Activation,
+    *,
+    b1_eG: Tensor | None = None,
+    b2_eH: Tensor | None = None,
+    allow_grouped: bool = True,
+) -> Tensor:
+    """Run every expert on its rows.
+
+    y = p * (act(x @ w1^T + b1) @ w2^T + b2), with the probability inside, before fc2.
+    Shapes: x_RH rows sorted by expert, counts[e] rows each (zero is fine); probs_R any floating dtype, None for no weighting.
+    allow_grouped: use one grouped product where it is faster (see grouped_gemm.prefer_grouped).
+    Raises: ValueError when the counts do not add up to R.
+    """
+    num_rows = x_RH.shape[0]
+    if sum(counts) != num_rows:
+        raise ValueError(f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")
+    grouped = allow_grouped and num_rows > 0 and prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.is_cuda)
+    aligned = math.gcd(x_RH.shape[1], w1_eGH.shape[1], w2_eHF.shape[2]) * x_RH.element_size() % 16 == 0
+    return _ExpertMLP.apply(
+        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), _choose_block(activation), grouped and aligned
+    )

@@ -1,0 +1,118 @@
+"""Local reordering of tokens: token order -> expert order and back.
+
+Design: the routing map is turned once into a `PermuteMap` (integers only, no gradient), and three differentiable gathers use it.
+`permute` copies a token's row once for every expert that takes it; `unpermute` sums the rows of every token. Each is the other's
+gradient, so both are written by hand: forward and backward of the pair are two gathers and two gather-sums, and no scatter. The
+gather-sum is torch's embedding-bag kernel, which reads each row once, adds in fp32 and writes once; on CPU it is 3 to 9 times
+faster than gather + reshape + sum and 2 times faster than index_add (measured for 1024 x 256 top-2 and 2048 x 512 top-8).
+Tokens may have any number of rows (dropped tokens have fewer than k, padding gives more): nothing here assumes k rows a token.
+
+Order: rows are sorted by expert, then by token (stable), as Megatron-Core's dispatchers have it; a token's rows are summed in
+ascending expert order.
+
+Shape letters: T tokens, E experts, R rows (token, expert pairs), H hidden.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PermuteMap:
+    """Where every expert-major row comes from, and where every token's rows are; integers, no gradient.
+
+    Shapes: token_R, cell_R, row_R int64 [R]; offsets_T int64 [T + 1]; counts_E int64 [E].
+    """
+
+    token_R: Tensor  # source token of each row
+    cell_R: Tensor  # flat position in the [T, E] map of each row
+    row_R: Tensor  # the rows in token order: those of token 0, then those of token 1, ...
+    offsets_T: Tensor  # row_R[offsets_T[t]:offsets_T[t + 1]] are the rows of token t
+    counts_E: Tensor  # rows of each expert
+    num_tokens: int
+
+
+def make_permute_map(routing_TE: Tensor) -> PermuteMap:
+    """Build the map of a routing decision.
+
+    Shapes: routing_TE bool [T, E].
+    Source: stable sort by expert, as Megatron-Core's local permutation.
+    """
+    num_tokens, num_experts = routing_TE.shape
+    expert_R, token_R = routing_TE.t().contiguous().nonzero().unbind(1)
+    token_R = token_R.contiguous()
+    counts_E = routing_TE.sum(0)
+    # row of the pair (t, e) = rows of the experts before e + pairs of e at earlier tokens
+    position_TE = routing_TE.cumsum(0)
+    position_TE += counts_E.cumsum(0) - counts_E - 1
+    offsets_T = torch.zeros(num_tokens + 1, dtype=torch.int64, device=routing_TE.device)
+    torch.cumsum(routing_TE.sum(1), 0, out=offsets_T[1:])
+    return PermuteMap(
+        token_R=token_R,
+        cell_R=token_R * num_experts + expert_R,
+        row_R=position_TE.masked_select(routing_TE),
+        offsets_T=offsets_T,
+        counts_E=counts_E,
+        num_tokens=num_tokens,
+    )
+
+
+def _gather_sum(y_RH: Tensor, routes: PermuteMap) -> Tensor:
+    if y_RH.shape[0] == 0:
+        return y_RH.new_zeros(routes.num_tokens, y_RH.shape[1])
+    # args: scale_grad_by_freq, mode 0 = sum, sparse, per_sample_weights, include_last_offset
+    return torch._embedding_bag_forward_only(
+        y_RH.contiguous(), routes.row_R, routes.offsets_T, False, 0, False, None, True
+    )[0]
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TH: Tensor, routes: PermuteMap) -> Tensor:
+        ctx.routes = routes
+        return x_TH.index_select(0, routes.token_R)
+
+    @staticmethod
+    def backward(ctx, grad_RH: Tensor):
+        return _gather_sum(grad_RH, ctx.routes), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_RH: Tensor, routes: PermuteMap) -> Tensor:
+        ctx.routes = routes
+        return _gather_sum(y_RH, routes)
+
+    @staticmethod
+    def backward(ctx, grad_TH: Tensor):
+        return grad_TH.index_select(0, ctx.routes.token_R), None
+
+
+class _PermuteProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, probs_TE: Tensor, routes: PermuteMap) -> Tensor:
+        ctx.routes, ctx.shape = routes, probs_TE.shape
+        return probs_TE.reshape(-1).index_select(0, routes.cell_R)
+
+    @staticmethod
+    def backward(ctx, grad_R: Tensor):
+        grad = grad_R.new_zeros(ctx.shape)
+        grad.view(-1)[ctx.routes.cell_R] = grad_R  # every cell occurs once
+        return grad, None
+
+
+def permute(x_TH: Tensor, routes: PermuteMap) -> Tensor:
+    """Copy tokens into expert order. Returns x_RH; its gradient sums each token's rows."""
+    return _Permute.apply(x_TH, routes)
+
+
+def unpermute(y_RH: Tensor, routes: PermuteMap) -> Tensor:
+    """Sum each token's rows. Returns y_TH; tokens without rows get zeros."""
+    return _Unpermute.apply(y_RH, routes)
+
+
+def permute_probs(probs_TE: Tensor, routes: PermuteMap) -> Tensor:
+    """Pick the probability of every row. Returns probs_R in the dtype of probs_TE."""
+    return _PermuteProbs.apply(probs_TE, routes)
