@@ -1,0 +1,45 @@
+"""Initial distributions of weights, and the parameters that carry them."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from arguments.model import ModelArgs
+from moe_trainer.parallel.params import ParamInfo
+
+
+class Init(NamedTuple):
+    """Distribution of a weight: `kind` as in ParamInfo.init, `std` read by "normal"."""
+
+    kind: str
+    std: float = 0.0
+
+
+def hidden_init(model: ModelArgs) -> Init:
+    """Every weight that reads the hidden state: qkv, fc1, router, output head."""
+    if model.init_method_xavier_uniform:
+        return Init("xavier_uniform")
+    return Init("normal", model.init_method_std)
+
+
+def residual_init(model: ModelArgs) -> Init:
+    """Every weight that writes to the residual stream (attention output, fc2): std / sqrt(2 * num_layers)."""
+    if model.init_method_xavier_uniform:
+        return Init("xavier_uniform")
+    return Init("normal", model.init_method_std / math.sqrt(2.0 * model.num_layers))
+
+
+def embedding_init(model: ModelArgs) -> Init:
+    """Token and position embeddings."""
+    if model.embedding_init_method_std is not None and model.embedding_init_method_std != model.init_method_std:
+        return Init("normal", model.embedding_init_method_std)
+    return hidden_init(model)
+
+
+def make_parameter(shape: tuple[int, ...], info: ParamInfo) -> Parameter:
+    """An uninitialized fp32 parameter on the default device, carrying its info."""
+    param = Parameter(torch.empty(shape, dtype=torch.float32))
+    param.info = info
+    return param

@@ -1,0 +1,84 @@
+"""Multi-head latent attention: queries and key-values pass through low-rank latents; one rotary key serves all heads.
+
+Training form: the latents are expanded to full heads. Rows of the up-projections are ordered by head: q [nope, rope],
+kv [k_nope, v]. The rotary part is rotated in interleaved pairs.
+Source: DeepSeek-V2 (arXiv 2405.04434); names and orders of Megatron-Core.
+
+Shapes: S sequence, B microbatch, H hidden, N heads, D key width (nope + rope), E value width, C latent width.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from arguments.model import ModelArgs
+from moe_trainer.layers.init import hidden_init, residual_init
+from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.rotary import Tables, skips_rope
+from moe_trainer.ops.rope import apply_rope, yarn_mscale
+from moe_trainer.parallel.state import ParallelState
+
+
+class MultiLatentAttention(nn.Module):
+    """Latent attention of one layer. name: global name, e.g. "decoder.layers.0.self_attention"; layer_number from 1.
+
+    With --q-lora-rank the query has a latent too; with --qk-layernorm both latents are normalized.
+    """
+
+    def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit):
+        super().__init__()
+        self.num_heads = model.num_attention_heads
+        self.nope_dim, self.rope_dim = model.qk_head_dim, model.qk_pos_emb_head_dim
+        self.value_dim, self.kv_rank = model.v_head_dim, model.kv_lora_rank
+        self.rope = not skips_rope(model, layer_number)
+        key_dim = self.nope_dim + self.rope_dim
+        init = hidden_init(model)
+
+        def column(in_features: int, out_features: int, leaf: str) -> nn.Module:
+            return kit.column_linear(in_features, out_features, name=f"{name}.{leaf}", group=ps.tp, init=init)
+
+        def norm(size: int, leaf: str) -> nn.Module | None:
+            return kit.norm(size, model, name=f"{name}.{leaf}") if model.qk_layernorm else None
+
+        if model.q_lora_rank is None:
+            self.linear_q_proj = column(model.hidden_size, self.num_heads * key_dim, "linear_q_proj")
+        else:
+            self.linear_q_proj = None
+            self.linear_q_down_proj = column(model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
+            self.q_layernorm = norm(model.q_lora_rank, "q_layernorm")
+            self.linear_q_up_proj = column(model.q_lora_rank, self.num_heads * key_dim, "linear_q_up_proj")
+        self.linear_kv_down_proj = column(model.hidden_size, self.kv_rank + self.rope_dim, "linear_kv_down_proj")
+        self.kv_layernorm = norm(self.kv_rank, "kv_layernorm")
+        self.linear_kv_up_proj = column(
+            self.kv_rank, self.num_heads * (self.nope_dim + self.value_dim), "linear_kv_up_proj")
+        temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
+        self.core_attention = kit.core_attention(
+            model, layer_number, head_dim=key_dim, scale=temperature * temperature / math.sqrt(key_dim))
+        self.linear_proj = kit.row_linear(
+            self.num_heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp,
+            init=residual_init(model), bias=model.add_bias_linear)
+
+    def _query(self, x_SBH: Tensor) -> Tensor:
+        if self.linear_q_proj is not None:
+            return self.linear_q_proj(x_SBH)
+        latent_SBC = self.linear_q_down_proj(x_SBH)
+        if self.q_layernorm is not None:
+            latent_SBC = self.q_layernorm(latent_SBC)
+        return self.linear_q_up_proj(latent_SBC)
+
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Tensor | None) -> Tensor:
+        """rope: cos and sin [S, rope_dim/2]; visible: see CoreAttention. Returns: [S, B, H]."""
+        heads = (*x_SBH.shape[:2], self.num_heads)
+        q_SBND = self._query(x_SBH).view(*heads, -1)
+        latent_SBC, k_rope = self.linear_kv_down_proj(x_SBH).split([self.kv_rank, self.rope_dim], dim=-1)
+        if self.kv_layernorm is not None:
+            latent_SBC = self.kv_layernorm(latent_SBC)
+        kv = self.linear_kv_up_proj(latent_SBC).view(*heads, -1)
+        k_nope, v_SBNE = kv.split([self.nope_dim, self.value_dim], dim=-1)
+        k_rope = k_rope.unsqueeze(2)
+        if rope is not None and self.rope:
+            q_SBND = apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
+            k_rope = apply_rope(k_rope, *rope, interleaved=True)
+        k_SBND = torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1)
+        return self.linear_proj(self.core_attention(q_SBND, k_SBND, v_SBNE, visible))

@@ -1,0 +1,43 @@
+"""Dense feed-forward network; shared experts are one too."""
+
+from torch import Tensor, nn
+
+from arguments.model import ModelArgs
+from moe_trainer.layers.init import hidden_init, residual_init
+from moe_trainer.layers.kit import Kit
+from moe_trainer.ops.pointwise import Activation
+from moe_trainer.parallel.state import Group
+
+
+def make_activation(model: ModelArgs) -> Activation:
+    """The activation of every feed-forward network of the model, experts included.
+
+    --bias-gelu-fusion (on unless linear biases are off) means the tanh form of gelu, as in Megatron-LM's fused kernel.
+    """
+    if model.swiglu:
+        return Activation("silu", True, model.glu_linear_offset, model.activation_func_clamp_value)
+    if model.quick_geglu:
+        return Activation("quick_gelu", True, model.glu_linear_offset, model.activation_func_clamp_value)
+    if model.squared_relu:
+        return Activation("squared_relu")
+    return Activation("gelu_tanh" if model.bias_gelu_fusion and model.add_bias_linear else "gelu")
+
+
+class MLP(nn.Module):
+    """fc2(activation(fc1(x))). A gated activation reads fc1's output as [gate; up].
+
+    name: global name, e.g. "decoder.layers.0.mlp"; parameters `<name>.linear_fc1.*`, `<name>.linear_fc2.*`.
+    """
+
+    def __init__(self, model: ModelArgs, ffn_hidden_size: int, *, name: str, group: Group, kit: Kit, bias: bool):
+        super().__init__()
+        self.activation = make_activation(model)
+        self.linear_fc1 = kit.column_linear(
+            model.hidden_size, ffn_hidden_size * self.activation.in_per_out, name=f"{name}.linear_fc1", group=group,
+            init=hidden_init(model), bias=bias)
+        self.linear_fc2 = kit.row_linear(
+            ffn_hidden_size, model.hidden_size, name=f"{name}.linear_fc2", group=group, init=residual_init(model),
+            bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(self.activation(self.linear_fc1(x)))

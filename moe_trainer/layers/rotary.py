@@ -1,0 +1,79 @@
+"""Rotary tables of a model: which frequencies, and cos/sin for the sequence at hand.
+
+Positions are 0..S-1 of the sequence, also after --reset-position-ids: Megatron-LM's rotary embedding does not read the
+position ids.
+"""
+
+import torch
+from torch import Tensor
+
+from arguments.model import ModelArgs
+from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_tables, yarn_frequencies, yarn_mscale
+
+Tables = tuple[Tensor, Tensor]
+
+
+class Rotary:
+    """Frequencies of one model; tables are made on first use of a length and kept."""
+
+    def __init__(self, inv_freq: Tensor, position_scale: float = 1.0, amplitude: float = 1.0):
+        self.inv_freq = inv_freq
+        self.position_scale = position_scale
+        self.amplitude = amplitude
+        self._tables: dict[tuple, Tables] = {}
+
+    def tables(self, length: int, device: torch.device, dtype: torch.dtype) -> Tables:
+        """cos, sin [length, R/2]."""
+        key = (length, device, dtype)
+        if key not in self._tables:
+            self._tables = {key: rope_tables(self.inv_freq, length, self.position_scale, self.amplitude, device, dtype)}
+        return self._tables[key]
+
+
+def make_rotary(model: ModelArgs) -> Rotary | None:
+    """The rotary embedding that the flags ask for; None for learned or absent positions.
+
+    Latent attention rotates its --qk-pos-emb-head-dim features (--rope-type); others rotate --rotary-percent of
+    --kv-channels. Raises: ValueError for position types that are not built.
+    """
+    kind = model.position_embedding_type
+    if kind in ("learned_absolute", "none"):
+        return None
+    if kind not in ("rope", "yarn"):
+        raise ValueError(f"--position-embedding-type {kind} is not built; use rope, yarn, learned_absolute or none")
+    if model.multi_latent_attention:
+        yarn, dim = model.rope_type != "rope", model.qk_pos_emb_head_dim
+        if not yarn:
+            dim = int(dim * model.rotary_percent)
+    else:
+        yarn, dim = kind == "yarn", int(model.kv_channels * model.rotary_percent)
+    if yarn:
+        return _make_yarn(model, dim)
+    inv_freq = inverse_frequencies(dim, model.rotary_base)
+    if model.use_rope_scaling and not model.multi_latent_attention:
+        inv_freq = llama3_scaling(inv_freq, model.rope_scaling_factor)
+    factor = None if model.multi_latent_attention else model.rotary_seq_len_interpolation_factor
+    return Rotary(inv_freq, position_scale=1.0 / factor if factor else 1.0)
+
+
+def _make_yarn(model: ModelArgs, dim: int) -> Rotary:
+    """Defaults where a flag is unset: original context 4096, beta 32 and 1 (DeepSeek-V2/V3)."""
+    factor = model.rotary_scaling_factor
+    inv_freq = yarn_frequencies(
+        dim, model.rotary_base, factor, model.yarn_original_max_position_embeddings or 4096,
+        model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0, model.yarn_correction_range_round_to_int is not False)
+    amplitude = yarn_mscale(factor, model.mscale) / yarn_mscale(factor, model.mscale_all_dim)
+    return Rotary(inv_freq, amplitude=amplitude)
+
+
+def skips_rope(model: ModelArgs, layer_number: int) -> bool:
+    """Whether this layer (counted from 1) goes without rotary positions: --no-rope-freq.
+
+    An integer N skips every N-th layer; a list holds one flag per layer, 1 = skip.
+    """
+    freq = model.no_rope_freq
+    if not freq:
+        return False
+    if isinstance(freq, int):
+        return layer_number % freq == 0
+    return bool(freq[layer_number - 1])

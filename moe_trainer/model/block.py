@@ -1,0 +1,50 @@
+"""One transformer layer: norm, attention, residual; norm, feed-forward or experts, residual.
+
+Shapes: S sequence, B microbatch, H hidden.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from arguments import Arguments
+from moe_trainer.layers.attention import SelfAttention
+from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.mla import MultiLatentAttention
+from moe_trainer.layers.mlp import MLP
+from moe_trainer.layers.rotary import Tables
+from moe_trainer.moe.layer import MoELayer
+from moe_trainer.parallel.state import ParallelState
+
+
+class TransformerLayer(nn.Module):
+    """name: global name, e.g. "decoder.layers.0"; layer_number counts from 1 (MTP layers after the decoder's)."""
+
+    def __init__(self, args: Arguments, ps: ParallelState, *, name: str, layer_number: int, is_moe: bool, kit: Kit):
+        super().__init__()
+        model = args.model
+        self.dropout_p = model.hidden_dropout
+        self.residual_after_norm = model.apply_residual_connection_post_layernorm
+        self.fp32_residual = model.fp32_residual_connection
+        self.input_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.input_layernorm")
+        attention = MultiLatentAttention if model.multi_latent_attention else SelfAttention
+        self.self_attention = attention(model, ps, name=f"{name}.self_attention", layer_number=layer_number, kit=kit)
+        self.pre_mlp_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.pre_mlp_layernorm")
+        self.is_moe = is_moe
+        if is_moe:
+            self.mlp = MoELayer(args, ps, f"{name}.mlp", layer_number, kit)
+        else:
+            self.mlp = MLP(model, model.ffn_hidden_size, name=f"{name}.mlp", group=ps.tp, kit=kit,
+                           bias=model.add_bias_linear)
+
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Tensor | None, grad_scale: float | Tensor) -> Tensor:
+        """rope: cos and sin, or None; visible: see CoreAttention; grad_scale: of the auxiliary losses."""
+        normed = self.input_layernorm(x_SBH)
+        x_SBH = self._add(normed if self.residual_after_norm else x_SBH, self.self_attention(normed, rope, visible))
+        normed = self.pre_mlp_layernorm(x_SBH)
+        y_SBH = self.mlp(normed, grad_scale) if self.is_moe else self.mlp(normed)
+        return self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
+
+    def _add(self, residual: Tensor, y_SBH: Tensor) -> Tensor:
+        if self.training and self.dropout_p > 0.0:
+            y_SBH = F.dropout(y_SBH, self.dropout_p)
+        return (residual.float() if self.fp32_residual else residual) + y_SBH

@@ -1,0 +1,78 @@
+"""Build a model: shapes on the meta device, then storage, values and dtype, parameter by parameter.
+
+The order is fixed and logged. Only one parameter at a time exists in fp32, so building costs no more memory than the
+model itself. Values depend on (seed, name) alone: every layout starts from the same weights.
+"""
+
+import logging
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from arguments import Arguments
+from moe_trainer.layers.kit import choose
+from moe_trainer.model.transformer import Transformer
+from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.rng import init_parameter
+from moe_trainer.parallel.state import ParallelState
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+
+
+def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
+                 device: torch.device | str = "cpu") -> list[Transformer]:
+    """Return this rank's model chunks: initialized, in the params dtype, in training mode.
+
+    device "meta" builds shapes only: nothing is allocated or initialized.
+    Buffers start at zero. Raises: ValueError when flags ask for a model that is not built.
+    """
+    kit = choose(args.precision.transformer_impl)
+    with torch.device("meta"):
+        chunk = Transformer(args, ps, padded_vocab_size, kit)
+    device = torch.device(device)
+    dtype = dict(DTYPES)[args.precision.params_dtype_name]
+    _materialize(chunk, device, dtype, args.training.seed)
+    if device.type != "meta":
+        _check(chunk)
+    count = sum(param.numel() for param in chunk.parameters())
+    logger.info("model: %s parameters on %s in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
+    return [chunk]
+
+
+def _materialize(chunk: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """Replace every meta tensor; a parameter shared by two modules stays shared."""
+    made: dict[Parameter, Parameter] = {}
+    for module in chunk.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param not in made:
+                made[param] = _make(param, device, dtype, seed)
+            setattr(module, name, made[param])
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+def _make(param: Parameter, device: torch.device, dtype: torch.dtype, seed: int) -> Parameter:
+    info = info_of(param)
+    if device.type == "meta":
+        new = Parameter(param.detach().to(dtype))
+    else:
+        new = Parameter(torch.empty(param.shape, dtype=dtype, device=device))
+        new.info = info
+        init_parameter(new, seed)
+    new.info = info
+    return new
+
+
+@torch.no_grad()
+def _check(chunk: nn.Module) -> None:
+    """Every parameter is finite, and drawn ones are not constant."""
+    for path, param in chunk.named_parameters():
+        info = info_of(param)
+        assert not param.is_meta, f"{path} has no storage"
+        low, high = torch.aminmax(param)
+        assert torch.isfinite(low) and torch.isfinite(high), f"{path} is not finite after initialization"
+        drawn = info.init == "xavier_uniform" or (info.init == "normal" and info.init_std > 0)
+        assert not drawn or param.numel() == 1 or low < high, f"{path} is constant after initialization"

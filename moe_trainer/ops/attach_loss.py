@@ -1,0 +1,25 @@
+"""Give an auxiliary loss its gradient without carrying the loss to the end of the model."""
+
+import torch
+from torch import Tensor
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss, scale):
+        ctx.save_for_backward(loss)
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss) * ctx.scale, None
+
+
+def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """Return x; its backward also starts that of `loss`, every element weighted by `scale`.
+
+    Source: the auxiliary-loss autograd hook of Megatron-Core, with the scale passed in instead of kept in a class.
+    """
+    return _AttachLoss.apply(x, loss, scale)

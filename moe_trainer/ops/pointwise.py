@@ -1,0 +1,176 @@
+"""Normalization and activation functions with hand-written backwards.
+
+Eager torch pays per pass over memory, not per operation, so the backwards below are written to touch each tensor as
+few times as possible: reductions over rows and columns are matrix-vector products, results are written straight into
+the gradient that autograd wants (the two halves of a gated unit, for example), and nothing is saved that the input does
+not already hold. bf16 and fp16 inputs are normalized in fp32. fp64 stays fp64, which is what gradcheck needs.
+
+Shapes: T rows (tokens), H features, F width of an activation's output.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KINDS = ("gelu", "gelu_tanh", "silu", "squared_relu", "quick_gelu")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which statistics are computed."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, zero_centered):
+        x_TH = x.reshape(-1, x.shape[-1])
+        wide = _wide(x.dtype)
+        norm_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True, dtype=wide)
+        rstd_T1 = norm_T1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y_TH = torch.mul(x_TH, rstd_T1)
+        if weight is not None:
+            y_TH.mul_(_gain(weight, y_TH.dtype, zero_centered))
+        ctx.save_for_backward(x_TH, weight, rstd_T1)
+        ctx.zero_centered = zero_centered
+        out_dtype = x.dtype if weight is None else weight.dtype
+        return y_TH.to(out_dtype).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_TH, weight, rstd_T1 = ctx.saved_tensors
+        wide = rstd_T1.dtype
+        g_TH = grad.reshape(x_TH.shape).to(wide)
+        product_TH = g_TH * x_TH
+        grad_weight = None
+        if weight is None:
+            dot_T1 = product_TH.sum(-1, keepdim=True)
+            grad_x = g_TH * rstd_T1
+        else:
+            gain_H = _gain(weight, wide, ctx.zero_centered)
+            dot_T1 = (product_TH @ gain_H).unsqueeze_(-1)
+            grad_x = (g_TH * gain_H).mul_(rstd_T1)
+            if ctx.needs_input_grad[1]:
+                grad_weight = (rstd_T1.squeeze(-1) @ product_TH).to(weight.dtype)
+        # d rstd / dx = -rstd^3 x / H
+        grad_x.addcmul_(x_TH, dot_T1.mul_(rstd_T1.pow(3)).div_(x_TH.shape[-1]), value=-1)
+        return grad_x.to(x_TH.dtype).view(grad.shape), grad_weight, None, None
+
+
+def _gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    gain_H = weight.to(dtype)
+    return gain_H + 1 if zero_centered else gain_H
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
+    """Scale each row to unit root mean square, then by the weight (by 1 + weight if zero-centered).
+
+    Shapes: x [..., H]; weight [H] or None (no gain). Returns: like x, in the dtype of the weight.
+    """
+    return _RMSNorm.apply(x, weight, eps, zero_centered)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
+    """Normalize each row to mean 0 and variance 1, then apply weight (1 + weight if zero-centered) and bias.
+
+    Shapes: x [..., H]; weight, bias [H]. Returns: like x, in the dtype of the weight.
+    """
+    dtype = x.dtype
+    gain_H = weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
+    y = F.layer_norm(x, (x.shape[-1],), gain_H, None if bias is None else bias.to(dtype), eps)
+    return y.to(weight.dtype)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs):
+        x_T2F = x.reshape(-1, x.shape[-1])
+        gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
+        y_TF = F.silu(gate_TF).mul_(up_TF)
+        if probs is not None:
+            # fp32 probabilities round once, in the product
+            probs = probs.reshape(-1, 1)
+            y_TF = y_TF.mul_(probs) if probs.dtype == y_TF.dtype else (y_TF * probs).to(y_TF.dtype)
+        ctx.save_for_backward(x_T2F, probs)
+        return y_TF.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_T2F, probs = ctx.saved_tensors
+        gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
+        g_TF = grad.reshape(gate_TF.shape)
+        grad_x = torch.empty_like(x_T2F, memory_format=torch.contiguous_format)
+        grad_gate_TF, grad_up_TF = grad_x.chunk(2, dim=-1)
+        part_TF = F.silu(gate_TF).mul_(g_TF)
+        grad_probs = None
+        if probs is None:
+            grad_up_TF.copy_(part_TF)
+            torch.mul(g_TF, up_TF, out=part_TF)
+        else:
+            if ctx.needs_input_grad[1]:
+                grad_probs = torch.linalg.vecdot(part_TF, up_TF).to(probs.dtype)
+            local = probs.to(x_T2F.dtype)
+            torch.mul(part_TF, local, out=grad_up_TF)
+            torch.mul(g_TF, up_TF, out=part_TF).mul_(local)
+        torch.ops.aten.silu_backward.grad_input(part_TF, gate_TF, grad_input=grad_gate_TF)
+        return grad_x.view(*grad.shape[:-1], -1), grad_probs
+
+
+def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, each row times its probability.
+
+    Shapes: x [..., 2F] = [gate; up]; probs: one per row, shape x.shape[:-1]. Returns: [..., F] in the dtype of x.
+    """
+    if probs is not None:
+        assert probs.numel() * x.shape[-1] == x.numel(), (probs.shape, x.shape)
+    return _SwiGLU.apply(x, probs)
+
+
+def _base(kind: str, x: Tensor) -> Tensor:
+    if kind == "gelu":
+        return F.gelu(x)
+    if kind == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "squared_relu":
+        return F.relu(x).square()
+    return x * torch.sigmoid(1.702 * x)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The nonlinearity between the two linears of a feed-forward network.
+
+    kind: one of KINDS. gated: the input holds [gate; up] and the result is f(gate) * (up + linear_offset).
+    clamp: upper limit of the gate, and limit of up in both directions (gated only).
+    Source: GLU variants (arXiv 2002.05202); squared ReLU (arXiv 2109.08668); offset and clamp as in gpt-oss.
+    """
+
+    kind: str
+    gated: bool = False
+    linear_offset: float = 0.0
+    clamp: float | None = None
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown activation {self.kind!r}: one of {KINDS}")
+
+    @property
+    def in_per_out(self) -> int:
+        """Input features per output feature."""
+        return 2 if self.gated else 1
+
+    def __call__(self, x: Tensor, probs: Tensor | None = None) -> Tensor:
+        """Apply to x [..., F or 2F]; probs (shape x.shape[:-1]) multiply the rows. Returns: [..., F], dtype of x."""
+        if self.gated and self.kind == "silu" and self.linear_offset == 0.0 and self.clamp is None:
+            return swiglu(x, probs)
+        if self.gated:
+            gate, up = x.chunk(2, dim=-1)
+            if self.clamp is not None:
+                gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
+            y = _base(self.kind, gate) * (up + self.linear_offset if self.linear_offset else up)
+        else:
+            y = _base(self.kind, x)
+        return y if probs is None else (y * probs.unsqueeze(-1)).to(x.dtype)
