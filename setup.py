@@ -7,15 +7,6 @@ constraints.txt, which only this repository's own scripts use.
 
 from setuptools import find_packages, setup
 
-EXTRAS = {
-    "te": ["transformer-engine[pytorch]"],
-    "deepep": ["deep-ep"],
-    "triton": ["triton>=3.6"],
-    "logging": ["wandb"],
-    "hf": ["transformers", "tiktoken", "zstandard"],
-    "dev": ["ruff", "hypothesis", "transformers", "tiktoken", "zstandard"],
-}
-
 setup(
     name="moe-trainer",
     version="0.1.0",
@@ -34,5 +25,12 @@ setup(
         "tensorboard",
         "pytest",
     ],
-    extras_require=EXTRAS,
+    extras_require={
+        "te": ["transformer-engine[pytorch]"],
+        "deepep": ["deep-ep"],
+        "triton": ["triton>=3.6"],
+        "logging": ["wandb"],
+        "hf": ["transformers", "tiktoken", "zstandard"],
+        "dev": ["ruff", "hypothesis", "transformers", "tiktoken", "zstandard"],
+    },
 )

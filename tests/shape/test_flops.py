@@ -38,8 +38,12 @@ def test_mla_with_mtp(q_lora):
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (3 * (attention + 8 * 16 * 2) + mtp + 8 * 16 * 3)
 
 
-def test_published_throughput_of_deepseek_v3():
-    """1,233 TFLOP/s and 4,730 tokens/s per GPU were reported for the same run: their ratio is the count per token."""
-    args = arguments.parse_args(["--preset", "deepseek_v3", "--mock-data"])
-    per_token = training_flops(args, 1, 4096, 129280) / 4096
-    assert per_token == pytest.approx(1233e12 / 4730, rel=2e-3)
+@pytest.mark.parametrize(("name", "vocab", "tflops", "tokens_per_s"), [
+    ("deepseek_v3", 129280, 857, 3298),
+    ("qwen3_235b_a22b", 151936, 974, 6583),
+])
+def test_ratio_of_published_figures(name, vocab, tflops, tokens_per_s):
+    """TFLOP/s and tokens/s per GPU reported for one run: their ratio is the count per token (arXiv 2603.07685)."""
+    args = arguments.parse_args(["--preset", name, "--mock-data"])
+    per_token = training_flops(args, 1, 4096, vocab) / 4096
+    assert per_token == pytest.approx(tflops * 1e12 / tokens_per_s, rel=1e-3)
