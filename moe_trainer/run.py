@@ -1,0 +1,246 @@
+"""Assembling a run: everything the loop works with, built once from the flags.
+
+Order, as `train.pretrain` calls it: `build_run` (model, gradient buffers, optimizer, schedules) -> `resume` (checkpoint) ->
+`open_data` (datasets, and loaders that go on where the checkpoint stopped) -> `open_metrics`. What results is one frozen
+`Run`; the only thing that changes while training is `TrainState`, which is also what a checkpoint carries besides the
+model and the optimizer. Learning rate, batch size and data order are functions of it: that is what makes a resumed run
+continue bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from arguments import Arguments
+from moe_trainer.checkpoint.checkpoint import AsyncSaver, load
+from moe_trainer.checkpoint.directory import tokenizer_files
+from moe_trainer.checkpoint.options import LoadOptions, SaveOptions
+from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, requested_sizes
+from moe_trainer.data.loader import Batch, BatchFormat, build_loader
+from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.errors import InputError, user_input
+from moe_trainer.initialize import Runtime
+from moe_trainer.model.build import build_chunks
+from moe_trainer.model.transformer import Transformer
+from moe_trainer.model.weights import load_named_weights
+from moe_trainer.optim.build import build_optimizer
+from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.optim.optimizer import Optimizer
+from moe_trainer.optim.schedules import (
+    BatchSizeSchedule,
+    LrSchedule,
+    WeightDecaySchedule,
+    build_batch_size_schedule,
+    build_lr_schedule,
+    build_weight_decay_schedule,
+)
+from moe_trainer.parallel import collectives
+from moe_trainer.report.metrics import LogOptions, MetricsLogger
+from moe_trainer.report.profiler import Profiler
+from moe_trainer.report.timers import Timers
+from moe_trainer.shape.vocab import padded_vocab_size
+
+
+@dataclass
+class TrainState:
+    """How far the run is. Counts are in iterations and samples; `scheduled_samples` drives the learning rate."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    scheduled_samples: int = 0
+    total_flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything the loop works with, built once by `pretrain`."""
+
+    args: Arguments
+    runtime: Runtime
+    padded_vocab_size: int
+    chunks: list[Transformer]
+    grads: DataParallelGrads
+    optimizer: Optimizer
+    learning_rate: LrSchedule
+    weight_decay: WeightDecaySchedule
+    batch_size: BatchSizeSchedule
+    train_iters: int
+    save_options: SaveOptions
+    saver: AsyncSaver
+    timers: Timers
+    profiler: Profiler
+    metrics: MetricsLogger | None = None
+    datasets: Datasets | None = None
+    batch_format: BatchFormat | None = None
+    train_batches: Iterator[Batch] | None = None
+
+    @property
+    def ps(self):
+        """The groups of this rank."""
+        return self.runtime.ps
+
+    @property
+    def per_token(self) -> bool:
+        """Is the loss normalised by tokens of the global batch rather than per microbatch?"""
+        return self.args.training.calculate_per_token_loss
+
+
+def print_rank_0(runtime: Runtime, text: str) -> None:
+    """Print once per job."""
+    if runtime.place.rank == 0:
+        print(text, flush=True)
+
+
+def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
+    """Build model, gradient buffers, optimizer and schedules."""
+    ps = runtime.ps
+    vocab = args.data.padded_vocab_size or (
+        padded_vocab_size(tokenizer.vocab_size, args.data.make_vocab_size_divisible_by, ps.tp.size)
+        if args.data.pad_vocab_size
+        else tokenizer.vocab_size
+    )
+    if vocab < tokenizer.vocab_size:
+        raise InputError(f"--padded-vocab-size {vocab} is smaller than the tokenizer's vocabulary ({tokenizer.vocab_size})")
+    print_rank_0(
+        runtime, f" > padded vocab (size: {tokenizer.vocab_size}) with {vocab - tokenizer.vocab_size} dummy tokens (new size: {vocab})"
+    )
+    timers = Timers(args.output.timing_log_level, synchronize=runtime.device.type == "cuda")
+    with timers("model-and-optimizer-setup"):
+        chunks = build_chunks(args, ps, vocab, runtime.device)
+        if args.output.init_from is not None:
+            with user_input(f"--init-from {args.output.init_from}"):
+                load_named_weights(chunks, read_weights(args.output.init_from), strict=True)
+        params = [param for chunk in chunks for param in chunk.parameters()]
+        count = sum(param.numel() for param in params)
+        print_rank_0(runtime, f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank (0, 0, 0): {count}")
+        grads = DataParallelGrads(params, ps, args.parallel, args.precision, per_token_loss=args.training.calculate_per_token_loss)
+        optimizer = build_optimizer(chunks, grads, args.optimizer, args.precision, args.parallel, ps)
+    with user_input("schedules"):
+        batch_size = build_batch_size_schedule(args.training, ps.dp.size, args.data.seq_length)
+        final_batch_size = batch_size.final_global_batch_size
+        learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
+        weight_decay = build_weight_decay_schedule(args.optimizer, args.training, final_batch_size)
+    # --train-samples wins: with it, --train-iters is a derived number that knows nothing of a batch-size schedule
+    samples = args.training.train_samples
+    train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters
+    return Run(
+        args=args,
+        runtime=runtime,
+        padded_vocab_size=vocab,
+        chunks=chunks,
+        grads=grads,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        batch_size=batch_size,
+        train_iters=train_iters,
+        save_options=SaveOptions.from_args(
+            args.output, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
+        ),
+        saver=AsyncSaver(),
+        timers=timers,
+        profiler=Profiler(args.output, runtime.place.rank),
+    )
+
+
+def resume(run: Run, tokenizer: Tokenizer) -> TrainState:
+    """Load the checkpoint that `--load` names, if there is one; returns where the run goes on."""
+    output = run.args.output
+    state = TrainState()
+    if output.load is None:
+        return state
+    options = LoadOptions.from_args(output, run.args.as_dict(), tokenizer.vocab_size)
+    with run.timers("load-checkpoint"), user_input(f"--load {output.load}"):
+        loaded = load(output.load, run.chunks, run.optimizer, run.ps, options)
+    if loaded is None or output.finetune:
+        return state
+    saved = loaded.state
+    return TrainState(
+        iteration=loaded.iteration,
+        consumed_train_samples=saved.consumed_train_samples,
+        consumed_valid_samples=saved.consumed_valid_samples,
+        skipped_train_samples=saved.skipped_train_samples,
+        scheduled_samples=saved.scheduler.get("num_steps", saved.consumed_train_samples),
+        total_flops=saved.num_floating_point_operations_so_far,
+    )
+
+
+def open_data(run: Run, state: TrainState, tokenizer: Tokenizer) -> Run:
+    """Build the datasets, and the training batches after the samples that are already consumed."""
+    args, ps, rank = run.args, run.ps, run.runtime.place.rank
+    train, valid, test = requested_sizes(args.training)
+    # a batch-size schedule reads fewer samples than iterations times the final size; Megatron-LM asks for the latter
+    print_rank_0(run.runtime, " > datasets target sizes (minimum size):")
+    for name, size in (("train", train), ("validation", valid), ("test", test)):
+        print_rank_0(run.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
+    with run.timers("train/valid/test-data-iterators-setup"), user_input("data"):
+        datasets = build_datasets(
+            args.data, args.training, tokenizer, (train, valid, test),
+            is_builder=rank == 0, barrier=lambda: collectives.barrier(ps.world),
+        )
+        run = replace(run, datasets=datasets, batch_format=batch_format(args.data, tokenizer, run.padded_vocab_size))
+        if datasets.train is not None and not args.training.skip_train:
+            batches = batches_of(run, datasets.train, args.training.micro_batch_size, state.consumed_train_samples)
+            run = replace(run, train_batches=batches)
+    return run
+
+
+def batches_of(run: Run, dataset: AnyDataset, micro_batch_size: int, consumed: int) -> Iterator[Batch]:
+    """This rank's batches of a dataset, after `consumed` samples (counted over all ranks)."""
+    args, dp = run.args, run.ps.dp
+    return iter(
+        build_loader(
+            dataset, micro_batch_size, dp.rank, dp.size, consumed, args.training.dataloader_type or "single",
+            args.data.num_workers, fmt=run.batch_format, sharded=args.data.data_sharding,
+            pin_memory=run.runtime.device.type == "cuda",
+        )
+    )
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Read a safetensors file.
+
+    Raises: ValueError if it is missing or damaged.
+    """
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise ValueError("there is no such file") from None
+    except SafetensorError as error:
+        raise ValueError(f"this is no readable safetensors file ({error})") from error
+
+
+def open_metrics(run: Run, state: TrainState) -> Run:
+    """Open the metrics files on the last rank."""
+    args, output, place = run.args, run.args.output, run.runtime.place
+    if place.rank != place.world_size - 1:
+        return run
+    folder = output.save or output.tensorboard_dir
+    options = LogOptions(
+        log_interval=output.log_interval,
+        train_iters=run.train_iters,
+        log_throughput=output.log_throughput,
+        tensorboard_dir=output.tensorboard_dir,
+        tensorboard_log_interval=output.tensorboard_log_interval,
+        tensorboard_queue_size=output.tensorboard_queue_size,
+        log_loss_scale_to_tensorboard=output.log_loss_scale_to_tensorboard,
+        log_timers_to_tensorboard=output.log_timers_to_tensorboard,
+        log_validation_ppl_to_tensorboard=output.log_validation_ppl_to_tensorboard,
+        log_world_size_to_tensorboard=output.log_world_size_to_tensorboard,
+        log_memory_to_tensorboard=output.log_memory_to_tensorboard,
+        moe_per_layer_logging=args.moe.moe_per_layer_logging,
+        metrics_file=output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None),
+        wandb_project=output.wandb_project or None,
+        wandb_exp_name=output.wandb_exp_name,
+        wandb_save_dir=output.wandb_save_dir or (f"{output.save}/wandb" if output.save else None),
+        wandb_entity=output.wandb_entity or None,
+    )
+    with user_input("logging"):
+        return replace(run, metrics=MetricsLogger(options, place.world_size, state.iteration, args.as_dict()))

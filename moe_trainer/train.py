@@ -1,0 +1,419 @@
+"""The training loop: the one place where the model wing and the machinery wing meet.
+
+Read `pretrain` first: it is the order of everything. `train` is the loop, `train_step` one iteration (microbatches,
+gradient reduction, optimizer, router bookkeeping), `evaluate` the validation pass. Nothing here is a class with hooks:
+what always runs stands in the text. Whatever depends on flags was decided when `Run` was built.
+
+State that a checkpoint must carry is `TrainState` plus what model and optimizer hold; everything else (learning rate,
+batch size, data order) is a function of it, which is what makes a resumed run continue bit for bit.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import logging
+import math
+import resource
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from arguments import Arguments
+from moe_trainer.checkpoint.checkpoint import save
+from moe_trainer.checkpoint.options import CheckpointState
+from moe_trainer.data.build import AnyDataset
+from moe_trainer.data.loader import Batch
+from moe_trainer.data.tokenizer import build_tokenizer
+from moe_trainer.errors import user_input
+from moe_trainer.guard.signals import ExitSignal
+from moe_trainer.initialize import Runtime, initialize
+from moe_trainer.model.mtp import collect_mtp_metrics
+from moe_trainer.model.transformer import Transformer
+from moe_trainer.model.weights import export_named_weights
+from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.parallel import collectives
+from moe_trainer.pipeline.no_pipeline import run_microbatches
+from moe_trainer.place import Place
+from moe_trainer.report.console import arguments_block
+from moe_trainer.report.dump import dump_gradients, dump_routing
+from moe_trainer.report.metrics import IterationRecord
+from moe_trainer.report.timers import format_report
+from moe_trainer.run import Run, TrainState, batches_of, build_run, open_data, open_metrics, print_rank_0, resume
+from moe_trainer.shape.flops import training_flops
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one iteration produced; `losses` by the name the log line gives them."""
+
+    losses: dict[str, float]
+    updated: bool
+    grad_norm: float | None
+    num_zeros: int | None
+    samples: int
+    dropped_tokens: int
+    per_layer: dict[str, list[float]]
+
+
+def pretrain(args: Arguments, place: Place) -> int:
+    """Run the whole job of one process: build, resume, train, evaluate, save. Returns the exit code.
+
+    Raises: InputError for whatever the user can mend.
+    """
+    started = time.time()
+    with user_input("start-up"):
+        runtime = initialize(args, place)
+    announce(args, runtime)
+    with user_input("tokenizer"):
+        tokenizer = build_tokenizer(args.data)
+    run = build_run(args, runtime, tokenizer)
+    state = resume(run, tokenizer)
+    run = open_data(run, state, tokenizer)
+    run = open_metrics(run, state)
+    print_rank_0(runtime, f"done with setup ... ({time.time() - started:.1f} s)")
+    reason = None
+    if args.training.skip_train:
+        print_rank_0(runtime, "skipping training (--skip-train is on) ...")
+    else:
+        print_rank_0(runtime, "training ...")
+        reason = train(run, state, started)
+    if reason is None:
+        print_datetime(runtime, "after training is done")
+        finish(run, state)
+    run.saver.finish()
+    if run.metrics is not None:
+        run.metrics.close()
+    if reason is not None:
+        print_datetime(runtime, reason)
+    return 0
+
+
+def announce(args: Arguments, runtime: Runtime) -> None:
+    """Print what will run: notes on the flags, then every setting."""
+    for note in args.notes:
+        logger.info("%s", note)
+    print_rank_0(runtime, arguments_block(args.as_dict()))
+
+
+def print_datetime(runtime: Runtime, text: str) -> None:
+    """Print Megatron-LM's dated marker line."""
+    print_rank_0(runtime, f"[{text}] datetime: {datetime.datetime.now().strftime('%Y-%m-%d %H:%M:%S')} ")
+
+
+def train(run: Run, state: TrainState, started: float) -> str | None:
+    """Train until the last iteration or an exit condition.
+
+    Returns: None at the end, else the reason for leaving early, as the log prints it.
+    """
+    training = run.args.training
+    if training.manual_gc:
+        gc.disable()
+        gc.collect()
+    set_training(run.chunks, True)
+    with ExitStack() as stack:
+        exit_signal = None
+        if training.exit_signal_handler:
+            exit_signal = stack.enter_context(ExitSignal(training.exit_signal))
+        while state.iteration < run.train_iters:
+            train_iteration(run, state)
+            if evaluation_is_due(run, state):
+                validate(run, state, f"iteration {state.iteration}")
+            if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
+                gc.collect()
+            run.saver.poll()
+            reason = reason_to_leave(run, state, started, exit_signal)
+            output = run.args.output
+            save_is_due = output.save_interval is not None and state.iteration % output.save_interval == 0
+            if output.save is not None and (save_is_due or reason is not None):
+                save_checkpoint(run, state)
+            if reason is not None:
+                return reason
+    return None
+
+
+def train_iteration(run: Run, state: TrainState) -> None:
+    """One iteration and its report; advances `state`."""
+    begin = time.perf_counter()
+    number = state.iteration + 1
+    microbatches = run.batch_size.num_microbatches(state.consumed_train_samples)
+    samples = microbatches * run.args.training.micro_batch_size * run.ps.dp.size
+    if number in run.args.training.iterations_to_skip:
+        for _ in range(microbatches):
+            next(run.train_batches)
+        logger.info("iteration %d is skipped (--iterations-to-skip); its %d samples are consumed", number, samples)
+        state.iteration, state.skipped_train_samples = number, state.skipped_train_samples + samples
+        state.consumed_train_samples += samples
+        return
+    run.profiler.before(number)
+    learning_rate = run.learning_rate.lr(state.scheduled_samples)
+    result = train_step(run, state, microbatches)
+    state.iteration = number
+    state.consumed_train_samples += samples
+    if result.updated:
+        state.scheduled_samples += samples
+    seq_length = run.args.data.seq_length
+    flops = training_flops(run.args, samples, seq_length, run.padded_vocab_size)
+    state.total_flops += flops
+    trace = run.profiler.after(number)
+    if trace is not None:
+        logger.warning("profile of this rank written to %s", trace)
+    params_norm = run.optimizer.params_norm() if run.args.output.log_params_norm else None
+    elapsed = time.perf_counter() - begin
+    if run.metrics is not None:
+        record = IterationRecord(
+            iteration=number,
+            consumed_samples=state.consumed_train_samples,
+            losses=result.losses,
+            learning_rate=learning_rate,
+            next_learning_rate=run.learning_rate.lr(state.scheduled_samples),
+            grad_norm=result.grad_norm,
+            loss_scale=run.optimizer.loss_scale,
+            global_batch_size=samples,
+            skipped=not result.updated,
+            elapsed_s=elapsed,
+            tokens=samples * seq_length,
+            flops=flops,
+            max_memory_mb=peak_memory_mb(run.runtime.device),
+            dropped_tokens=result.dropped_tokens,
+            skipped_samples=state.skipped_train_samples,
+            num_zeros=result.num_zeros,
+            params_norm=params_norm,
+            per_layer=result.per_layer,
+        )
+        run.metrics.record(record)
+    report_timers(run, number)
+
+
+def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult:
+    """Forward and backward over all microbatches, reduce, update, keep the router's books.
+
+    Communication: the gradient reductions of `grads`, two numbers per loss, the router's counts.
+    """
+    args, ps = run.args, run.ps
+    dump_now = args.output.dump_step is not None and int(args.output.dump_step[0]) == state.iteration + 1
+    records = attach_recorders(run.chunks, args.model.num_layers) if dump_now else {}
+    run.optimizer.zero_grad()
+    run.grads.zero()
+    start_iteration(run.chunks)
+    grad_scale = run.optimizer.loss_scale / (1 if run.per_token else num_microbatches)
+
+    def forward_step() -> tuple[Tensor, Tensor]:
+        with run.timers("batch-generator"):
+            batch = next(run.train_batches).to(run.runtime.device)
+        with run.timers("forward-compute"):
+            return masked_loss(run, batch, grad_scale)
+
+    with run.timers("forward-backward"):
+        sums = run_microbatches(forward_step, num_microbatches, run.grads, lambda loss: loss * grad_scale)
+    with run.timers("all-grads-sync"):
+        run.grads.finish()
+    totals = collectives.all_reduce(torch.stack(sums).sum(0).double(), ps.dp_cp)
+    loss_sum, tokens = totals.tolist()
+    if run.per_token:
+        run.grads.scale(1.0 / max(tokens, 1.0))
+    if dump_now:
+        write_dumps(run, state, records)
+    with run.timers("optimizer"):
+        outcome = run.optimizer.step(
+            lr=run.learning_rate.lr(state.scheduled_samples),
+            decoupled_lr=run.learning_rate.decoupled_lr(state.scheduled_samples),
+            weight_decay=run.weight_decay.weight_decay(state.scheduled_samples),
+        )
+    update_expert_bias(run.chunks, ps)
+    moe = collect_moe_metrics(run.chunks, ps, num_microbatches)
+    losses = {"lm loss": loss_sum / max(tokens, 1.0), **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
+    if args.training.check_for_nan_in_loss_and_grad:
+        refuse_nan(state.iteration + 1, losses, outcome.grad_norm)
+    samples = num_microbatches * args.training.micro_batch_size * ps.dp.size
+    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, samples, moe.dropped_tokens, moe.per_layer)
+
+
+def masked_loss(run: Run, batch: Batch, grad_scale: float) -> tuple[Tensor, Tensor]:
+    """Run the model on a microbatch.
+
+    Returns: the loss to differentiate (mean over this microbatch's tokens, or their sum with per-token loss), and
+    [sum of token losses, number of tokens], fp32.
+    """
+    loss_BS = run.chunks[0](
+        batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, batch.attention_mask, grad_scale
+    )
+    tokens = batch.loss_mask_BS.sum()
+    loss_sum = (loss_BS * batch.loss_mask_BS).sum()
+    loss = loss_sum if run.per_token else loss_sum / tokens.clamp(min=1.0)
+    return loss, torch.stack([loss_sum.detach(), tokens])
+
+
+def refuse_nan(iteration: int, losses: dict[str, float], grad_norm: float | None) -> None:
+    """Stop on a loss or gradient norm that is not finite (on by default, --no-check-for-nan-in-loss-and-grad)."""
+    bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
+    if grad_norm is not None and not math.isfinite(grad_norm):
+        bad["grad norm"] = grad_norm
+    if bad:
+        raise FloatingPointError(
+            f"iteration {iteration}: {', '.join(f'{name} is {value}' for name, value in bad.items())}; the last checkpoint "
+            "is untouched. --no-check-for-nan-in-loss-and-grad goes on regardless"
+        )
+
+
+def evaluation_is_due(run: Run, state: TrainState) -> bool:
+    """Is this iteration followed by a validation?"""
+    training = run.args.training
+    start = training.start_eval_at_iter or 0
+    return (
+        training.eval_interval is not None
+        and state.iteration % training.eval_interval == 0
+        and state.iteration >= start
+        and can_validate(run)
+    )
+
+
+def can_validate(run: Run) -> bool:
+    """Is there anything to validate on?"""
+    return bool(run.datasets.valid) and (run.args.training.eval_iters > 0 or run.args.training.full_validation)
+
+
+def validate(run: Run, state: TrainState, where: str) -> None:
+    """Evaluate every validation set and report it; consumes validation samples as the training goes on."""
+    training = run.args.training
+    consumed = 0 if training.full_validation else state.consumed_valid_samples
+    samples = 0
+    for name, dataset in zip(run.datasets.valid_names, run.datasets.valid):
+        kind = f"validation-{name}" if name else "validation"
+        samples = evaluate(run, state, where, kind, dataset, consumed, training.full_validation)
+    if not training.full_validation:
+        state.consumed_valid_samples += samples
+
+
+def evaluate(run: Run, state: TrainState, where: str, kind: str, dataset: AnyDataset, consumed: int, whole: bool) -> int:
+    """Mean loss over `--eval-iters` evaluation batches of a dataset (or all of it), from sample `consumed` on.
+
+    Returns: samples used.
+    """
+    training, ps = run.args.training, run.ps
+    micro, batch_size = training.eval_micro_batch_size, training.eval_global_batch_size
+    iterations = len(dataset) // batch_size if whole else training.eval_iters
+    batches = batches_of(run, dataset, micro, consumed)
+    totals = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
+    set_training(run.chunks, False)
+    if training.manual_gc and training.manual_gc_eval:
+        gc.collect()
+    with run.timers("evaluate"), torch.no_grad():
+        run.optimizer.wait_params()
+        for _ in range(iterations * (batch_size // (micro * ps.dp.size))):
+            _, sums = masked_loss(run, next(batches).to(run.runtime.device), 1.0)
+            totals += sums
+    set_training(run.chunks, True)
+    loss_sum, tokens = collectives.all_reduce(totals, ps.dp_cp).tolist()
+    if run.metrics is not None:
+        losses = {"lm loss": loss_sum / max(tokens, 1.0)}
+        run.metrics.validation(where, kind, losses, state.iteration, state.consumed_train_samples)
+    return iterations * batch_size
+
+
+def reason_to_leave(run: Run, state: TrainState, started: float, exit_signal: ExitSignal | None) -> str | None:
+    """Return why the run should save and leave now, in Megatron-LM's words, or None."""
+    training = run.args.training
+    if exit_signal is not None and exit_signal.received_by_any(run.ps.world, run.runtime.device):
+        return f"exiting program after receiving {exit_signal.name}."
+    if training.exit_duration_in_mins is not None:
+        minutes = torch.tensor((time.time() - started) / 60.0, device=run.runtime.device)
+        # the slowest clock decides, on all ranks alike
+        minutes = collectives.all_reduce(minutes, run.ps.world, op="max").item()
+        if minutes > training.exit_duration_in_mins:
+            return f"exiting program after {minutes} minutes"
+    if training.exit_interval is not None and state.iteration % training.exit_interval == 0:
+        return f"exiting program at iteration {state.iteration}"
+    return None
+
+
+def finish(run: Run, state: TrainState) -> None:
+    """What follows the last iteration: save, validate, test, export."""
+    output, training = run.args.output, run.args.training
+    saved = output.save_interval is not None and state.iteration % output.save_interval == 0
+    if output.save is not None and state.iteration > 0 and not saved and not training.skip_train:
+        save_checkpoint(run, state)
+    if can_validate(run):
+        validate(run, state, f"iteration {state.iteration} on validation set")
+    if run.datasets.test is not None and training.eval_iters > 0:
+        evaluate(run, state, f"iteration {state.iteration} on test set", "test", run.datasets.test, 0, False)
+    if output.export_weights is not None:
+        run.optimizer.wait_params()
+        if run.runtime.place.rank == 0:
+            with user_input(f"--export-weights {output.export_weights}"):
+                weights = {name: tensor.detach().cpu().contiguous() for name, tensor in export_named_weights(run.chunks)}
+                save_file(weights, output.export_weights)
+
+
+def save_checkpoint(run: Run, state: TrainState) -> None:
+    """Write a checkpoint of this moment, in the background with --async-save."""
+    output = run.args.output
+    content = CheckpointState(
+        iteration=state.iteration,
+        args=run.args.as_dict(),
+        consumed_train_samples=state.consumed_train_samples,
+        consumed_valid_samples=state.consumed_valid_samples,
+        skipped_train_samples=state.skipped_train_samples,
+        num_floating_point_operations_so_far=state.total_flops,
+        scheduler={"num_steps": state.scheduled_samples},
+    )
+    with run.timers("save-checkpoint"), user_input(f"--save {output.save}"):
+        run.optimizer.wait_params()
+        run.saver.finish()
+        writer = run.saver.start if output.async_save else save
+        writer(output.save, content, run.chunks, run.optimizer, run.ps, run.save_options)
+
+
+def attach_recorders(chunks: list[Transformer], num_layers: int) -> dict[str, list]:
+    """Have every router record its microbatches; returns the lists by layer label."""
+    records: dict[str, list] = {}
+    for chunk in chunks:
+        for layer in chunk.moe_layers():
+            number, depth = layer.layer_number, layer.layer_number - num_layers
+            layer.router.recorder = records[f"mtp{depth}" if depth > 0 else f"layer{number}"] = []
+    return records
+
+
+def write_dumps(run: Run, state: TrainState, records: dict[str, list]) -> None:
+    """Write this step's gradients and routing (--dump-step) and detach the recorders."""
+    directory, number = run.args.output.dump_step[1], state.iteration + 1
+    for chunk in run.chunks:
+        for layer in chunk.moe_layers():
+            layer.router.recorder = None
+    with user_input("--dump-step"):
+        if records:
+            dump_routing(directory, number, run.runtime.place.rank, records)
+        gradients = run.grads.full_gradients()
+        if run.runtime.place.rank == 0:
+            dump_gradients(directory, number, gradients, 1.0 / run.optimizer.loss_scale)
+
+
+def report_timers(run: Run, iteration: int) -> None:
+    """Log the timers at the log interval, over all ranks."""
+    output = run.args.output
+    if iteration % output.log_interval != 0 or output.timing_log_level == 0:
+        return
+    mine = run.timers.take()
+    per_rank = collectives.all_gather_object(mine, run.ps.world)
+    logger.info("%s", format_report(per_rank, output.timing_log_option, output.log_interval))
+    if run.metrics is not None:
+        run.metrics.timers(mine, iteration)
+
+
+def set_training(chunks: list[Transformer], training: bool) -> None:
+    """Switch every chunk between training and evaluation."""
+    for chunk in chunks:
+        chunk.train(training)
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak memory of this process in MiB: of the device on CUDA, else the resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

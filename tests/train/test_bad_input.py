@@ -1,0 +1,140 @@
+"""Bad input: one screen, exit code 2, no traceback, the flag or file named, nothing lost."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from commands import golden_workspace, run
+from train.tiny import MOCK, TINY
+
+DATA = ("--data-path golden/dataset/A_text_document --split 100,0,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+        "golden/dataset/tokenizer --data-cache-path cache").split()
+
+
+def refused(argv, cwd, *needles, **env):
+    """The command fails as a user wants it to fail; returns its message."""
+    finished = run([*argv], cwd, **env)
+    assert finished.returncode == 2, (finished.returncode, finished.stdout[-2000:], finished.stderr)
+    assert "Traceback" not in finished.stderr
+    message = finished.stderr
+    assert len(message.splitlines()) <= 40, message
+    for needle in needles:
+        assert needle in message, (needle, message)
+    return message
+
+
+@pytest.fixture
+def cwd(shared, tmp_path):
+    return golden_workspace(shared, tmp_path)
+
+
+def train(*changes):
+    return [*TINY, *DATA, "--train-iters", "2", *changes]
+
+
+def test_missing_data_file(cwd):
+    refused(train("--data-path", "nowhere/text_document"), cwd, "nowhere/text_document")
+
+
+def test_truncated_index(cwd):
+    path = cwd / "golden/dataset/A_text_document.idx"
+    path.write_bytes(path.read_bytes()[:100])
+    refused(train(), cwd, "A_text_document.idx")
+
+
+def test_data_shorter_than_its_index(cwd):
+    path = cwd / "golden/dataset/A_text_document.bin"
+    path.write_bytes(path.read_bytes()[:-10])
+    refused(train(), cwd, "A_text_document.bin")
+
+
+def test_token_beyond_the_vocabulary(cwd):
+    argv = train("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
+    refused(argv, cwd, "A_text_document", "vocab")
+
+
+def test_unreadable_tokenizer(cwd):
+    path = cwd / "golden/dataset/tokenizer/tokenizer.json"
+    path.write_text("{ this is no tokenizer")
+    refused(train(), cwd, "tokenizer")
+
+
+def test_unwritable_save_folder(cwd):
+    (cwd / "file").write_text("")
+    refused(train("--save", "file/ckpt", "--save-interval", "1"), cwd, "file/ckpt")
+
+
+def test_full_disk_during_save_keeps_the_last_checkpoint(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1600k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        argv = [*TINY, *MOCK, "--train-iters", "20", "--save", str(disk / "ckpt"), "--load", str(disk / "ckpt"), "--save-interval", "1"]
+        message = refused(argv, tmp_path, str(disk))
+        assert "space" in message
+        last = int((disk / "ckpt" / "latest_checkpointed_iteration.txt").read_text())
+        assert last >= 1
+        shutil.copytree(disk / "ckpt", tmp_path / "rescued")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    rescued = str(tmp_path / "rescued")
+    argv = [*TINY, *MOCK, "--train-iters", "20", "--save", rescued, "--load", rescued, "--save-interval", "100"]
+    finished = run(argv, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert f"at iteration {last}" in finished.stdout + finished.stderr
+
+
+def test_checkpoint_of_another_architecture(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "1", "--save", "ckpt", "--save-interval", "1", "--load", "ckpt"]
+    assert run(argv, tmp_path).returncode == 0
+    refused([*argv, "--hidden-size", "64"], tmp_path, "hidden", "32", "64")
+    refused([*argv, "--num-experts", "8"], tmp_path, "num-experts", "4", "8")
+
+
+def test_damaged_checkpoint_is_named_with_what_is_left(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "2", "--save", "ckpt", "--save-interval", "1", "--load", "ckpt"]
+    assert run(argv, tmp_path).returncode == 0
+    data = next((tmp_path / "ckpt" / "iter_0000002").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:1000])
+    refused(argv, tmp_path, "iter_0000002", "--ckpt-step 1")
+
+
+def test_missing_checkpoint_with_exit_on_missing(tmp_path):
+    refused([*TINY, *MOCK, "--train-iters", "1", "--load", "nowhere", "--exit-on-missing-checkpoint"], tmp_path, "nowhere")
+
+
+def test_initial_weights_that_do_not_fit(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "1"]
+    refused([*argv, "--init-from", "missing.safetensors"], tmp_path, "missing.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing of the kind")
+    refused([*argv, "--init-from", "broken.safetensors"], tmp_path, "broken.safetensors")
+    assert run([*argv, "--export-weights", "w.safetensors"], tmp_path).returncode == 0
+    refused([*argv, "--num-layers", "3", "--init-from", "w.safetensors"], tmp_path, "decoder.layers.2.")
+
+
+def test_unknown_preset_offers_close_names(tmp_path):
+    refused(["--preset", "mixtral_8x7", *MOCK], tmp_path, "mixtral_8x7b")
+
+
+def test_yaml_with_an_unset_variable(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("MODEL_ARGS:\n  --num-layers: 2\n  --data-path: ${SURELY_UNSET_VARIABLE}\n")
+    refused(["--preset", "recipe.yaml"], tmp_path, "SURELY_UNSET_VARIABLE", "recipe.yaml")
+
+
+def test_unknown_flag_and_wrong_value_are_told_together(tmp_path):
+    message = refused([*TINY, *MOCK, "--train-iters", "1", "--moe-router-topkk", "2", "--num-layers", "two"], tmp_path)
+    assert "--moe-router-topkk" in message and "--moe-router-topk" in message and "--num-layers" in message
+
+
+def test_samples_from_an_empty_split_are_refused(cwd):
+    refused(train("--eval-interval", "1", "--eval-iters", "1"), cwd, "split")
+
+
+def test_a_nan_stops_the_run_and_says_where(tmp_path):
+    finished = run([*TINY, *MOCK, "--train-iters", "40", "--lr", "1e30", "--min-lr", "1e30", "--clip-grad", "0"], tmp_path)
+    assert finished.returncode != 0
+    assert "iteration" in finished.stderr and "nan" in finished.stderr.lower()
