@@ -5,6 +5,7 @@ With `async_op=True` every tensor collective returns a work object with `wait()`
 until then. Tensors must be contiguous.
 """
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from moe_trainer.parallel.state import Group
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+_OPS = MappingProxyType(
+    {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+)
 
 # torch 2.13 renamed these two; older versions have only the second spelling
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
