@@ -1,65 +1,164 @@
 """Save and load a training run: the door of this package.
 
-Every function here is collective over `ps.world` unless it says otherwise, and every failure becomes the same
-CheckpointError on every rank.
+save, AsyncSaver, load and check_writable are collective over `ps.world`, and every failure becomes a CheckpointError
+on every rank. How a save stays atomic stands in directory.py, how keys are made in sharding.py, who writes what in
+planner.py.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from moe_trainer.checkpoint import common_state, random_state
+from moe_trainer.checkpoint.directory import TRACKER, tokenizer_files
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.find import check_format, check_whole, find, latest_iteration, read_saved_args
+from moe_trainer.checkpoint.inspect import read_index
+from moe_trainer.checkpoint.loading import Loader
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions, SaveOptions
+from moe_trainer.checkpoint.saving import PendingSave, check_writable
+from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
+
+__all__ = ["AsyncSaver", "CheckpointError", "CheckpointState", "LoadOptions", "LoadedState", "SaveOptions",
+           "check_writable", "latest_iteration", "load", "read_saved_args", "save", "tokenizer_files"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def save(directory: str | Path, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState,
          options: SaveOptions) -> None:
-    """Write `directory/iter_XXXXXXX` and then the tracker file; return when it is on disk.
+    """Write `directory/iter_XXXXXXX` and then the tracker file; return when both are on disk.
 
     chunks: modules whose parameters carry `info` and that have `named_state_buffers()`.
     optimizer: anything with tensors(), scalars(), wait_params(); None (or options.save_optim False) saves weights only.
+    Communication: the plans and the write results of all ranks, gathered as objects.
     Raises: CheckpointError on every rank when any rank cannot write; the previous checkpoint is untouched then.
     """
-    raise NotImplementedError
+    pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=False)
+    pending.write()
+    pending.commit()
 
 
 class AsyncSaver:
-    """Saves in the background (--async-save): at most one save is under way."""
+    """Saves in the background (--async-save): at most one save is under way.
+
+    Costs a host copy of this rank's share until it is written.
+    """
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+        self._written: Future[None] | None = None
+        self._ps: ParallelState | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def start(self, directory: str | Path, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None,
               ps: ParallelState, options: SaveOptions) -> None:
         """Copy this rank's share to host memory and begin to write it. Finishes an earlier save first."""
-        raise NotImplementedError
+        self.finish()
+        self._ps = ps
+        self._pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=True)
+        self._written = self._worker.submit(self._pending.write)
 
     def poll(self) -> bool:
         """Call once per iteration, on every rank: commits the save if all ranks have written their share.
 
         Returns: True when no save is under way any more.
+        Communication: one flag per rank while a save is under way, nothing otherwise.
         Raises: CheckpointError when the save failed on any rank.
         """
-        raise NotImplementedError
+        if self._pending is None:
+            return True
+        if not all(collectives.all_gather_object(self._written.done(), self._ps.world)):
+            return False
+        self.finish()
+        return True
 
     def finish(self) -> None:
-        """Wait for the save under way and commit it. Call before exit and before a synchronous save."""
-        raise NotImplementedError
+        """Wait for the save under way and commit it. Call before exit and before a synchronous save.
+
+        Raises: CheckpointError when the save failed on any rank.
+        """
+        if self._pending is None:
+            return
+        crash = self._written.exception()  # waits
+        pending, self._pending, self._written = self._pending, None, None
+        pending.commit(crash)
 
 
 def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState,
          options: LoadOptions) -> LoadedState | None:
     """Load the checkpoint that the tracker names (or options.ckpt_step) into the model and the optimizer, in place.
 
-    Calls optimizer.load_scalars and optimizer.after_load; restores random states.
+    The layout that wrote it need not be the present one. Calls optimizer.load_scalars and optimizer.after_load, and
+    restores the random states.
     Returns: None when `directory` has no checkpoint and options.exit_on_missing is False (a warning is logged).
-    Raises: CheckpointError.
+    Raises: CheckpointError when there is none and there must be, when it is incomplete or damaged (before anything is
+        overwritten where that can be seen from sizes), or when it is of another architecture.
     """
-    raise NotImplementedError
+    directory = Path(directory)
+    folder = _together(lambda: _choose(directory, options) if ps.world.rank == 0 else None, ps)
+    folder = collectives.broadcast_object(folder, ps.world)
+    if folder is None:
+        return _nothing_to_load(directory, options, ps)
+    index = _together(lambda: read_index(folder), ps)
+    state, scalars, from_megatron = _together(lambda: common_state.parse(common_state.read(folder, index)), ps)
+    with_optim = optimizer is not None and options.load_optim and not options.finetune
+    with_main = optimizer is not None and options.load_main_params and not with_optim
+    random_states = _together(lambda: _read(Loader(folder, index, options, state.args), chunks, optimizer, ps,
+                                            with_optim, with_main), ps)
+    if with_optim:
+        optimizer.load_scalars(scalars)
+    if optimizer is not None:
+        optimizer.after_load(params_changed=True, state_loaded=with_optim or with_main)
+    if random_states is not None:
+        random_state.restore(random_states)
+    iteration = 0 if options.finetune or folder.name == "release" else state.iteration
+    if ps.world.rank == 0:
+        logger.info("  successfully loaded checkpoint from %s [ t %d/%d, gtp_remat 1/1, p %d/%d ] at iteration %d",
+                    directory, ps.tp.rank + 1, ps.tp.size, ps.pp.rank + 1, ps.pp.size, iteration)
+    return LoadedState(iteration, folder, state, with_optim, random_states is not None, from_megatron)
 
 
-def latest_iteration(directory: str | Path) -> int | None:
-    """The iteration that the tracker names (0 for "release"); None without a checkpoint. Not collective."""
-    raise NotImplementedError
+def _choose(directory: Path, options: LoadOptions) -> Path | None:
+    folder = find(directory, options.ckpt_step)
+    if folder is not None:
+        check_format(folder, options.ckpt_format, options.auto_detect)
+        check_whole(folder, hashes=options.verify_integrity)
+    return folder
 
 
-def read_saved_args(directory: str | Path, ckpt_step: int | None = None) -> dict[str, Any]:
-    """The flags, by destination, that a checkpoint was written with. Needs no model. Not collective."""
-    raise NotImplementedError
+def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -> None:
+    if options.exit_on_missing:
+        raise CheckpointError(f"--exit-on-missing-checkpoint: could not find the metadata file {directory / TRACKER}")
+    if ps.world.rank == 0:
+        logger.warning("WARNING: could not find the metadata file %s", directory / TRACKER)
+        logger.warning("    will not load any checkpoints and will start from random")
+
+
+def _read(loader: Loader, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState, with_optim: bool,
+          with_main: bool) -> dict[str, Any] | None:
+    """Read all tensors in place, and this rank's random states. Does not communicate."""
+    loader.want_model(chunks)
+    loader.check()
+    if with_optim or with_main:
+        loader.want_optimizer(optimizer, None if with_optim else ("fp32_param",))
+    loader.read()
+    return loader.random_states(ps)
+
+
+def _together(step: Callable[[], T], ps: ParallelState) -> T:
+    """Run a step on every rank; if it is refused on any, refuse it on all."""
+    result, message = None, None
+    try:
+        result = step()
+    except CheckpointError as error:
+        message = str(error)
+    messages = [text for text in collectives.all_gather_object(message, ps.world) if text is not None]
+    if messages:
+        raise CheckpointError("\n".join(dict.fromkeys(messages)))
+    return result

@@ -1,5 +1,7 @@
 """The one error of this package."""
 
+from moe_trainer.errors import InputError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(InputError):
     """A checkpoint cannot be written or used; the message names the folder, the cause, and what can be done."""

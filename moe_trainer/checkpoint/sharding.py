@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.state import ParallelState
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
@@ -175,6 +176,11 @@ class KeyScheme:
 def object_key(base: str, at: tuple[int, ...], extents: tuple[int, ...]) -> str:
     """Key of one shard of a non-tensor entry."""
     return f"{base}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, extents))}"
+
+
+def rng_key(ps: ParallelState) -> str:
+    """The entry with the random states of all data-parallel ranks of this pipeline and tensor position."""
+    return object_key("rng_state", (ps.pp.rank, ps.tp.rank), (ps.pp.size, ps.tp.size))
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -1,0 +1,133 @@
+"""The non-tensor part of a checkpoint, in Megatron's shape with ours beside it.
+
+Megatron's loader finds what it looks for (args, iteration, checkpoint_version, optimizer, opt_param_scheduler, ...);
+the entry `moe_trainer` holds what only we need, in plain types, so that a resumed run goes on bit for bit.
+"""
+
+import argparse
+import io
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.options import CheckpointState
+from moe_trainer.checkpoint.planner import read_objects
+from moe_trainer.checkpoint.unpickle import load_object, plain
+
+KEY = "common_state/shard_0_1"
+OLD_FILE = "common.pt"
+_OURS = "moe_trainer"
+# counters that Megatron keeps in its args
+_COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+_READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, TypeError, AttributeError, KeyError, IndexError)
+
+
+def dump_object(value: Any) -> bytes:
+    """Encode as Megatron's sharded objects are: torch.save of a list of one."""
+    stream = io.BytesIO()
+    torch.save([value], stream)
+    return stream.getvalue()
+
+
+def build(state: CheckpointState, optimizer_scalars: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The content of the common_state entry."""
+    args = argparse.Namespace(**plain(dict(state.args)))
+    for name in _COUNTERS:
+        setattr(args, name, getattr(state, name))
+    common: dict[str, Any] = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": state.iteration,
+        "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
+        "opt_param_scheduler": plain(dict(state.scheduler)),
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+        _OURS: {"version": 1, "extra": plain(dict(state.extra))},
+    }
+    if optimizer_scalars is not None:
+        scalars = plain(dict(optimizer_scalars))
+        common[_OURS]["optimizer"] = scalars
+        common["optimizer"] = {"state": {"common_step": torch.tensor(float(scalars.get("step", 0)))},
+                               "param_groups": scalars.get("param_groups", [])}
+    return common
+
+
+def read(folder: Path, index: Metadata) -> dict[str, Any]:
+    """Decode the common state of a checkpoint folder.
+
+    Raises: CheckpointError when it is missing or damaged.
+    """
+    if KEY in index.state_dict_metadata:
+        value = read_object(folder, index, KEY)
+    elif (folder / OLD_FILE).is_file():
+        try:
+            value = load_object((folder / OLD_FILE).read_bytes())
+        except _READ_ERRORS as error:
+            raise CheckpointError(f"{folder / OLD_FILE} is damaged: {error}") from error
+    else:
+        raise CheckpointError(f"{folder} has no common state: neither the entry {KEY} nor the file {OLD_FILE}")
+    if not isinstance(value, dict) or "args" not in value:
+        raise CheckpointError(f"{folder}: the common state holds no args")
+    return value
+
+
+def read_object(folder: Path, index: Metadata, key: str) -> Any:
+    """Decode one non-tensor entry.
+
+    Raises: CheckpointError when its file is damaged.
+    """
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(index, True)
+    try:
+        return load_object(read_objects(reader, [key])[key])[0]
+    except _READ_ERRORS as error:
+        raise CheckpointError(f"{folder / where(index, key)} is damaged: {key} cannot be read: {error}") from error
+
+
+def where(index: Metadata, key: str) -> str:
+    """The name of the first file that holds a part of an entry."""
+    return next((info.relative_path for place, info in index.storage_data.items() if place.fqn == key), "")
+
+
+def parse(common: Mapping[str, Any]) -> tuple[CheckpointState, dict[str, Any], bool]:
+    """Return (state, optimizer scalars, whether Megatron-LM wrote it) from a decoded common state."""
+    args = plain(common["args"])
+    ours = common.get(_OURS)
+    counters = {name: args.pop(name, 0) or 0 for name in _COUNTERS}
+    values = {
+        "iteration": int(common.get("iteration", 0)),
+        "args": args,
+        "num_floating_point_operations_so_far": common.get("num_floating_point_operations_so_far", 0.0),
+        "scheduler": plain(common.get("opt_param_scheduler") or {}),
+        "extra": ours["extra"] if ours else {},
+        **counters,
+    }
+    assert set(values) == {item.name for item in fields(CheckpointState)}
+    scalars = ours.get("optimizer", {}) if ours else _megatron_scalars(common.get("optimizer"))
+    return CheckpointState(**values), scalars, ours is None
+
+
+def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
+    """The scalars of Megatron's optimizers (plain, mixed precision, or a chain of several) under our names."""
+    found: dict[str, Any] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if key in ("common_step", "step") and isinstance(item, (int, float, torch.Tensor)):
+                    found.setdefault("step", int(item))
+                elif key == "grad_scaler" and isinstance(item, dict):
+                    found.setdefault("grad_scaler", plain(item))
+                else:
+                    visit(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+
+    visit(optimizer)
+    return found

@@ -1,0 +1,207 @@
+"""Folders and small files of a checkpoint directory, and how a new checkpoint comes into being without ever being half there.
+
+    SAVE/iter_0000010/                       complete, or not there
+    SAVE/iter_0000015.tmp-<host>-<pid>/      being written; left behind by a killed run, removed at the next save
+    SAVE/iter_0000010.old-<host>-<pid>/      replaced by a new save of the same iteration, about to be removed
+    SAVE/latest_checkpointed_iteration.txt   the tracker: a number, or the word release
+    SAVE/progress.txt                        with --log-progress
+
+A save writes everything beside, flushes it to disk, writes metadata.json last, renames, and then replaces the tracker.
+Both renames are atomic, so a kill leaves the tracker pointing at a complete checkpoint at every moment. When the same
+iteration is saved again, the old folder steps aside for an instant; `find` takes it back if a kill falls between.
+"""
+
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+
+from moe_trainer.checkpoint.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+COMPLETE = "metadata.json"
+INDEX = ".metadata"
+INTEGRITY = "integrity.json"
+_ITERATION = re.compile(r"^iter_(\d{7,})$")
+_ASIDE = re.compile(r"^iter_(\d{7,})\.(tmp|old)-(.+)-(\d+)$")
+# a leftover of another host is taken for dead when nothing in it has changed for this long
+_FOREIGN_AGE_SECONDS = 900.0
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                    "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt", "chat_template.jinja")
+
+
+def folder_name(iteration: int) -> str:
+    """iter_0000010"""
+    return f"iter_{iteration:07d}"
+
+
+def aside(directory: Path, iteration: int, kind: str) -> Path:
+    """Where this process keeps an unfinished ("tmp") or replaced ("old") checkpoint."""
+    return directory / f"{folder_name(iteration)}.{kind}-{socket.gethostname()}-{os.getpid()}"
+
+
+def read_tracker(directory: Path) -> int | str | None:
+    """The tracker's iteration, or "release", or None when there is no tracker.
+
+    Raises: CheckpointError when it holds anything else.
+    """
+    path = directory / TRACKER
+    try:
+        text = path.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if text == "release":
+        return text
+    if not text.isdecimal():
+        raise CheckpointError(f"{path} holds {text[:40]!r}; an iteration number or the word release is needed. "
+                              + describe_complete(directory))
+    return int(text)
+
+
+def write_tracker(directory: Path, iteration: int) -> None:
+    """Replace the tracker at once, and flush it."""
+    partial = directory / f"{TRACKER}.tmp-{socket.gethostname()}-{os.getpid()}"
+    with open(partial, "w") as stream:
+        stream.write(str(iteration))
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, directory / TRACKER)
+    flush_folder(directory)
+
+
+def flush_folder(folder: Path) -> None:
+    """Put the folder's entries (not the files' content) on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_file(path: Path) -> None:
+    """Put a file's content on disk."""
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def complete_iterations(directory: Path) -> list[int]:
+    """Iterations whose folder carries the mark of a complete distributed checkpoint, ascending."""
+    found = []
+    if directory.is_dir():
+        for entry in directory.iterdir():
+            match = _ITERATION.match(entry.name)
+            if match and (entry / COMPLETE).is_file() and (entry / INDEX).is_file():
+                found.append(int(match[1]))
+    return sorted(found)
+
+
+def describe_complete(directory: Path, without: int | None = None) -> str:
+    """A sentence on what can be loaded instead."""
+    others = [iteration for iteration in complete_iterations(directory) if iteration != without]
+    if not others:
+        return f"No other complete checkpoint is in {directory}."
+    shown = ", ".join(map(str, others[-5:]))
+    return (f"Complete checkpoints in {directory}: iteration {shown}. "
+            f"To go on from the latest of them: --ckpt-step {others[-1]}")
+
+
+def publish(temporary: Path, directory: Path, iteration: int) -> None:
+    """Give a complete temporary folder its final name and make the tracker point at it."""
+    final = directory / folder_name(iteration)
+    replaced = None
+    if final.exists():
+        replaced = aside(directory, iteration, "old")
+        remove(replaced)
+        os.rename(final, replaced)
+    os.rename(temporary, final)
+    flush_folder(directory)
+    write_tracker(directory, iteration)
+    if replaced is not None:
+        remove(replaced)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder if it is there; what cannot be deleted is named in a warning."""
+    if folder.exists():
+        shutil.rmtree(folder, onerror=lambda _, path, info: logger.warning("cannot remove %s: %s", path, info[1]))
+
+
+def retire(directory: Path, iteration: int) -> None:
+    """Delete a complete checkpoint; a kill half-way leaves a folder that the next save cleans away."""
+    final = directory / folder_name(iteration)
+    if final.is_dir():
+        moved = aside(directory, iteration, "old")
+        remove(moved)
+        (final / COMPLETE).unlink(missing_ok=True)
+        os.rename(final, moved)
+        remove(moved)
+
+
+def take_back(directory: Path, iteration: int) -> bool:
+    """Restore a complete checkpoint that a kill caught between the two renames of `publish`.
+
+    Returns: whether there was one.
+    """
+    final = directory / folder_name(iteration)
+    if final.exists() or not directory.is_dir():
+        return False
+    for entry in sorted(directory.iterdir()):
+        match = _ASIDE.match(entry.name)
+        if match and int(match[1]) == iteration and (entry / COMPLETE).is_file():
+            logger.warning("%s was being replaced when its run ended; restored from %s", final, entry.name)
+            os.rename(entry, final)
+            return True
+    return False
+
+
+def clean(directory: Path) -> None:
+    """Remove what dead saves have left behind. Leaves alone what a live process of this host may still write."""
+    for entry in list(directory.iterdir()):
+        match = _ASIDE.match(entry.name)
+        if match and not _alive(entry, match[3], int(match[4])):
+            final = directory / folder_name(int(match[1]))
+            if match[2] == "old" and not final.exists() and (entry / COMPLETE).is_file():
+                os.rename(entry, final)
+            else:
+                remove(entry)
+
+
+def _alive(entry: Path, host: str, pid: int) -> bool:
+    if host != socket.gethostname():
+        newest = max((path.stat().st_mtime for path in (entry, *entry.iterdir())), default=0.0)
+        return time.time() - newest < _FOREIGN_AGE_SECONDS
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def append_progress(directory: Path, num_ranks: int, text: str) -> None:
+    """Add a line to progress.txt: time, job, ranks, event, tab-separated."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    job = os.environ.get("SLURM_JOB_ID", "")
+    with open(directory / "progress.txt", "a") as stream:
+        stream.write(f"{stamp}\tJob ID: {job}\t# GPUs: {num_ranks}\t{text}\n")
+
+
+def tokenizer_files(*given: str | None) -> tuple[Path, ...]:
+    """The tokenizer's own files behind --tokenizer-model, --vocab-file, --merge-file: what a checkpoint keeps a copy of."""
+    found: list[Path] = []
+    for path in (Path(text) for text in given if text):
+        if path.is_dir():
+            found += [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
+        elif path.is_file():
+            found.append(path)
+    return tuple(found)

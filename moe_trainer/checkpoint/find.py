@@ -1,0 +1,117 @@
+"""Which checkpoint folder to load, and whether it can be loaded. Not collective; needs no model."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.directory import (
+    COMPLETE,
+    INDEX,
+    TRACKER,
+    complete_iterations,
+    describe_complete,
+    folder_name,
+    read_tracker,
+    take_back,
+)
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.inspect import detect_format, read_index, verify
+
+logger = logging.getLogger(__name__)
+
+_OTHER_FORMATS = {
+    "torch": "the legacy format of Megatron-LM (mp_rank_* folders), which this version does not read yet; "
+             "let Megatron-LM convert it with --ckpt-convert-format torch_dist --ckpt-convert-save DIR",
+    "zarr": "the zarr format, which Megatron-LM itself has retired; convert it with an older Megatron-LM",
+    "fsdp_dtensor": "written by Megatron-FSDP, which this version does not support; save it with --ckpt-format torch_dist",
+    "torch_dcp": "a plain torch.distributed.checkpoint folder, which this version does not read; "
+                 "save it with --ckpt-format torch_dist",
+}
+
+
+def find(directory: Path, ckpt_step: int | None) -> Path | None:
+    """The folder that --load DIRECTORY [--ckpt-step N] means; None when there is no checkpoint at all.
+
+    Raises: CheckpointError when the tracker or --ckpt-step names a folder that is not there.
+    """
+    if ckpt_step is not None:
+        wanted: int | str | None = ckpt_step
+        source = f"--ckpt-step {ckpt_step}"
+    else:
+        wanted = read_tracker(directory)
+        source = f"{directory / TRACKER} (which says {wanted})"
+    if wanted is None:
+        if (directory / COMPLETE).is_file() or (directory / INDEX).is_file():
+            raise CheckpointError(f"--load {directory}: this is the folder of a single checkpoint; give its parent, "
+                                  f"--load {directory.absolute().parent}, and choose it with --ckpt-step")
+        complete = complete_iterations(directory)
+        if not complete:
+            return None
+        wanted = complete[-1]
+        logger.warning("WARNING: %s is missing, but there are complete checkpoints; taking the latest, iteration %d",
+                       directory / TRACKER, wanted)
+    if wanted == "release":
+        folder = directory / "release"
+    else:
+        folder = directory / folder_name(int(wanted))
+        take_back(directory, int(wanted))
+    if not folder.is_dir():
+        raise CheckpointError(f"{source} asks for {folder}, which does not exist. "
+                              + describe_complete(directory))
+    return folder
+
+
+def check_format(folder: Path, ckpt_format: str, auto_detect: bool) -> None:
+    """Refuse what is not a torch_dist checkpoint, by its name.
+
+    Raises: CheckpointError.
+    """
+    found = detect_format(folder)
+    if found not in (None, "torch_dist"):
+        raise CheckpointError(f"{folder} is {_OTHER_FORMATS.get(found, f'in the format {found!r}, which is not supported')}")
+    if ckpt_format != "torch_dist" and not auto_detect:
+        raise CheckpointError(f"--ckpt-format {ckpt_format}: only torch_dist is supported in this version")
+
+
+def check_whole(folder: Path, hashes: bool = False) -> None:
+    """Refuse an incomplete or damaged checkpoint, and say what can be loaded instead.
+
+    Raises: CheckpointError.
+    """
+    problems = verify(folder, hashes)
+    if problems:
+        shown = "\n  ".join(problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else []))
+        raise CheckpointError(f"the checkpoint {folder} is incomplete or damaged:\n  {shown}\n" + advice(folder))
+
+
+def advice(folder: Path) -> str:
+    """What to load instead of this folder."""
+    number = folder.name.removeprefix("iter_")
+    return describe_complete(folder.parent, int(number) if number.isdecimal() else None)
+
+
+def latest_iteration(directory: str | Path) -> int | None:
+    """The iteration that --load would start from (0 for "release"); None without a checkpoint.
+
+    Raises: CheckpointError when the tracker is damaged or names a folder that is not there.
+    """
+    folder = find(Path(directory), None)
+    if folder is None:
+        return None
+    return 0 if folder.name == "release" else int(folder.name.removeprefix("iter_"))
+
+
+def read_saved_args(directory: str | Path, ckpt_step: int | None = None) -> dict[str, Any]:
+    """The flags, by destination, that a checkpoint was written with, for --use-checkpoint-args.
+
+    Values of Megatron's own classes come back as the plain values that they were made from.
+    Raises: CheckpointError when there is no checkpoint or it cannot be used.
+    """
+    folder = find(Path(directory), ckpt_step)
+    if folder is None:
+        raise CheckpointError(f"--use-checkpoint-args: no checkpoint in {directory}: {Path(directory) / TRACKER} is missing")
+    check_format(folder, "torch_dist", True)
+    check_whole(folder)
+    state, _, _ = common_state.parse(common_state.read(folder, read_index(folder)))
+    return dict(state.args)

@@ -1,0 +1,248 @@
+"""Read a checkpoint into a model and an optimizer, whatever layout wrote it.
+
+Every local box is looked up by key; the saved boxes that overlap it are copied in. A key is tried under the scheme
+of this run and then under the other spellings a checkpoint of the same model may have (KeyScheme.alternatives). All
+disagreements are collected before anything is overwritten, and reported together with the flags that differ.
+"""
+
+import logging
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.find import advice
+from moe_trainer.checkpoint.options import LoadOptions
+from moe_trainer.checkpoint.planner import fill
+from moe_trainer.checkpoint.sharding import KeyScheme, Piece, Placement, pieces, rng_key
+from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
+from moe_trainer.parallel.state import ParallelState
+
+logger = logging.getLogger(__name__)
+
+_OPTIMIZER = "optimizer."
+_VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
+_MAX_LINES = 12
+# flags that make another model although they need not change any shape
+_MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type")
+_ARCHITECTURE = _MUST_AGREE + (
+    "ffn_hidden_size", "num_query_groups", "kv_channels", "normalization", "swiglu", "quick_geglu", "squared_relu",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "max_position_embeddings",
+    "rotary_base", "rotary_percent", "layernorm_epsilon", "layernorm_zero_centered_gamma", "multi_latent_attention",
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers", "num_experts",
+    "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+    "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "vocab_size",
+    "make_vocab_size_divisible_by",
+)
+
+
+class Loader:
+    """One load of one folder: what is wanted, what is wrong, what is left over."""
+
+    def __init__(self, folder: Path, index: Metadata, options: LoadOptions, saved_args: Mapping[str, Any]):
+        self._folder = folder
+        self._options = options
+        self._saved_args = saved_args
+        self._index = index
+        self._stored = {key: entry for key, entry in index.state_dict_metadata.items()
+                        if isinstance(entry, TensorStorageMetadata)}
+        self._schemes = list(dict.fromkeys(KeyScheme.from_record(options.args).alternatives()))
+        self._wanted: dict[str, list[Piece]] = {}
+        self._runs: dict[int, list[Placement]] = {}
+        self._missing: list[str] = []
+        self._mismatched: list[str] = []
+
+    def want_model(self, chunks: Sequence[Any]) -> None:
+        """Ask for all parameters and persistent buffers."""
+        for chunk in chunks:
+            for param in unique_params(chunk.parameters()):
+                runs = self._find(info_of(param), tuple(param.shape))
+                if runs is not None:
+                    self._runs[id(param)] = runs
+                    self._want(pieces(runs, param, 0, param.numel()),
+                               {run.key: self._best_weight(run.key, param.dtype) for run in runs})
+            for name, buffer in chunk.named_state_buffers():
+                runs = self._find(ParamInfo((name,)), tuple(buffer.shape))
+                if runs is not None:
+                    self._want(pieces(runs, buffer, 0, buffer.numel()), {run.key: run.key for run in runs})
+
+    def want_optimizer(self, optimizer: Any, state_names: tuple[str, ...] | None = None) -> None:
+        """Ask for the optimizer's tensors; state_names: only these.
+
+        Raises: CheckpointError when the checkpoint has no optimizer state in a form that fits any layout.
+        """
+        missing: list[str] = []
+        for held in optimizer.tensors():
+            runs = self._runs.get(id(held.param))
+            if runs is None or (state_names is not None and held.state_name not in state_names):
+                continue
+            source = {run.key: self._state_key(held.state_name, run.key) for run in runs}
+            lost = [f"{_OPTIMIZER}state.{held.state_name}.{key}" for key, found in source.items() if found is None]
+            if lost:
+                missing += lost
+                continue
+            self._want(pieces(runs, held.tensor, held.start, held.stop), source)
+        if missing:
+            self._refuse_optimizer(sorted(set(missing)))
+
+    def _refuse_optimizer(self, missing: list[str]) -> None:
+        kept = [key for key in self._stored if key.startswith(_OPTIMIZER)]
+        flat = [key for key in kept if not key.startswith(_OPTIMIZER + "state.")]
+        if flat:
+            why = (f"its optimizer state is stored as the flat buckets of one layout ({flat[0]}, ...), which fit no other; "
+                   "let Megatron-LM save it with --dist-ckpt-optim-fully-reshardable")
+        elif not kept:
+            why = "it holds no optimizer state (saved with --no-save-optim?)"
+        else:
+            why = f"its optimizer state lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        raise CheckpointError(f"the checkpoint {self._folder} cannot resume this run: {why}. To start from its weights with "
+                              "a fresh optimizer: --no-load-optim --no-load-rng (keeps the iteration) or --finetune")
+
+    def check(self) -> None:
+        """Judge what was found missing, mismatched or left over, by --dist-ckpt-strictness.
+
+        Raises: CheckpointError listing everything, with the flags that differ.
+        """
+        strictness = self._options.strictness
+        differing = self._differing_flags()
+        fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in _MUST_AGREE]
+        lines = list(self._mismatched)
+        tolerant = strictness in ("log_all", "return_all", "ignore_all")
+        if tolerant and self._missing and strictness != "ignore_all":
+            logger.warning("%s lacks %s; they keep their initial values", self._folder, ", ".join(self._missing[:_MAX_LINES]))
+        if not tolerant:
+            lines += [f"{key} is not in the checkpoint" for key in self._missing]
+        unexpected = self._unexpected()
+        if unexpected and strictness in ("raise_unexpected", "raise_all"):
+            lines += [f"{key} of the checkpoint is not in this model" for key in unexpected]
+        elif unexpected and strictness not in ("assume_ok_unexpected", "ignore_all"):
+            logger.warning("%s holds tensors that this model does not have: %s", self._folder,
+                           ", ".join(unexpected[:_MAX_LINES]))
+        if lines or fatal:
+            raise CheckpointError(f"the checkpoint {self._folder} is of another architecture:\n"
+                                  + _listing(lines) + _flags(differing) + "To take the architecture from the checkpoint: "
+                                  "--use-checkpoint-args")
+        if differing and not self._options.finetune:
+            logger.warning("flags differ from those of the checkpoint:\n%s", _flags(differing, title="").rstrip())
+
+    def read(self) -> None:
+        """Fill everything that was asked for.
+
+        Raises: CheckpointError when a file turns out damaged.
+        """
+        reader = FileSystemReader(self._folder)
+        reader.set_up_storage_reader(self._index, False)
+        try:
+            with torch.no_grad():
+                fill(reader, self._index, self._wanted)
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError, ValueError, EOFError, AssertionError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"the checkpoint {self._folder} is damaged: a tensor cannot be read: {error}\n"
+                                  + advice(self._folder)) from error
+
+    def random_states(self, ps: ParallelState) -> dict[str, Any] | None:
+        """This rank's random states; None with a warning when they are not in the checkpoint, None when not wanted.
+
+        Raises: CheckpointError when they are damaged.
+        """
+        if not self._options.load_rng or self._options.finetune:
+            return None
+        key = rng_key(ps)
+        states = common_state.read_object(self._folder, self._index, key) if key in self._index.state_dict_metadata else []
+        if len(states) == 1:  # Megatron writes one state for all data-parallel ranks
+            return states[0]
+        if ps.dp_cp.rank < len(states):
+            return states[ps.dp_cp.rank]
+        logger.warning("%s has no random states for data-parallel rank %d of %d; they go on from the seed",
+                       self._folder, ps.dp_cp.rank, ps.dp_cp.size)
+        return None
+
+    def _find(self, info: ParamInfo, shape: tuple[int, ...]) -> list[Placement] | None:
+        """The runs of a parameter under the first scheme whose keys the checkpoint has."""
+        for scheme in self._schemes:
+            runs = scheme.placements(info, shape)
+            if all(run.key in self._stored for run in runs):
+                wrong = [run for run in runs if not self._fits(run)]
+                if not wrong:
+                    return runs
+                line = (f"{wrong[0].key}: {tuple(self._stored[wrong[0].key].size)} in the checkpoint, "
+                        f"{wrong[0].global_shape} here")
+                if line not in self._mismatched:
+                    self._mismatched.append(line)
+                return None
+        key = self._schemes[0].placements(info, shape)[0].key
+        if key not in self._missing:
+            self._missing.append(key)
+        return None
+
+    def _fits(self, run: Placement) -> bool:
+        saved = tuple(self._stored[run.key].size)
+        return saved == run.global_shape or self._differs_in_padding(run.key, saved, run.global_shape)
+
+    def _differs_in_padding(self, key: str, saved: tuple[int, ...], here: tuple[int, ...]) -> bool:
+        vocab = self._options.vocab_size
+        return (vocab is not None and key.startswith(_VOCAB_KEYS) and saved[1:] == here[1:]
+                and min(saved[0], here[0]) >= vocab)
+
+    def _want(self, found: Iterator[Piece], source: Mapping[str, str]) -> None:
+        """Ask for pieces; source: the stored key of each key."""
+        for piece in found:
+            key = source[piece.key]
+            if piece.offsets:
+                # only a vocabulary that is padded further here than in the checkpoint has rows that are not stored
+                kept = min(piece.sizes[0], self._stored[key].size[0] - piece.offsets[0])
+                if kept <= 0:
+                    continue
+                piece = replace(piece, sizes=(kept, *piece.sizes[1:]), data=piece.data[:kept])
+            self._wanted.setdefault(key, []).append(piece)
+
+    def _best_weight(self, key: str, dtype: torch.dtype) -> str:
+        """Read fp32 weights from the fp32 main parameters of a mixed-precision run, if there are any."""
+        main = self._state_key("fp32_param", key)
+        if dtype == torch.float32 and self._stored[key].properties.dtype != dtype and main is not None:
+            return main
+        return key
+
+    def _state_key(self, state_name: str, key: str) -> str | None:
+        names = [f"{_OPTIMIZER}state.{state_name}.{key}"]
+        if state_name == "fp32_param":
+            names.append(f"{_OPTIMIZER}state.param.{key}")
+            if self._stored[key].properties.dtype == torch.float32:
+                names.append(key)  # an fp32 run has no other main parameters than its weights
+        return next((name for name in names if name in self._stored), None)
+
+    def _unexpected(self) -> list[str]:
+        return [key for key in self._stored if key not in self._wanted and not key.startswith(_OPTIMIZER)]
+
+    def _differing_flags(self) -> dict[str, str]:
+        here = self._options.args
+        found = {}
+        for name in _ARCHITECTURE:
+            if name in here and name in self._saved_args and _value(here[name]) != _value(self._saved_args[name]):
+                found[name] = f"{name}: {self._saved_args[name]!r} in the checkpoint, {here[name]!r} here"
+        return found
+
+
+def _value(value: Any) -> Any:
+    """Make values comparable that mean the same: an unset switch is off, lists and tuples are alike, so are 1 and [1, 1]."""
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return value or None
+
+
+def _listing(lines: list[str]) -> str:
+    shown = lines[:_MAX_LINES] + ([f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else [])
+    return "".join(f"  {line}\n" for line in shown)
+
+
+def _flags(differing: dict[str, str], title: str = "flags that differ:\n") -> str:
+    return title + _listing(list(differing.values())) if differing else ""

@@ -1,0 +1,240 @@
+"""Write one checkpoint: plan together, write apart, commit together.
+
+The three steps are the same for both kinds of save. A synchronous save runs them in a row on live storage. A save in
+the background copies this rank's share to host memory after planning and writes it in a thread, which does not
+communicate; the commit happens on the main thread when every rank has written. So the two differ in timing only.
+"""
+
+import datetime
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from moe_trainer.checkpoint import common_state, random_state
+from moe_trainer.checkpoint.directory import (
+    COMPLETE,
+    INTEGRITY,
+    append_progress,
+    aside,
+    clean,
+    flush_file,
+    flush_folder,
+    publish,
+    read_tracker,
+    remove,
+    retire,
+)
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.inspect import write_hashes
+from moe_trainer.checkpoint.options import CheckpointState, SaveOptions
+from moe_trainer.checkpoint.planner import PieceSavePlanner, global_plan
+from moe_trainer.checkpoint.sharding import KeyScheme, Piece, pieces, rng_key
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
+from moe_trainer.parallel.state import ParallelState
+
+logger = logging.getLogger(__name__)
+
+
+class PendingSave:
+    """A checkpoint between its plan and its commit."""
+
+    def __init__(self, directory: Path, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None,
+                 ps: ParallelState, options: SaveOptions, copy_to_host: bool):
+        """Plan the save; collective. With copy_to_host the model may change as soon as this returns.
+
+        Raises: CheckpointError when the folder cannot be made, or when the ranks' parameters do not fit together.
+        """
+        self._directory = Path(directory)
+        self._iteration = state.iteration
+        self._ps = ps
+        self._options = options
+        self._results: list = []
+        self._error: str | None = None
+        if ps.world.rank == 0:
+            logger.info("[%s] saving checkpoint at iteration %7d to %s in torch_dist format",
+                        datetime.datetime.now(), state.iteration, self._directory)
+        self._temporary = self._open()
+        if optimizer is not None:
+            optimizer.wait_params()
+        saved_optimizer = optimizer if options.save_optim else None
+        self._planner = PieceSavePlanner(_pieces(state, chunks, saved_optimizer),
+                                         _objects(state, chunks, saved_optimizer, ps, options))
+        self._writer = FileSystemWriter(self._temporary, thread_count=1, sync_files=True)
+        self._writer.set_up_storage_writer(ps.world.rank == 0)
+        plans = collectives.all_gather_object(self._planner.create_local_plan(), ps.world)
+        try:
+            plans, self._index = global_plan(plans, options.fully_parallel)
+        except CheckpointError as error:
+            if ps.world.rank == 0:
+                remove(self._temporary)
+            raise self._failure(str(error)) from error
+        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[ps.world.rank])
+        if copy_to_host:
+            self._planner.copy_to_host()
+
+    def _open(self) -> Path:
+        """Make an empty temporary folder, the same for all ranks."""
+        folder, problem = None, None
+        if self._ps.world.rank == 0:
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                clean(self._directory)
+                folder = aside(self._directory, self._iteration, "tmp")
+                remove(folder)
+                folder.mkdir()
+            except OSError as error:
+                problem = str(error)
+        folder, problem = collectives.broadcast_object((folder, problem), self._ps.world)
+        if problem is not None:
+            raise self._failure(problem)
+        return folder
+
+    def write(self) -> None:
+        """Write this rank's share and flush it. Not collective; errors are kept for `commit`."""
+        try:
+            if self._plan.items:
+                self._results = self._writer.write_data(self._plan, self._planner).wait()
+        except (OSError, RuntimeError) as error:  # torch.save reports a failed write as RuntimeError
+            self._error = f"rank {self._ps.world.rank}: {_first_line(error)}"
+
+    def commit(self, crash: BaseException | None = None) -> None:
+        """Make the checkpoint visible; collective.
+
+        crash: what ended the write on this rank, if anything unforeseen did.
+        Raises: CheckpointError on every rank when any rank could not write; the unfinished folder is removed.
+        """
+        error = f"rank {self._ps.world.rank}: {crash!r}" if crash else self._error
+        shares = collectives.all_gather_object((error, self._results), self._ps.world)
+        problem = "; ".join(error for error, _ in shares if error is not None) or None
+        if self._ps.world.rank == 0:
+            if problem is None:
+                try:
+                    self._finish([results for _, results in shares])
+                except OSError as error:
+                    problem = str(error)
+            if problem is not None:
+                remove(self._temporary)
+        problem = collectives.broadcast_object(problem, self._ps.world)
+        if problem is not None:
+            raise self._failure(problem)
+
+    def _finish(self, results: list) -> None:
+        """On one rank: index, side files, completion mark, rename, tracker, retention."""
+        folder = self._temporary
+        self._writer.finish(self._index, results)
+        if self._options.tokenizer_files:
+            (folder / "tokenizer").mkdir()
+            for path in self._options.tokenizer_files:
+                flush_file(Path(shutil.copyfile(path, folder / "tokenizer" / path.name)))
+            flush_folder(folder / "tokenizer")
+        (folder / COMPLETE).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+        if self._options.verify_integrity:
+            write_hashes(folder)
+            flush_file(folder / INTEGRITY)
+        flush_file(folder / COMPLETE)
+        flush_folder(folder)
+        previous = _tracked(self._directory)
+        publish(folder, self._directory, self._iteration)
+        self._report()
+        interval = self._options.retain_interval
+        if interval and previous is not None and previous != self._iteration and previous % interval:
+            retire(self._directory, previous)
+
+    def _report(self) -> None:
+        ps = self._ps
+        logger.info("  [%s] successfully saved checkpoint from iteration %7d to %s [ t %d/%d, gtp_remat 1/1, p %d/%d ]",
+                    datetime.datetime.now(), self._iteration, self._directory, ps.tp.rank + 1, ps.tp.size,
+                    ps.pp.rank + 1, ps.pp.size)
+        if self._options.log_progress:
+            append_progress(self._directory, ps.world.size, f"Saved checkpoint\tIteration: {self._iteration}")
+
+    def _failure(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"cannot save the checkpoint of iteration {self._iteration} to {self._directory}: {problem}. "
+                               f"{_free_space(self._directory)}{_what_remains(self._directory)}")
+
+
+def _pieces(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None) -> list[Piece]:
+    scheme = KeyScheme.from_record(state.args)
+    runs = {}
+    found: list[Piece] = []
+    for chunk in chunks:
+        for param in unique_params(chunk.parameters()):
+            runs[id(param)] = scheme.placements(info_of(param), tuple(param.shape))
+            found += pieces(runs[id(param)], param, 0, param.numel())
+        for name, buffer in chunk.named_state_buffers():
+            found += pieces(scheme.placements(ParamInfo((name,)), tuple(buffer.shape)), buffer, 0, buffer.numel())
+    for held in optimizer.tensors() if optimizer is not None else ():
+        found += pieces(runs[id(held.param)], held.tensor, held.start, held.stop, f"optimizer.state.{held.state_name}.")
+    return found
+
+
+def _objects(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState,
+             options: SaveOptions) -> dict[str, bytes]:
+    scheme = KeyScheme.from_record(state.args)
+    empty = common_state.dump_object(None)
+    objects = {key: empty for chunk in chunks for param in unique_params(chunk.parameters())
+               for key in scheme.extra_state_keys(info_of(param))}
+    if options.save_rng:
+        states = collectives.all_gather_object(random_state.capture(), ps.dp_cp)
+        if ps.dp_cp.rank == 0:
+            objects[rng_key(ps)] = common_state.dump_object(states)
+    if ps.world.rank == 0:
+        scalars = optimizer.scalars() if optimizer is not None else None
+        objects[common_state.KEY] = common_state.dump_object(common_state.build(state, scalars))
+    return objects
+
+
+def _tracked(directory: Path) -> int | None:
+    try:
+        found = read_tracker(directory)
+    except CheckpointError as error:
+        logger.warning("%s; it will be replaced", error)
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _free_space(directory: Path) -> str:
+    for folder in (directory, *directory.parents):
+        if folder.is_dir():
+            return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there. "
+    return ""
+
+
+def _what_remains(directory: Path) -> str:
+    try:
+        valid = read_tracker(directory)
+    except CheckpointError:
+        return ""
+    if valid is None:
+        return "No earlier checkpoint is there."
+    return f"The checkpoint of iteration {valid} there is complete and remains the one that --load finds."
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def check_writable(directory: str | Path, ps: ParallelState) -> None:
+    """Make the save folder and try to write in it, so that a wrong --save ends the run at its start; collective.
+
+    Raises: CheckpointError.
+    """
+    problem = None
+    if ps.world.rank == 0:
+        probe = Path(directory) / f".write_test-{os.getpid()}"
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            problem = str(error)
+    problem = collectives.broadcast_object(problem, ps.world)
+    if problem is not None:
+        raise CheckpointError(f"--save {directory}: cannot write there: {problem}")
