@@ -90,10 +90,10 @@ class _SwiGLU(torch.autograd.Function):
         y_TF = F.silu(gate_TF).mul_(up_TF)
         if probs is not None:
             # fp32 probabilities round once, in the product
-            probs = probs.reshape(-1, 1)
-            y_TF = y_TF.mul_(probs) if probs.dtype == y_TF.dtype else (y_TF * probs).to(y_TF.dtype)
+            probs_T1 = probs.reshape(-1, 1)
+            y_TF = y_TF.mul_(probs_T1) if probs.dtype == y_TF.dtype else (y_TF * probs_T1).to(y_TF.dtype)
         ctx.save_for_backward(x_T2F, probs)
-        return y_TF.view(*x.shape[:-1], -1)
+        return y_TF.view(*x.shape[:-1], y_TF.shape[-1])
 
     @staticmethod
     def backward(ctx, grad):
@@ -109,12 +109,12 @@ class _SwiGLU(torch.autograd.Function):
             torch.mul(g_TF, up_TF, out=part_TF)
         else:
             if ctx.needs_input_grad[1]:
-                grad_probs = torch.linalg.vecdot(part_TF, up_TF).to(probs.dtype)
-            local = probs.to(x_T2F.dtype)
-            torch.mul(part_TF, local, out=grad_up_TF)
-            torch.mul(g_TF, up_TF, out=part_TF).mul_(local)
+                grad_probs = torch.linalg.vecdot(part_TF, up_TF).to(probs.dtype).view(probs.shape)
+            local_T1 = probs.reshape(-1, 1).to(x_T2F.dtype)
+            torch.mul(part_TF, local_T1, out=grad_up_TF)
+            torch.mul(g_TF, up_TF, out=part_TF).mul_(local_T1)
         torch.ops.aten.silu_backward.grad_input(part_TF, gate_TF, grad_input=grad_gate_TF)
-        return grad_x.view(*grad.shape[:-1], -1), grad_probs
+        return grad_x.view(*grad.shape[:-1], x_T2F.shape[-1]), grad_probs
 
 
 def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:

@@ -1,0 +1,47 @@
+"""The fused projection and loss against torch's cross entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_trainer.ops import cross_entropy
+from moe_trainer.ops.cross_entropy import linear_cross_entropy
+
+
+@pytest.fixture(params=[1 << 18, 40])
+def block_numel(request, monkeypatch):
+    """One block, and blocks of a few rows with a short last one."""
+    monkeypatch.setattr(cross_entropy, "BLOCK_NUMEL", request.param)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_equals_torch(block_numel, dtype, tolerance):
+    x, weight, labels = torch.randn(7, 2, 16).to(dtype), torch.randn(24, 16).to(dtype), torch.randint(24, (7, 2))
+    mask = torch.rand(7, 2, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    ours, theirs = ([t.detach().clone().requires_grad_() for t in (x, weight)] for _ in range(2))
+    loss = linear_cross_entropy(*ours, labels)
+    logits = F.linear(*theirs)
+    logits = logits.float() if dtype == torch.bfloat16 else logits
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(7, 2)
+    assert loss.dtype == expected.dtype
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    (loss * mask).sum().backward()
+    (expected * mask).sum().backward()
+    for a, b in zip(ours, theirs):
+        assert a.grad.dtype == dtype
+        assert (a.grad - b.grad).float().norm() <= tolerance * b.grad.float().norm()
+
+
+def test_large_logits_do_not_overflow():
+    x, weight = torch.full((2, 4), 100.0, requires_grad=True), torch.randn(6, 4) * 100
+    loss = linear_cross_entropy(x, weight, torch.tensor([0, 5]))
+    loss.sum().backward()
+    assert torch.isfinite(loss).all() and torch.isfinite(x.grad).all()
+
+
+def test_second_backward_is_an_error():
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
+    loss = linear_cross_entropy(x, weight, torch.tensor([0, 5, 1])).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        loss.backward()
