@@ -1,0 +1,78 @@
+# shellcheck shell=bash
+# Sourced by quickstart.sh, test.sh and check.sh: makes the Python environment of this checkout and names it.
+#
+#   make_environment KIND [PACKAGE...]     sets PYTHON_BIN; installs only when something changed since the last time
+#
+# The environment is .venv in the checkout, or $MOE_TRAINER_VENV. If the python in use has a CUDA build of torch 2.11 or newer, the
+# environment is laid over it and that torch is kept; otherwise the versions of constraints.txt are installed.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python python3.14 python3.13 python3.12 python3.11 python3.10; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.10 or newer found (tried python3, python and python3.10 to python3.14); install one or set PYTHON=/path/to/python"
+}
+
+# Prints the folder of a usable CUDA torch of this python, or nothing.
+cuda_torch_folder() {
+    "$1" - 2>/dev/null <<'EOF'
+import pathlib, torch
+version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+if torch.version.cuda and version >= (2, 11):
+    print(pathlib.Path(torch.__file__).parents[1])
+EOF
+}
+
+run_pip() {
+    local log=$venv/install.log
+    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt" "$@" \
+        >"$log" 2>&1; then
+        tail -n 5 "$log" >&2
+        fail "pip could not install: $*
+       Is there a network connection (or a package mirror in pip's own settings)? The whole output is in $log"
+    fi
+}
+
+make_environment() {
+    local kind=$1 python torch_folder stamp
+    shift
+    venv=${MOE_TRAINER_VENV:-$ROOT/.venv}
+    PYTHON_BIN=$venv/bin/python
+    python=$(find_python) || exit 1
+    stamp="$("$python" --version) $* $(cksum <"$ROOT/setup.py") $(cksum <"$ROOT/constraints.txt") $(cksum <"$ROOT/scripts/environment.sh")"
+    if [ -x "$PYTHON_BIN" ] && [ "$(cat "$venv/installed-$kind" 2>/dev/null)" = "$stamp" ]; then
+        echo "environment: $venv is up to date"
+        return
+    fi
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        fail "$python has no venv module; install it (Debian, Ubuntu: apt install python3-venv) or set PYTHON to another python"
+
+    torch_folder=$(cuda_torch_folder "$python")
+    if [ ! -x "$PYTHON_BIN" ]; then
+        "$python" -m venv ${torch_folder:+--system-site-packages} "$venv" || fail "could not create the environment $venv"
+    fi
+    if [ -n "$torch_folder" ]; then
+        echo "environment: keeping the CUDA torch in $torch_folder"
+        # A python that is itself an environment does not hand its packages down; a path file does.
+        echo "$torch_folder" >"$("$PYTHON_BIN" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kept_torch.pth"
+        grep -Ev '^(torch|numpy)\b' "$ROOT/constraints.txt" >"$venv/constraints.txt"
+    else
+        cp "$ROOT/constraints.txt" "$venv/constraints.txt"
+        echo "environment: installing $(grep '^torch==' "$ROOT/constraints.txt") into $venv (the largest download, once)"
+        run_pip "$(grep '^torch==' "$ROOT/constraints.txt")"
+    fi
+    echo "environment: installing moe-trainer and what it needs"
+    run_pip --editable "$ROOT" "$@"
+    echo "$stamp" >"$venv/installed-$kind"
+}

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Make the environment and run the whole CPU suite. Extra arguments go to pytest:
+#   bash scripts/test.sh                 everything
+#   bash scripts/test.sh tests/moe -x    one room, stop at the first failure
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/environment.sh
+. scripts/environment.sh
+
+make_environment test transformers tiktoken zstandard hypothesis
+# One thread per process: tests start ranks by fork, which more threads would hang.
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+exec "$PYTHON_BIN" -m pytest -q "$@"
