@@ -1,0 +1,350 @@
+"""The tokenizer libraries behind the `Tokenizer` interface: tokenizers, transformers, sentencepiece, tiktoken.
+
+Hugging Face folders are read with the `tokenizers` library alone: `tokenizer.json` holds the whole encoder, `tokenizer_config.json` and
+`special_tokens_map.json` name eos and pad. What transformers adds on loading is repeated here: special tokens of the config that the file
+does not hold, and the begin/end tokens of Llama-style configs (`add_bos_token`, `add_eos_token`), which override the file's template.
+Folders without `tokenizer.json`, slow tokenizers and remote code go through transformers.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import json
+import logging
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+TIKTOKEN_VOCAB_SIZE = 1 << 17
+_TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+# Pre-tokenisation patterns v1 and v2 as the tokenizer files of these models were trained with; data, not code.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TIKTOKEN_PATTERNS = (
+    ("v1", r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"),
+    (
+        "v2",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+)
+_EXTRA_SPACE = "\u262f"  # stands for a blank that SentencePiece would drop; not a character of any vocabulary
+_SPACE_PIECE = "\u2581"
+_HUB_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def _library(name: str, flag: str):
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(f"{flag} needs the library {name}: pip install {name}") from None
+
+
+class JsonTokenizer:
+    """A `tokenizers.Tokenizer` with its special tokens.
+
+    bos, eos: tokens put around every text when `include_special_tokens`; None leaves that to the encoder's own template.
+    """
+
+    unique_identifiers: OrderedDict
+
+    def __init__(self, encoder, eod: int | None, pad: int | None, include_special_tokens: bool, prefix: Sequence[int] | None = None, suffix: Sequence[int] = ()):
+        self._encoder = encoder
+        self.eod, self.pad = eod, pad
+        self.vocab_size = encoder.get_vocab_size(with_added_tokens=True)
+        self._template = include_special_tokens and prefix is None
+        self._prefix = list(prefix or ()) if include_special_tokens else []
+        self._suffix = list(suffix) if include_special_tokens else []
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._prefix + self._encoder.encode(text, add_special_tokens=self._template).ids + self._suffix
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._encoder.decode(list(ids), skip_special_tokens=False)
+
+
+class TransformersTokenizer:
+    """A transformers tokenizer (slow ones, remote code, folders without tokenizer.json)."""
+
+    unique_identifiers: OrderedDict
+
+    def __init__(self, tokenizer, include_special_tokens: bool):
+        self._tokenizer, self._include = tokenizer, include_special_tokens
+        self.vocab_size = len(tokenizer)
+        self.eod = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        self.pad = tokenizer.pad_token_id
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=self._include).input_ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))
+
+
+def open_hugging_face(
+    model: str, special_tokens: Sequence[str], use_fast: bool, trust_remote_code: bool, include_special_tokens: bool
+) -> JsonTokenizer | TransformersTokenizer:
+    """Open a local folder, a tokenizer.json, or a hub name.
+
+    Raises: ValueError when it cannot be found, fetched or read.
+    """
+    local = os.path.exists(model)
+    if trust_remote_code or not use_fast:
+        return _open_with_transformers(model, special_tokens, use_fast, trust_remote_code, include_special_tokens)
+    if os.path.isfile(model):
+        return _open_json(model, os.path.dirname(model), model, special_tokens, include_special_tokens)
+    folder = model if local else _fetch(model)
+    if folder is None or not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        return _open_with_transformers(model, special_tokens, use_fast, trust_remote_code, include_special_tokens)
+    return _open_json(os.path.join(folder, "tokenizer.json"), folder, model, special_tokens, include_special_tokens)
+
+
+def _fetch(name: str) -> str | None:
+    """Return the hub cache's folder of a repository's tokenizer files, downloading what is missing; None when it has no tokenizer.json."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"--tokenizer-model {name}: no such file or folder")
+    hub = _library("huggingface_hub", f"--tokenizer-model {name} (a hub name)")
+    found = None
+    for file in _HUB_FILES:
+        try:
+            path = hub.hf_hub_download(name, file)
+        except hub.errors.LocalEntryNotFoundError:
+            # NOTE: before EntryNotFoundError, which it derives from: this one means offline, not absent.
+            if found is None:
+                raise ValueError(_fetch_advice(name, "it is not in the local cache and cannot be downloaded")) from None
+            continue
+        except hub.errors.EntryNotFoundError:
+            if found is None:
+                return None
+            continue
+        except (OSError, ValueError) as error:
+            raise ValueError(_fetch_advice(name, str(error).strip().splitlines()[0])) from None
+        found = os.path.dirname(path)
+    return found
+
+
+def _fetch_advice(name: str, reason: str) -> str:
+    return (
+        f"--tokenizer-model {name}: no such folder here, and as a hub name {reason}. On a machine with access run\n"
+        f"    hf download {name} {' '.join(_HUB_FILES)} --local-dir DIR\n"
+        "and give DIR as --tokenizer-model (or copy its Hugging Face cache and set HF_HOME)"
+    )
+
+
+def _open_json(path: str, folder: str, model: str, special_tokens: Sequence[str], include_special_tokens: bool) -> JsonTokenizer:
+    tokenizers = _library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
+    try:
+        encoder = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises plain Exception for every fault of the file
+        raise ValueError(f"--tokenizer-model {model}: {path} cannot be read ({error})") from None
+    encoder.no_padding()
+    encoder.no_truncation()
+    config = _special_token_config(folder)
+    added = [tokenizers.AddedToken(**token) for token in config["added"] if encoder.token_to_id(token["content"]) is None]
+    encoder.add_tokens([token for token in added if not token.special])
+    names = [config[role] for role in ("eos_token", "sep_token", "pad_token", "bos_token") if config[role]]
+    encoder.add_special_tokens([token for token in added if token.special] + names + list(special_tokens))
+
+    def id_of(role: str) -> int | None:
+        return None if config[role] is None else encoder.token_to_id(config[role])
+
+    eod = id_of("eos_token") if config["eos_token"] is not None else id_of("sep_token")
+    prefix, suffix = None, ()
+    if config["add_bos_token"] is not None or config["add_eos_token"] is not None:
+        prefix = [id_of("bos_token")] if config["add_bos_token"] and id_of("bos_token") is not None else []
+        suffix = [eod] if config["add_eos_token"] and eod is not None else []
+    return JsonTokenizer(encoder, eod, id_of("pad_token"), include_special_tokens, prefix, suffix)
+
+
+def _special_token_config(folder: str) -> dict:
+    """Merge the folder's small JSON files into: role -> token text or None, `added` tokens, begin/end switches."""
+    merged: dict = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = os.path.join(folder, file)
+        if os.path.isfile(path):
+            try:
+                with open(path, encoding="utf-8") as stream:
+                    merged |= {key: value for key, value in json.load(stream).items() if value is not None}
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path}: cannot be read ({error})") from None
+    result: dict = {}
+    for role in ("eos_token", "sep_token", "pad_token", "bos_token"):
+        token = merged.get(role)
+        result[role] = token["content"] if isinstance(token, dict) else token
+    keys = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    by_id = sorted(merged.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    result["added"] = [{key: token[key] for key in keys if key in token} for _, token in by_id]
+    llama_style = re.match(r"(Code)?Llama|Gemma|Cohere", str(merged.get("tokenizer_class", ""))) is not None
+    for switch in ("add_bos_token", "add_eos_token"):
+        result[switch] = merged.get(switch) if llama_style else None
+    return result
+
+
+def _open_with_transformers(model, special_tokens, use_fast, trust_remote_code, include_special_tokens) -> TransformersTokenizer:
+    transformers = _library("transformers", f"--tokenizer-model {model} (no tokenizer.json, a slow tokenizer, or remote code)")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, use_fast=use_fast, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if os.path.exists(model):
+            raise ValueError(f"--tokenizer-model {model}: transformers cannot read it ({reason})") from None
+        raise ValueError(_fetch_advice(model, reason)) from None
+    if special_tokens:
+        tokenizer.add_tokens(list(special_tokens), special_tokens=True)
+    return TransformersTokenizer(tokenizer, include_special_tokens)
+
+
+def open_gpt2(vocab_file: str | None, merge_file: str | None, special_tokens: Sequence[str]) -> JsonTokenizer:
+    """Open GPT-2's byte-level BPE from its vocabulary and merge files; eod is `<|endoftext|>`."""
+    for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+        if not path:
+            raise ValueError(f"--tokenizer-type GPT2BPETokenizer needs {flag} (vocab.json and merges.txt of gpt2)")
+        if not os.path.isfile(path):
+            raise ValueError(f"{flag} {path}: no such file")
+    tokenizers = _library("tokenizers", "--tokenizer-type GPT2BPETokenizer")
+    try:
+        model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
+    except Exception as error:  # the library raises plain Exception for every fault of the files
+        raise ValueError(f"--vocab-file {vocab_file} / --merge-file {merge_file}: cannot be read ({error})") from None
+    encoder = tokenizers.Tokenizer(model)
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = tokenizers.decoders.ByteLevel()
+    encoder.add_special_tokens(["<|endoftext|>", *special_tokens])
+    return JsonTokenizer(encoder, encoder.token_to_id("<|endoftext|>"), None, include_special_tokens=True)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model; no begin or end tokens are added to texts.
+
+    legacy: `special_tokens` may be given; they are cut out of texts before encoding, those without a piece get ids after the last one.
+    ignore_extra_whitespaces False: runs of blanks survive although the model would collapse them.
+    """
+
+    unique_identifiers: OrderedDict
+
+    def __init__(self, path: str, special_tokens: Sequence[str] = (), legacy: bool = False, ignore_extra_whitespaces: bool = True):
+        if not os.path.isfile(path):
+            raise ValueError(f"--tokenizer-model {path}: no such file")
+        sentencepiece = _library("sentencepiece", "a SentencePiece tokenizer")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=path)
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"--tokenizer-model {path}: not a SentencePiece model ({str(error).strip()})") from None
+        if special_tokens and not legacy:
+            raise ValueError("--tokenizer-special-tokens with SentencePiece needs --tokenizer-sentencepiece-legacy")
+        self.vocab_size = self._model.get_piece_size()
+        self.eod = self._model.eos_id() if self._model.eos_id() >= 0 else None
+        self.pad = self._model.pad_id() if self._model.pad_id() >= 0 else None
+        self._special: dict[str, int] = {}
+        for token in special_tokens:
+            piece = self._model.piece_to_id(token)
+            if piece == self._model.unk_id():
+                piece, self.vocab_size = self.vocab_size, self.vocab_size + 1
+            self._special[token] = piece
+        collapses = self._model.encode("x  y", out_type=str) == self._model.encode("x y", out_type=str)
+        self._keep_blanks = collapses and not ignore_extra_whitespaces
+        # NOTE: longest first, so that a token is not cut inside a longer one that begins alike.
+        names = sorted(self._special, key=len, reverse=True)
+        self._cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def tokenize(self, text: str) -> list[int]:
+        if self._keep_blanks:
+            text = re.sub(r"(?<= )(?= )|^ | $", f" {_EXTRA_SPACE} ", text).rstrip()
+        if self._cut is None:
+            return self._encode(text)
+        ids: list[int] = []
+        after_special = False
+        for piece in self._cut.split(text):
+            if piece in self._special:
+                ids.append(self._special[piece])
+                after_special = True
+                continue
+            encoded = self._encode(piece)
+            # The blank that SentencePiece puts before a text does not belong between a special token and its word.
+            if after_special and encoded and encoded[0] == self._model.piece_to_id(_SPACE_PIECE):
+                encoded = encoded[1:]
+            ids.extend(encoded)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        if not self._keep_blanks:
+            return self._model.encode(text)
+        ids: list[int] = []
+        for part in text.split(_EXTRA_SPACE):
+            if part:
+                # The mark, encoded as the last piece, keeps the part's own trailing blank; then it is dropped.
+                ids.extend(self._model.encode(part + _EXTRA_SPACE)[:-1])
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        names = {number: token for token, number in self._special.items()}
+        pieces, run = [], []
+        for number in ids:
+            if number in names:
+                pieces += [self._model.decode(run), names[number]]
+                run = []
+            else:
+                run.append(int(number))
+        return " ".join(piece for piece in [*pieces, self._model.decode(run)] if piece)
+
+
+class TikTokenizer:
+    """A tiktoken vocabulary: special tokens first (seven named ones, the rest fillers), then the file's byte sequences by rank.
+
+    Files: the JSON list of {rank, token_bytes, token_str}, or tiktoken's own lines of base64 and rank. eod is `</s>`.
+    """
+
+    unique_identifiers: OrderedDict
+
+    def __init__(self, path: str, pattern: str, vocab_size: int, num_special_tokens: int, special_tokens: Sequence[str] | None = None):
+        names = list(_TIKTOKEN_SPECIAL if special_tokens is None else special_tokens)
+        missing = [name for name in _TIKTOKEN_SPECIAL if name not in names]
+        if missing or len(set(names)) != len(names):
+            raise ValueError(f"--tokenizer-special-tokens: tiktoken needs each of {', '.join(_TIKTOKEN_SPECIAL)} once; missing {missing}")
+        if not len(names) <= num_special_tokens < vocab_size:
+            raise ValueError(
+                f"--tiktoken-num-special-tokens {num_special_tokens}: needed at least {len(names)} and less than the vocabulary of {vocab_size}"
+            )
+        if not os.path.isfile(path):
+            raise ValueError(f"--tokenizer-model {path}: no such file")
+        tokens = _read_tiktoken(path)[: vocab_size - num_special_tokens]
+        if len(tokens) < vocab_size - num_special_tokens:
+            raise ValueError(
+                f"--tokenizer-model {path}: found {len(tokens)} tokens, --vocab-size {vocab_size} with {num_special_tokens} special ones "
+                f"needs {vocab_size - num_special_tokens}"
+            )
+        tiktoken = _library("tiktoken", "--tokenizer-type TikTokenizer")
+        special = names + [f"<SPECIAL_{number}>" for number in range(len(names), num_special_tokens)]
+        self._encoding = tiktoken.Encoding(
+            name=os.path.basename(os.path.dirname(os.path.abspath(path))),
+            pat_str=dict(_TIKTOKEN_PATTERNS)[pattern],
+            mergeable_ranks={token: num_special_tokens + rank for rank, token in enumerate(tokens)},
+            special_tokens={name: number for number, name in enumerate(special)},
+        )
+        self.vocab_size = vocab_size
+        self.eod, self.pad = names.index("</s>"), names.index("<pad>")
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._encoding.encode(text, allowed_special="all")
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode(list(ids))
+
+
+def _read_tiktoken(path: str) -> list[bytes]:
+    """Return the byte sequences of a vocabulary file in order of rank."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            if path.endswith(".json"):
+                ranked = [(int(entry["rank"]), base64.b64decode(entry["token_bytes"])) for entry in json.load(stream)]
+            else:
+                ranked = [(int(rank), base64.b64decode(token)) for token, rank in (line.split() for line in stream if line.strip())]
+    except (OSError, ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise ValueError(f"--tokenizer-model {path}: not a tiktoken vocabulary ({error})") from None
+    if [rank for rank, _ in ranked] != list(range(len(ranked))) or len({token for _, token in ranked}) != len(ranked):
+        raise ValueError(f"--tokenizer-model {path}: ranks must count up from 0 and tokens be distinct")
+    return [token for _, token in ranked]
