@@ -155,8 +155,11 @@ def take_back(directory: Path, iteration: int) -> bool:
     for entry in sorted(directory.iterdir()):
         match = _ASIDE.match(entry.name)
         if match and int(match[1]) == iteration and (entry / COMPLETE).is_file():
+            try:
+                os.rename(entry, final)
+            except OSError:
+                return final.exists()  # another process was faster
             logger.warning("%s was being replaced when its run ended; restored from %s", final, entry.name)
-            os.rename(entry, final)
             return True
     return False
 
