@@ -1,0 +1,159 @@
+"""Options of the layers that no reference model covers."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arguments.model import ModelArgs
+from moe_trainer.layers.attention import SelfAttention
+from moe_trainer.layers.core_attention import CoreAttention, uses_window
+from moe_trainer.layers.init import Init, embedding_init, hidden_init, residual_init
+from moe_trainer.layers.kit import LOCAL, choose
+from moe_trainer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from moe_trainer.layers.mlp import make_activation
+from moe_trainer.layers.norm import Norm
+from moe_trainer.layers.rotary import make_rotary, skips_rope
+from moe_trainer.parallel.rng import init_parameter
+from moe_trainer.parallel.state import Group, ParallelState
+
+MODEL = ModelArgs(num_layers=8, hidden_size=32, num_attention_heads=4, num_query_groups=2, group_query_attention=True,
+                  kv_channels=8, ffn_hidden_size=64, max_position_embeddings=16, attention_dropout=0.0)
+SINGLE = ParallelState.single()
+
+
+def built(module):
+    for param in module.parameters():
+        init_parameter(param, 1)
+    return module
+
+
+def test_linears_name_their_parameters_and_refuse_a_group():
+    column = ColumnParallelLinear(4, 6, name="a.b", group=SINGLE.tp, init=Init("normal", 0.1), bias=True)
+    row = RowParallelLinear(4, 6, name="a.c", group=SINGLE.tp, init=Init("normal", 0.1), bias=True)
+    assert column.weight.info.names == ("a.b.weight",) and column.bias.info.names == ("a.b.bias",)
+    assert (column.weight.info.sharded_dim, column.bias.info.sharded_dim) == (0, 0)
+    assert (row.weight.info.sharded_dim, row.bias.info.sharded_dim) == (1, None)
+    with pytest.raises(ValueError, match="a.d.*tensor parallelism"):
+        ColumnParallelLinear(4, 6, name="a.d", group=Group("tp", (0, 1), 0, 2), init=Init("zeros"))
+
+
+def test_a_zero_centred_norm_starts_as_the_identity_gain():
+    for kind in ("RMSNorm", "LayerNorm"):
+        plain = built(Norm(8, replace(MODEL, normalization=kind), name="n"))
+        centred = built(Norm(8, replace(MODEL, normalization=kind, layernorm_zero_centered_gamma=True), name="n"))
+        x = torch.randn(3, 8)
+        assert torch.equal(plain.weight, torch.ones(8)) and torch.equal(centred.weight, torch.zeros(8))
+        assert torch.equal(plain(x), centred(x))
+
+
+def test_init_distributions():
+    assert hidden_init(MODEL) == ("normal", 0.02)
+    assert residual_init(MODEL) == ("normal", 0.02 / 4)
+    assert embedding_init(MODEL) == ("normal", 0.02)
+    assert embedding_init(replace(MODEL, embedding_init_method_std=1.0)) == ("normal", 1.0)
+    xavier = replace(MODEL, init_method_xavier_uniform=True)
+    assert {hidden_init(xavier).kind, residual_init(xavier).kind, embedding_init(xavier).kind} == {"xavier_uniform"}
+
+
+@pytest.mark.parametrize("freq, windowed", [
+    (None, [True] * 4), (2, [True, False, True, False]), ([1, 0, 0, 1], [True, False, False, True])])
+def test_window_attn_skip_freq(freq, windowed):
+    model = replace(MODEL, window_size=(2, 0), window_attn_skip_freq=freq)
+    assert [uses_window(model, number) for number in range(1, 5)] == windowed
+    assert not uses_window(replace(model, window_size=None), 1)
+
+
+@pytest.mark.parametrize("freq, skipped", [
+    (None, [False] * 4), (2, [False, True, False, True]), ([0, 1, 1, 0], [False, True, True, False])])
+def test_no_rope_freq(freq, skipped):
+    model = replace(MODEL, no_rope_freq=freq)
+    assert [skips_rope(model, number) for number in range(1, 5)] == skipped
+
+
+def test_a_layer_without_rope_ignores_the_tables():
+    model = replace(MODEL, position_embedding_type="rope", no_rope_freq=[0, 1] * 4)
+    tables = make_rotary(model).tables(6, torch.device("cpu"), torch.float32)
+    x = torch.randn(6, 2, 32)
+    for number, reads in ((1, True), (2, False)):
+        layer = built(SelfAttention(model, SINGLE, name="a", layer_number=number, kit=LOCAL))
+        assert torch.equal(layer(x, tables, None), layer(x, None, None)) != reads
+
+
+def test_rotary_tables_are_kept_per_length():
+    rotary = make_rotary(replace(MODEL, position_embedding_type="rope"))
+    first = rotary.tables(6, torch.device("cpu"), torch.float32)
+    assert rotary.tables(6, torch.device("cpu"), torch.float32)[0] is first[0]
+    assert rotary.tables(8, torch.device("cpu"), torch.float32)[0].shape == (8, 4)
+
+
+def test_rotary_interleaved_is_a_permutation_of_halves():
+    """Scores agree when the rows of q and k are reordered: pairs (2i, 2i+1) instead of (i, i + D/2)."""
+    order = torch.arange(8).view(2, 4).t().flatten()
+    base = replace(MODEL, position_embedding_type="rope")
+    halves = built(SelfAttention(base, SINGLE, name="a", layer_number=1, kit=LOCAL))
+    pairs = SelfAttention(replace(base, rotary_interleaved=True), SINGLE, name="a", layer_number=1, kit=LOCAL)
+    pairs.load_state_dict(halves.state_dict())
+    with torch.no_grad():
+        rows = pairs.linear_qkv.weight.view(2, 4, 8, 32)  # groups, [q q k v], head dim, hidden
+        rows[:, :3] = halves.linear_qkv.weight.view(2, 4, 8, 32)[:, :3][:, :, order]
+    tables = make_rotary(base).tables(6, torch.device("cpu"), torch.float32)
+    x = torch.randn(6, 2, 32)
+    torch.testing.assert_close(pairs(x, tables, None), halves(x, tables, None))
+    assert not torch.allclose(pairs(x, tables, None), pairs(x, None, None))
+
+
+def test_qk_l2_norm_has_no_parameters_and_bounds_the_scores():
+    layer = built(SelfAttention(replace(MODEL, qk_l2_norm=True), SINGLE, name="a", layer_number=1, kit=LOCAL))
+    assert {name for name, _ in layer.named_parameters()} == {
+        "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "linear_proj.bias"}
+    x = torch.randn(6, 2, 32)
+    with torch.no_grad():
+        expected = layer(x, None, None)
+        rows = layer.linear_qkv.weight.view(2, 4, 8, 32)
+        rows[:, :3] *= 1000  # scales q and k only
+        torch.testing.assert_close(layer(x, None, None), expected, rtol=1e-2, atol=1e-4)
+
+
+def test_attention_dropout_acts_in_training_only():
+    core = CoreAttention(replace(MODEL, attention_dropout=0.5), 1, head_dim=8)
+    q = torch.randn(6, 2, 4, 8)
+    assert not torch.equal(core(q, q, q, None), core(q, q, q, None))
+    core.eval()
+    assert torch.equal(core(q, q, q, None), core(q, q, q, None))
+
+
+def test_a_window_joins_an_explicit_mask():
+    core = CoreAttention(replace(MODEL, window_size=(2, 0)), 1, head_dim=8)
+    q = torch.randn(6, 1, 4, 8)
+    causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    assert torch.equal(core(q, q, q, causal), core(q, q, q, None))
+
+
+@pytest.mark.parametrize("change, flag", [
+    (dict(softmax_type="learnable"), "--softmax-type learnable"), (dict(attention_output_gate=True), "--attention-output-gate")])
+def test_what_is_not_built_is_refused_by_name(change, flag):
+    with pytest.raises(ValueError, match=flag):
+        SelfAttention(replace(MODEL, **change), SINGLE, name="a", layer_number=1, kit=LOCAL)
+
+
+def test_unbuilt_positions_are_refused_by_name():
+    with pytest.raises(ValueError, match="--position-embedding-type mrope"):
+        make_rotary(replace(MODEL, position_embedding_type="mrope"))
+
+
+@pytest.mark.parametrize("change, expected", [
+    (dict(), ("gelu_tanh", False)), (dict(bias_gelu_fusion=False), ("gelu", False)),
+    (dict(add_bias_linear=False), ("gelu", False)), (dict(swiglu=True), ("silu", True)),
+    (dict(squared_relu=True), ("squared_relu", False)), (dict(quick_geglu=True), ("quick_gelu", True))])
+def test_activation_of_the_flags(change, expected):
+    act = make_activation(replace(MODEL, **change))
+    assert (act.kind, act.gated) == expected
+
+
+def test_choose_tells_why_transformer_engine_is_not_used(caplog):
+    with caplog.at_level(logging.INFO):
+        assert choose("local") is LOCAL and not caplog.records
+        assert choose("transformer_engine") is LOCAL
+    assert "transformer_engine" in caplog.text and len(caplog.records) == 1

@@ -1,0 +1,145 @@
+"""Logits of small random models equal those of Hugging Face transformers, feature by feature."""
+
+import pytest
+import torch
+
+import arguments
+from moe_trainer.model.build import build_chunks
+from moe_trainer.model.weights import load_named_weights
+from moe_trainer.parallel.state import ParallelState
+
+transformers = pytest.importorskip("transformers")
+
+SEQ, VOCAB, HIDDEN, LAYERS, HEADS, FFN = 48, 96, 32, 3, 4, 56
+COMMON = dict(hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=FFN,
+              vocab_size=VOCAB, max_position_embeddings=SEQ, initializer_range=0.3, attn_implementation="eager")
+ARGV = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS} "
+        f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 2 --global-batch-size 2 --train-iters 1 "
+        "--lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --transformer-impl local --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 95").split()
+LLAMA = "--normalization RMSNorm --norm-epsilon 1e-6 --swiglu --position-embedding-type rope".split()
+UNTIED = ["--untie-embeddings-and-output-weights"]
+GQA = "--group-query-attention --num-query-groups 2 --kv-channels 8".split()
+
+
+def grouped_qkv(state, prefix, groups, leaf="weight"):
+    """[q..q, k, v] per key-value group."""
+    q, k, v = (state[f"{prefix}.{name}_proj.{leaf}"].unflatten(0, (groups, -1)) for name in "qkv")
+    return torch.cat([q, k, v], 1).flatten(0, 1)
+
+
+def convert(state, groups=None):
+    """Hugging Face names -> Megatron-Core names. groups None: latent attention."""
+    out = {"embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+           "decoder.final_layernorm.weight": state["model.norm.weight"], "output_layer.weight": state["lm_head.weight"]}
+    if "model.norm.bias" in state:
+        out["decoder.final_layernorm.bias"] = state["model.norm.bias"]
+    latent = {"q_proj": "linear_q_proj", "q_a_proj": "linear_q_down_proj", "q_b_proj": "linear_q_up_proj",
+              "kv_a_proj_with_mqa": "linear_kv_down_proj", "kv_b_proj": "linear_kv_up_proj",
+              "q_a_layernorm": "q_layernorm", "kv_a_layernorm": "kv_layernorm", "o_proj": "linear_proj",
+              "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+    for i in range(LAYERS):
+        theirs, ours = f"model.layers.{i}", f"decoder.layers.{i}"
+        if groups:
+            for leaf in ("weight", "bias"):
+                if f"{theirs}.self_attn.q_proj.{leaf}" in state:
+                    qkv = grouped_qkv(state, f"{theirs}.self_attn", groups, leaf)
+                    out[f"{ours}.self_attention.linear_qkv.{leaf}"] = qkv
+        for name, value in state.items():
+            module, _, leaf = name.removeprefix(theirs + ".").rpartition(".")
+            parent, _, child = module.rpartition(".")
+            if not name.startswith(theirs + "."):
+                continue
+            if module == "input_layernorm":
+                out[f"{ours}.input_layernorm.{leaf}"] = value
+            elif module == "post_attention_layernorm":
+                out[f"{ours}.pre_mlp_layernorm.{leaf}"] = value
+            elif parent == "self_attn" and child in latent and not (groups and child == "q_proj"):
+                out[f"{ours}.self_attention.{latent[child]}.{leaf}"] = value
+            elif child == "down_proj":
+                out[f"{ours}.mlp.linear_fc2.weight"] = value
+            elif child == "up_proj":
+                gate = [state[f"{theirs}.mlp.gate_proj.weight"]] if f"{theirs}.mlp.gate_proj.weight" in state else []
+                out[f"{ours}.mlp.linear_fc1.weight"] = torch.cat([*gate, value])
+    return out
+
+
+def check(hf_model, argv, groups=None, tied=False):
+    # norms and biases start at constants in transformers; random ones would show a swap
+    generator = torch.Generator().manual_seed(7)
+    for name, param in hf_model.named_parameters():
+        if param.dim() == 1:
+            param.data += 0.3 * torch.randn(param.shape, generator=generator)
+    args = arguments.parse_args([*ARGV, *argv], world_size=1)
+    model, = build_chunks(args, ParallelState.single(), VOCAB)
+    weights = convert(hf_model.state_dict(), groups)
+    if tied:
+        del weights["output_layer.weight"]
+    load_named_weights([model], weights)
+    tokens = torch.randint(VOCAB, (2, SEQ))
+    positions = torch.arange(SEQ).expand(2, SEQ)
+    with torch.no_grad():
+        expected = hf_model.eval()(tokens).logits
+        ours = model.eval()(tokens, positions)
+    assert expected.std() > 0.1
+    assert (ours - expected).abs().max() < 3e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("rope, argv", [
+    (dict(rope_type="default", rope_theta=10000.0), []),
+    (dict(rope_type="linear", rope_theta=10000.0, factor=4.0), ["--rotary-seq-len-interpolation-factor", "4"]),
+    (dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+          original_max_position_embeddings=8192),
+     "--use-rope-scaling --rope-scaling-factor 8 --rotary-base 500000".split()),
+    (dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=8.0,
+          beta_slow=1.0, truncate=False),
+     "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
+     "--yarn-beta-fast 8 --yarn-beta-slow 1 --no-yarn-correction-range-round-to-int".split()),
+])
+def test_llama_rope_scalings(rope, argv):
+    hf = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        **COMMON, num_key_value_heads=2, rope_parameters=rope, rms_norm_eps=1e-6))
+    check(hf, LLAMA + UNTIED + GQA + argv, groups=2)
+
+
+def test_qwen2_has_qkv_bias_and_a_tied_head():
+    hf = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        **COMMON, num_key_value_heads=2, tie_word_embeddings=True, rms_norm_eps=1e-6))
+    check(hf, LLAMA + GQA + ["--add-qkv-bias"], groups=2, tied=True)
+
+
+def test_qwen3_has_qk_norms_and_its_own_head_width():
+    hf = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        **COMMON, num_key_value_heads=2, head_dim=12, rms_norm_eps=1e-6))
+    check(hf, LLAMA + UNTIED + GQA + ["--kv-channels", "12", "--qk-layernorm"], groups=2)
+
+
+def test_mistral_slides_its_window():
+    hf = transformers.MistralForCausalLM(transformers.MistralConfig(
+        **COMMON, num_key_value_heads=2, sliding_window=5, rms_norm_eps=1e-6))
+    check(hf, LLAMA + UNTIED + GQA + ["--window-size", "4,0"], groups=2)
+
+
+def test_nemotron_centres_its_norm_at_one_rotates_half_and_squares_relu():
+    hf = transformers.NemotronForCausalLM(transformers.NemotronConfig(
+        **COMMON, num_key_value_heads=4, head_dim=8, norm_eps=1e-5, hidden_act="relu2",
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)))
+    check(hf, "--normalization LayerNorm --norm-epsilon 1e-5 --apply-layernorm-1p --squared-relu --kv-channels 8 "
+              "--position-embedding-type rope --rotary-percent 0.5".split() + UNTIED, groups=4)
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 20])
+@pytest.mark.parametrize("yarn", [False, True])
+def test_deepseek_v3_latent_attention(q_lora_rank, yarn):
+    rope, argv = dict(rope_type="default", rope_theta=10000.0), ["--rope-type", "rope"]
+    if yarn:
+        rope = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, original_max_position_embeddings=4096,
+                    beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.707)
+        argv = "--rope-type yarn --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 0.707".split()
+    if q_lora_rank:
+        argv += ["--q-lora-rank", str(q_lora_rank)]
+    hf = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
+        **COMMON, num_key_value_heads=HEADS, q_lora_rank=q_lora_rank, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=6, first_k_dense_replace=LAYERS, rope_parameters=rope, rms_norm_eps=1e-6))
+    check(hf, LLAMA + UNTIED + argv + "--multi-latent-attention --qk-layernorm --kv-lora-rank 16 --qk-head-dim 8 "
+          "--qk-pos-emb-head-dim 4 --v-head-dim 6 --kv-channels 8".split())

@@ -1,0 +1,108 @@
+"""Multi-token prediction against a plain loop over depths with an explicit total loss."""
+
+import pytest
+import torch
+
+import arguments
+from moe_trainer.model.build import build_chunks
+from moe_trainer.model.mtp import collect_mtp_metrics, shift_left
+from moe_trainer.parallel.state import ParallelState
+
+BASE = ("--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --seq-length 16 "
+        "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 "
+        "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 95 "
+        "--attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu --position-embedding-type rope "
+        "--disable-bias-linear --mtp-loss-scaling-factor 0.3").split()
+
+
+def build(*argv):
+    model, = build_chunks(arguments.parse_args([*BASE, *argv], world_size=1), ParallelState.single(), 96)
+    return model
+
+
+def batch():
+    tokens = torch.randint(96, (2, 17))
+    mask = (torch.rand(2, 16) > 0.3).float()
+    return tokens[:, :-1], torch.arange(16).expand(2, 16), tokens[:, 1:], mask
+
+
+def explicit(model, tokens, positions, labels, mask, depths, layers, per_token):
+    """Main loss per token, list of masked MTP losses over valid tokens, their weights' normalisation."""
+    rope = model.rotary.tables(16, tokens.device, torch.float32)
+    x = model.embedding(tokens, positions)
+    for layer in model.decoder.layers:
+        x = layer(x, rope, None, 1.0)
+    x = model.decoder.final_layernorm(x)
+    main = model._loss_BS(x, labels)
+    total, means, original = 0.0, [], mask.sum()
+    for depth in range(1, depths + 1):
+        ahead = torch.zeros_like(tokens)
+        ahead[:, :-depth] = tokens[:, depth:]
+        target, valid = torch.zeros_like(labels), torch.zeros_like(mask)
+        target[:, :-depth], valid[:, :-depth] = labels[:, depth:], mask[:, depth:]
+        layer = layers[depth - 1]
+        joined = torch.cat([layer.enorm(model.embedding(ahead, positions)), layer.hnorm(x)], -1)
+        x = layer.final_layernorm(layer.mtp_model_layer(layer.eh_proj(joined), rope, None, 1.0))
+        summed = (model._loss_BS(x, target) * valid).sum()
+        means.append((summed / valid.sum()).item())
+        total = total + 0.3 / depths * summed / valid.sum() * (original if per_token else 1.0)
+    return main, total, means
+
+
+@pytest.mark.parametrize("argv, depths, repeated, per_token", [
+    (["--mtp-num-layers", "1"], 1, False, False),
+    (["--mtp-num-layers", "2"], 2, False, False),
+    (["--mtp-num-layers", "3", "--mtp-use-repeated-layer"], 3, True, False),
+    (["--mtp-num-layers", "2", "--calculate-per-token-loss"], 2, False, True),
+])
+def test_depths(argv, depths, repeated, per_token):
+    model = build(*argv)
+    data = batch()
+    layers = [model.mtp.layers[0]] * depths if repeated else list(model.mtp.layers)
+    assert len(model.mtp.layers) == (1 if repeated else depths)
+    main, total, means = explicit(model, *data, depths, layers, per_token)
+    (main.sum() + 0.25 * total).backward()
+    expected = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    loss = model(*data, grad_scale=torch.tensor(0.25))
+    torch.testing.assert_close(loss, main)
+    loss.sum().backward()
+    for name, param in model.named_parameters():
+        assert (param.grad - expected[name]).norm() < 1e-5 * expected[name].norm(), name
+    metrics = collect_mtp_metrics([model], ParallelState.single())
+    assert metrics == {f"mtp_{i} loss": pytest.approx(mean, rel=1e-5) for i, mean in enumerate(means, 1)}
+
+
+def test_metrics_average_microbatches_and_skip_evaluation():
+    model = build("--mtp-num-layers", "1")
+    with torch.no_grad():
+        model.eval()(*batch())
+        assert collect_mtp_metrics([model], ParallelState.single()) == {"mtp_1 loss": 0.0}
+        model.train()
+        single = []
+        for data in (batch(), batch()):
+            model(*data)
+            single.append(collect_mtp_metrics([model], ParallelState.single())["mtp_1 loss"])
+            last = data
+        model(*last)
+        model(*last)
+    assert collect_mtp_metrics([model], ParallelState.single())["mtp_1 loss"] == pytest.approx(single[1], rel=1e-6)
+
+
+def test_a_fully_masked_microbatch_adds_no_gradient():
+    model = build("--mtp-num-layers", "1")
+    tokens, positions, labels, mask = batch()
+    (model(tokens, positions, labels, torch.zeros_like(mask)) * 0).sum().backward()
+    assert all(torch.count_nonzero(param.grad) == 0 for param in model.parameters())
+
+
+def test_shift_left():
+    assert shift_left(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [[2, 3, 0], [5, 6, 0]]
+
+
+def test_mtp_copies_the_kind_of_the_last_decoder_layer():
+    moe = "--mtp-num-layers 2 --num-experts 4 --moe-ffn-hidden-size 24".split()
+    for freq, count in (("[0,1]", 3), ("[1,0]", 1), ("1", 4), ("2", 1)):
+        model = build(*moe, "--moe-layer-freq", freq)
+        assert len(model.moe_layers()) == count, freq
+        assert [layer.layer_number for layer in model.moe_layers()][-1] == {3: 4, 1: 1, 4: 4}[count]
