@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from arguments import Arguments
-from moe_trainer.checkpoint.checkpoint import AsyncSaver, load
+from moe_trainer.checkpoint.checkpoint import AsyncSaver, check_writable, load
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.checkpoint.options import LoadOptions, SaveOptions
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, requested_sizes
@@ -102,7 +102,7 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
     """Build model, gradient buffers, optimizer and schedules."""
     ps = runtime.ps
     vocab = args.data.padded_vocab_size or (
-        padded_vocab_size(tokenizer.vocab_size, args.data.make_vocab_size_divisible_by, ps.tp.size)
+        padded_vocab_size(tokenizer.vocab_size, args.model.make_vocab_size_divisible_by, ps.tp.size)
         if args.data.pad_vocab_size
         else tokenizer.vocab_size
     )
@@ -121,7 +121,11 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         count = sum(param.numel() for param in params)
         print_rank_0(runtime, f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank (0, 0, 0): {count}")
         grads = DataParallelGrads(params, ps, args.parallel, args.precision, per_token_loss=args.training.calculate_per_token_loss)
-        optimizer = build_optimizer(chunks, grads, args.optimizer, args.precision, args.parallel, ps)
+        optimizer = build_optimizer(
+            chunks, grads, args.optimizer, args.precision, args.parallel, ps,
+            check_for_nan=args.training.check_for_nan_in_loss_and_grad,
+            count_zeros=args.output.log_num_zeros_in_grad, timer=timers,
+        )
     with user_input("schedules"):
         batch_size = build_batch_size_schedule(args.training, ps.dp.size, args.data.seq_length)
         final_batch_size = batch_size.final_global_batch_size
@@ -154,6 +158,9 @@ def resume(run: Run, tokenizer: Tokenizer) -> TrainState:
     """Load the checkpoint that `--load` names, if there is one; returns where the run goes on."""
     output = run.args.output
     state = TrainState()
+    if output.save is not None:
+        with user_input("--save"):
+            check_writable(output.save, run.ps)
     if output.load is None:
         return state
     options = LoadOptions.from_args(output, run.args.as_dict(), tokenizer.vocab_size)
@@ -198,7 +205,7 @@ def batches_of(run: Run, dataset: AnyDataset, micro_batch_size: int, consumed: i
     return iter(
         build_loader(
             dataset, micro_batch_size, dp.rank, dp.size, consumed, args.training.dataloader_type or "single",
-            args.data.num_workers, fmt=run.batch_format, sharded=args.data.data_sharding,
+            args.data.num_workers, fmt=run.batch_format,
             pin_memory=run.runtime.device.type == "cuda",
         )
     )

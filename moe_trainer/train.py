@@ -16,6 +16,7 @@ import logging
 import math
 import resource
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.params import info_of, unique_params
 from moe_trainer.pipeline.no_pipeline import run_microbatches
 from moe_trainer.place import Place
 from moe_trainer.report.console import arguments_block
@@ -70,6 +72,7 @@ def pretrain(args: Arguments, place: Place) -> int:
     started = time.time()
     with user_input("start-up"):
         runtime = initialize(args, place)
+    print_rank_0(runtime, f"time to initialize megatron (seconds): {time.time() - started:.3f}")
     announce(args, runtime)
     with user_input("tokenizer"):
         tokenizer = build_tokenizer(args.data)
@@ -200,18 +203,18 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     dump_now = args.output.dump_step is not None and int(args.output.dump_step[0]) == state.iteration + 1
     records = attach_recorders(run.chunks, args.model.num_layers) if dump_now else {}
     run.optimizer.zero_grad()
-    run.grads.zero()
     start_iteration(run.chunks)
     grad_scale = run.optimizer.loss_scale / (1 if run.per_token else num_microbatches)
 
     def forward_step() -> tuple[Tensor, Tensor]:
         with run.timers("batch-generator"):
             batch = next(run.train_batches).to(run.runtime.device)
-        with run.timers("forward-compute"):
-            return masked_loss(run, batch, grad_scale)
+        return masked_loss(run, batch, grad_scale)
 
     with run.timers("forward-backward"):
-        sums = run_microbatches(forward_step, num_microbatches, run.grads, lambda loss: loss * grad_scale)
+        sums = run_microbatches(
+            forward_step, num_microbatches, grad_scale=grad_scale, accumulate=run.grads.accumulate, timer=run.timers
+        )
     with run.timers("all-grads-sync"):
         run.grads.finish()
     totals = collectives.all_reduce(torch.stack(sums).sum(0).double(), ps.dp_cp)
@@ -389,9 +392,17 @@ def write_dumps(run: Run, state: TrainState, records: dict[str, list]) -> None:
     with user_input("--dump-step"):
         if records:
             dump_routing(directory, number, run.runtime.place.rank, records)
-        gradients = run.grads.full_gradients()
+        run.grads.gather()
         if run.runtime.place.rank == 0:
-            dump_gradients(directory, number, gradients, 1.0 / run.optimizer.loss_scale)
+            dump_gradients(directory, number, named_gradients(run.chunks), 1.0 / run.optimizer.loss_scale)
+
+
+def named_gradients(chunks: list[Transformer]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Megatron-Core name, accumulated gradient) of every parameter, stacked experts one by one."""
+    for chunk in chunks:
+        for param in unique_params(chunk.parameters()):
+            info = info_of(param)
+            yield from zip(info.names, param.main_grad.unbind(0) if info.stacked else (param.main_grad,))
 
 
 def report_timers(run: Run, iteration: int) -> None:

@@ -4,6 +4,7 @@ import signal
 from types import FrameType
 
 import torch
+from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group
@@ -21,7 +22,7 @@ class ExitSignal:
         self._received = False
         self._previous = None
 
-    def __enter__(self) -> "ExitSignal":
+    def __enter__(self) -> Self:
         self._previous = signal.signal(self._number, self._handle)
         return self
 

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -7,12 +8,12 @@ from moe_trainer.report.metrics import IterationRecord, LogOptions, MetricsLogge
 
 
 def record(iteration, loss, skipped=False, **changes):
-    values = dict(
+    one = IterationRecord(
         iteration=iteration, consumed_samples=iteration * 4, losses={"lm loss": loss}, learning_rate=iteration * 0.1,
         next_learning_rate=(iteration + 1) * 0.1, grad_norm=1.5, loss_scale=1.0, global_batch_size=4, skipped=skipped,
         elapsed_s=0.5, tokens=100, flops=3e12, max_memory_mb=10.0, dropped_tokens=2,
     )
-    return IterationRecord(**{**values, **changes})
+    return replace(one, **changes)
 
 
 def run(tmp_path, records, capsys, **options):

@@ -37,7 +37,7 @@ ALLOWED = {
     "initialize": GROUND | {"parallel", "report"},
 }
 # The roof may import everything: the loop and what belongs to it, and the entry points.
-ROOF = ("train", "pretrain_moe", "scripts", "setup")
+ROOF = ("train", "run", "pretrain_moe", "scripts", "setup")
 WITHOUT_TORCH = ("arguments", "model_zoo", "moe_trainer.shape", "moe_trainer.place", "moe_trainer.errors")
 ONLY_GRID = ("planner",)
 
