@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# From nothing to a trained, evaluated and saved Mixture-of-Experts model, in a few minutes on two CPU cores.
+#
+#   bash scripts/quickstart.sh                 text: the sources of this Python installation
+#   TEXT=my.txt bash scripts/quickstart.sh     text of your own (.txt or .jsonl)
+#   RUN=folder  bash scripts/quickstart.sh     where everything goes (default: runs/quickstart)
+#   extra flags go to pretrain_moe.py          bash scripts/quickstart.sh --train-iters 1000
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/environment.sh
+. scripts/environment.sh
+run=${RUN:-runs/quickstart}
+vocab_size=4096
+split=95,5,0
+
+echo "[1/5] environment"
+make_environment base
+mkdir -p "$run"
+started=$SECONDS
+
+echo "[2/5] text and tokenizer"
+"$PYTHON_BIN" scripts/quickstart_text.py "$run/data" --vocab-size "$vocab_size" ${TEXT:+--text "$TEXT"}
+
+echo "[3/5] tokens"
+"$PYTHON_BIN" scripts/preprocess_data.py --input "$run/data/text.jsonl" --output-prefix "$run/data/text" \
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" --workers 2 --append-eod \
+    >"$run/preprocess.log" 2>&1 || { tail -n 20 "$run/preprocess.log" >&2; fail "preprocessing failed; see $run/preprocess.log"; }
+unigram=$("$PYTHON_BIN" scripts/unigram_loss.py --data-path "$run/data/text_text_document" --split "$split" --vocab-size "$vocab_size")
+echo "a model that knows only how frequent each token is would reach $unigram nats per token on the validation text"
+
+# One rank per GPU (as many as divide the batch), else two ranks on the CPU.
+gpus=$("$PYTHON_BIN" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
+cores=$("$PYTHON_BIN" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+ranks=2
+for n in 8 4 2 1; do
+    if [ "$gpus" -ge "$n" ]; then
+        ranks=$n
+        break
+    fi
+done
+threads=$((cores / ranks > 0 ? cores / ranks : 1))
+
+# The training command, kept where it can be read, changed and run again.
+cat >"$run/train.sh" <<EOF
+#!/usr/bin/env bash
+# Written by scripts/quickstart.sh; extra flags are appended and win.
+set -euo pipefail
+cd "$PWD"
+# Threads per rank, and fewer page faults for large temporaries (glibc).
+export OMP_NUM_THREADS=$threads MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
+exec "$PYTHON_BIN" -m torch.distributed.run --standalone --nproc-per-node $ranks pretrain_moe.py \\
+    --preset mixtral_tiny \\
+    --data-path "$run/data/text_text_document" --split $split \\
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" \\
+    --save "$run/checkpoints" --tensorboard-dir "$run/tensorboard" "\$@"
+EOF
+
+echo "[4/5] training mixtral_tiny on $ranks ranks ($([ "$gpus" -gt 0 ] && echo GPU || echo "CPU, $threads thread(s) each"))"
+grep '^export' "$run/train.sh"
+rm -rf "$run/checkpoints" "$run/tensorboard"
+bash "$run/train.sh" "$@" 2>&1 | tee "$run/train.log" | grep --line-buffered -E '^ \[20.*iteration|loss at iteration|rror' | cut -c1-220 ||
+    true
+[ "${PIPESTATUS[0]}" = 0 ] || fail "training failed; the whole output is in $run/train.log"
+
+echo "[5/5] result"
+"$PYTHON_BIN" - "$run/checkpoints/metrics.jsonl" "$unigram" <<'EOF'
+import json, sys
+
+records = [json.loads(line) for line in open(sys.argv[1])]
+losses = [record["lm loss"] for record in records if "validation" in record]
+unigram = float(sys.argv[2])
+print(f"validation loss {losses[-1]:.3f} nats per token; the unigram model's is {unigram:.3f}")
+sys.exit(0 if losses[-1] < unigram - 0.5 else "error: the model has not learned clearly more than the unigram model")
+EOF
+cat <<EOF
+done in $((SECONDS - started)) seconds after the environment
+
+  $run/checkpoints      model, optimizer and metrics.jsonl (one JSON object per logged iteration)
+  $run/train.log        everything the run printed
+  $run/train.sh         the command, to change and run again
+
+next:
+  go on where it stopped    bash $run/train.sh --load $run/checkpoints --train-iters 400 --override-opt-param-scheduler
+  look at curves            $PYTHON_BIN -m tensorboard.main --logdir $run/tensorboard
+  a large model, no GPU     $PYTHON_BIN pretrain_moe.py --preset deepseek_v3 --mock-data --validate-only --world-size 8
+EOF

@@ -1,0 +1,50 @@
+"""Cross-entropy of a unigram model: what a model that knows only word frequencies would reach on the validation split.
+
+    python scripts/unigram_loss.py --data-path PREFIX --split 95,5,0 --vocab-size 4096
+
+Counts the tokens of the training split (every token once more, so that none has probability zero) and prints the mean negative log-probability of
+the validation split's tokens, in nats per token: the number to hold against "lm loss".
+"""
+
+import argparse
+import sys
+
+import numpy as np
+
+from moe_trainer.data.index_build import parse_split, split_range
+from moe_trainer.data.indexed import IndexedDataset
+
+
+def split_tokens(dataset: IndexedDataset, begin: int, end: int) -> np.ndarray:
+    """Return the tokens of the sequences [begin, end), joined."""
+    return np.concatenate([dataset[index] for index in range(begin, end)]) if end > begin else np.empty(0, dataset.dtype)
+
+
+def unigram_loss(train: np.ndarray, valid: np.ndarray, vocab_size: int) -> float:
+    """Return the mean of -log p over the tokens of valid, p from the counts of train plus one; nats."""
+    counts = np.bincount(train, minlength=vocab_size).astype(np.float64) + 1.0
+    return float(-np.log(counts / counts.sum())[valid].mean())
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Unigram cross-entropy of a validation split, in nats per token.")
+    parser.add_argument("--data-path", required=True, help="prefix of the .bin and .idx files")
+    parser.add_argument("--split", default="969,30,1", help="weights of the train, valid and test splits")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    given = parser.parse_args(argv)
+    try:
+        dataset = IndexedDataset(given.data_path)
+        ranges = [split_range(share or (0.0, 0.0), len(dataset)) for share in parse_split(given.split)[:2]]
+        parts = [split_tokens(dataset, *each) for each in ranges]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not all(map(len, parts)):
+        print(f"error: --split {given.split} leaves no tokens for training or validation in {given.data_path}", file=sys.stderr)
+        return 2
+    print(f"{unigram_loss(*parts, given.vocab_size):.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
