@@ -58,7 +58,7 @@ make_environment() {
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         fail "$python has no venv module; install it (Debian, Ubuntu: apt install python3-venv) or set PYTHON to another python"
 
-    torch_folder=$(cuda_torch_folder "$python")
+    torch_folder=$(cuda_torch_folder "$python") || torch_folder=
     if [ ! -x "$PYTHON_BIN" ]; then
         "$python" -m venv ${torch_folder:+--system-site-packages} "$venv" || fail "could not create the environment $venv"
     fi
