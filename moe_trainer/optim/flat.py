@@ -1,0 +1,139 @@
+"""Where each parameter lies in flat storage: buckets of parameters in reverse order of use.
+
+Gradients become ready from the last layer to the first, so parameters are laid out in reverse: the first bucket is
+complete first and can be reduced while the rest of the backward runs. The same layout serves gradients, model
+parameters, main parameters and optimizer moments, which makes every copy between them one pass over memory.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from arguments.parallel import ParallelArgs
+from moe_trainer.parallel.params import info_of, unique_params
+from moe_trainer.parallel.state import Group, ParallelState
+
+PARAM_ALIGN = 64  # elements; keeps every parameter on a cache line and every row of a grouped product aligned
+BUCKET_ALIGN = 128
+HIGH_BANDWIDTH_ALIGN = 1 << 16
+MIN_BUCKET_SIZE = 40_000_000
+MIN_BUCKET_SIZE_PER_RANK = 1_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A parameter at elements [start, stop) of its buffer. `position` is its place in the model, first = 0."""
+
+    param: Parameter
+    position: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Elements [start, stop) of a buffer, divisible by the group's size; gaps between slots hold zeros."""
+
+    start: int
+    stop: int
+    slots: tuple[Slot, ...]
+
+    def owned(self, group: Group, sharded: bool) -> tuple[int, int]:
+        """The elements whose optimizer state this rank keeps: all of them, or its equal part."""
+        if not sharded:
+            return self.start, self.stop
+        length = (self.stop - self.start) // group.size
+        return self.start + group.rank * length, self.start + (group.rank + 1) * length
+
+
+@dataclass(frozen=True, eq=False)
+class FlatLayout:
+    """All parameters of one kind ("dense" or "expert") and dtype, with the group that reduces them."""
+
+    kind: str
+    dtype: torch.dtype
+    device: torch.device
+    group: Group
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of a buffer with this layout, gaps included."""
+        return self.buckets[-1].stop
+
+    @property
+    def slots(self) -> Iterable[Slot]:
+        return (slot for bucket in self.buckets for slot in bucket.slots)
+
+    def allocate(self, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat buffer."""
+        return torch.zeros(self.size, dtype=dtype, device=self.device)
+
+    def flatten_params(self) -> Tensor:
+        """Move the parameters into one flat buffer, of which they become views.
+
+        NOTE: views of `param.data` taken before this no longer alias the parameter.
+        """
+        flat = self.allocate(self.dtype)
+        for slot in self.slots:
+            view = flat[slot.start:slot.stop].view(slot.param.shape)
+            view.copy_(slot.param.data)
+            slot.param.data = view
+        return flat
+
+
+def plan_layouts(params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs) -> tuple[FlatLayout, ...]:
+    """Lay out the parameters that need gradients, one layout per kind, dtype and device.
+
+    `params` come in order of use. Raises: ValueError when one carries no ParamInfo.
+    """
+    groups = {"dense": ps.dp_cp, "expert": ps.edp}
+    ordered = [param for param in unique_params(params) if param.requires_grad]
+    kinds: dict[tuple[str, torch.dtype, torch.device], list[tuple[int, Parameter]]] = {}
+    for position, param in enumerate(ordered):
+        kinds.setdefault((info_of(param).kind, param.dtype, param.device), []).append((position, param))
+    bucket_size = _bucket_size(sum(param.numel() for param in ordered), ps.dp_cp.size, parallel)
+    layouts = []
+    for (kind, dtype, device), members in kinds.items():
+        align = math.lcm(groups[kind].size, BUCKET_ALIGN)
+        if parallel.ddp_pad_buckets_for_high_nccl_busbw:
+            align = math.lcm(align, HIGH_BANDWIDTH_ALIGN)
+        layouts.append(FlatLayout(kind, dtype, device, groups[kind], _buckets(members, bucket_size, align)))
+    return tuple(layouts)
+
+
+def _bucket_size(numel: int, dp_size: int, parallel: ParallelArgs) -> int | None:
+    """Elements after which a bucket closes; None: a single bucket, since nothing overlaps."""
+    for flag, value in (("--ddp-num-buckets", parallel.ddp_num_buckets), ("--ddp-bucket-size", parallel.ddp_bucket_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} must be at least 1, got {value}")
+    if not parallel.overlap_grad_reduce:
+        return None
+    if parallel.ddp_num_buckets is not None:
+        return max(1, numel // parallel.ddp_num_buckets)
+    if parallel.ddp_bucket_size is not None:
+        return parallel.ddp_bucket_size
+    return max(MIN_BUCKET_SIZE, MIN_BUCKET_SIZE_PER_RANK * dp_size)
+
+
+def _buckets(members: Sequence[tuple[int, Parameter]], bucket_size: int | None, align: int) -> tuple[Bucket, ...]:
+    buckets, slots, begin, end = [], [], 0, 0
+    for position, param in reversed(members):
+        start = _round_up(end, PARAM_ALIGN)
+        end = start + param.numel()
+        slots.append(Slot(param, position, start, end))
+        if bucket_size is not None and end - begin >= bucket_size:
+            end = begin + _round_up(end - begin, align)
+            buckets.append(Bucket(begin, end, tuple(slots)))
+            slots, begin = [], end
+    if slots:
+        buckets.append(Bucket(begin, begin + _round_up(end - begin, align), tuple(slots)))
+    return tuple(buckets)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

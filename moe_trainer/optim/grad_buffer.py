@@ -1,0 +1,193 @@
+"""Main gradients: accumulation in flat buffers, and their reduction over data-parallel ranks.
+
+Every parameter gets `main_grad`, a view of a flat buffer (fp32; bf16 with --grad-reduce-in-bf16). A hook adds each
+fresh `.grad` to it and drops `.grad`, so only one gradient per parameter exists for long. The first micro-batch
+overwrites instead of adding: nobody has to clear the buffer. The factor of the data-parallel mean is applied in the
+same pass.
+
+Reduction works on buckets (flat.py): all-reduce, or reduce-scatter with the distributed optimizer. With overlap a bucket is
+launched by the hook that completes it in the last micro-batch. Buckets are launched strictly in one order, on every
+rank the same: a rank on which some parameter received no gradient would otherwise issue its collectives in another
+order than its peers, and they would hang or mix buckets.
+Cost: one pass over the gradients per micro-batch, one collective per bucket and iteration. torch's
+DistributedDataParallel was rejected: it knows neither main gradients nor expert groups nor reduce-scatter.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from arguments.parallel import ParallelArgs
+from arguments.precision import PrecisionArgs
+from moe_trainer.optim.flat import Bucket, FlatLayout, Slot, plan_layouts
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import ParallelState
+
+
+class GradBuffer:
+    """The gradients of one layout."""
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, sharded: bool, factor: float, op: str):
+        self.layout = layout
+        self.sharded = sharded
+        self.factor = factor
+        self.op = op
+        self.flat = layout.allocate(dtype)
+
+    def owned(self, bucket: Bucket) -> Tensor:
+        """The part of a bucket that is reduced on this rank."""
+        start, stop = bucket.owned(self.layout.group, self.sharded)
+        return self.flat[start:stop]
+
+    def reduce(self, bucket: Bucket) -> Any:
+        """Start the reduction of a bucket; returns the work object."""
+        whole = self.flat[bucket.start:bucket.stop]
+        if self.sharded:
+            return collectives.reduce_scatter_flat(self.owned(bucket), whole, self.layout.group, self.op, async_op=True)
+        return collectives.all_reduce(whole, self.layout.group, self.op, async_op=True)
+
+
+class _PendingBucket:
+    """A bucket on its way through one iteration."""
+
+    def __init__(self, buffer: GradBuffer, bucket: Bucket):
+        self.buffer = buffer
+        self.bucket = bucket
+        self.stale = set(bucket.slots)  # slots whose main_grad holds nothing of this iteration yet
+        self.missing = len(bucket.slots)  # slots that the last micro-batch has not reached
+        self.work: Any = None
+
+    def reset(self) -> None:
+        self.stale = set(self.bucket.slots)
+        self.missing = len(self.bucket.slots)
+        self.work = None
+
+
+class DataParallelGrads:
+    """Accumulates and reduces the gradients of a model.
+
+    Use, per iteration: zero(); backward of all micro-batches but the last inside accumulate(); the last one outside;
+    finish(). Then `param.main_grad` (with the distributed optimizer: this rank's part of the buffers) is the mean over
+    data-parallel ranks of the accumulated gradients, or their sum with `per_token_loss`. Gradients of experts are summed
+    over edp but divided by the size of dp_cp: an expert sees the tokens of all ranks that send to it.
+    """
+
+    def __init__(self, params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs, precision: PrecisionArgs, *,
+                 per_token_loss: bool):
+        """Allocate the buffers and register hooks. `params` in order of use.
+
+        Raises: ValueError when a parameter carries no ParamInfo, or when flags exclude each other.
+        """
+        if parallel.ddp_average_in_collective and per_token_loss:
+            raise ValueError("--ddp-average-in-collective and --calculate-per-token-loss exclude each other: per-token "
+                             "gradients are summed, not averaged")
+        self.sharded = parallel.use_distributed_optimizer
+        self.overlap = parallel.overlap_grad_reduce
+        self.buffers = tuple(
+            GradBuffer(layout, main_grad_dtype(layout.dtype, precision), self.sharded,
+                       *_mean_factor(layout, ps, per_token_loss, parallel.ddp_average_in_collective))
+            for layout in plan_layouts(params, ps, parallel))
+        self._order = sorted((_PendingBucket(buffer, bucket) for buffer in self.buffers for bucket in buffer.layout.buckets),
+                             key=lambda pending: -min(slot.position for slot in pending.bucket.slots))
+        self._next = 0  # first bucket in order that is not launched
+        self._accumulating = False
+        self._hooks = []
+        for pending in self._order:
+            for slot in pending.bucket.slots:
+                slot.param.main_grad = pending.buffer.flat[slot.start:slot.stop].view(slot.param.shape)
+                hook = functools.partial(self._on_grad, pending, slot)
+                self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
+
+    def zero(self) -> None:
+        """Begin an iteration. Costs nothing: the first micro-batch overwrites."""
+        for pending in self._order:
+            pending.reset()
+        self._next = 0
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backward only accumulates; nothing is reduced."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def finish(self) -> None:
+        """Reduce what no hook has reduced yet, and wait for everything."""
+        for pending in self._order[self._next:]:
+            self._launch(pending)
+        self._next = len(self._order)
+        for pending in self._order:
+            if pending.work is not None:
+                pending.work.wait()
+                pending.work = None
+
+    def scale(self, factor: float) -> None:
+        """Multiply the reduced gradients, in place."""
+        for pending in self._order:
+            pending.buffer.owned(pending.bucket).mul_(factor)
+
+    def gather(self) -> None:
+        """Make every `main_grad` whole on every rank after finish() (only the distributed optimizer has it in parts)."""
+        if self.sharded:
+            for pending in self._order:
+                bucket, flat = pending.bucket, pending.buffer.flat
+                collectives.all_gather_flat(flat[bucket.start:bucket.stop], pending.buffer.owned(bucket).clone(),
+                                            pending.buffer.layout.group)
+
+    def remove_hooks(self) -> None:
+        """Detach from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _on_grad(self, pending: _PendingBucket, slot: Slot, param: Parameter) -> None:
+        """Runs inside backward, once per parameter and micro-batch: .grad goes into main_grad."""
+        assert pending.work is None, f"{param.info.names[0]}: a gradient came after its bucket was reduced"
+        grad, main, factor = param.grad, param.main_grad, pending.buffer.factor
+        if slot not in pending.stale:
+            main.add_(grad, alpha=factor)
+        elif factor == 1.0:
+            main.copy_(grad)
+        elif grad.dtype == main.dtype:
+            torch.mul(grad, factor, out=main)
+        else:
+            main.copy_(grad).mul_(factor)  # a product in the grad's own, coarser dtype would round twice
+        pending.stale.discard(slot)
+        param.grad = None
+        if self.overlap and not self._accumulating:
+            pending.missing -= 1
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self._order) and self._order[self._next].missing <= 0:
+            self._launch(self._order[self._next])
+            self._next += 1
+
+    def _launch(self, pending: _PendingBucket) -> None:
+        for slot in pending.stale:
+            slot.param.main_grad.zero_()
+        pending.stale.clear()
+        pending.work = pending.buffer.reduce(pending.bucket)
+
+
+def main_grad_dtype(dtype: torch.dtype, precision: PrecisionArgs) -> torch.dtype:
+    """fp32, but bf16 for bf16 parameters with --grad-reduce-in-bf16."""
+    if dtype == torch.bfloat16 and precision.grad_reduce_in_bf16:
+        return torch.bfloat16
+    return torch.float32
+
+
+def _mean_factor(layout: FlatLayout, ps: ParallelState, per_token_loss: bool, average: bool) -> tuple[float, str]:
+    """(factor on every local gradient, reduction) that together give the mean over dp_cp."""
+    if per_token_loss:
+        return 1.0, "sum"
+    if average:
+        return layout.group.size / ps.dp_cp.size, "avg"
+    return 1.0 / ps.dp_cp.size, "sum"

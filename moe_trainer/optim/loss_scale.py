@@ -1,0 +1,88 @@
+"""Loss scale: keeps fp16 gradients inside the format's range."""
+
+from dataclasses import dataclass
+
+from arguments.precision import PrecisionArgs
+
+
+@dataclass
+class LossScale:
+    """A constant factor on the loss; `update` does nothing."""
+
+    scale: float = 1.0
+
+    def update(self, found_inf: bool) -> None:
+        """Note whether this iteration's gradients overflowed."""
+
+    def state(self) -> dict:
+        """What a checkpoint must keep."""
+        return {}
+
+    def load_state(self, state: dict) -> None:
+        """Restore `state()`."""
+
+
+@dataclass
+class DynamicLossScale(LossScale):
+    """Halves after `hysteresis` overflows, doubles after `window` iterations without one.
+
+    The overflows need not be consecutive: only a doubling forgives them; once they are used up every further
+    overflow halves. Never below `minimum`.
+    Source: Megatron-LM dynamic gradient scaler.
+    """
+
+    minimum: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+    clean_iterations: int = 0
+    overflows_left: int = 0
+
+    def __post_init__(self):
+        self.overflows_left = self.hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        """Note whether this iteration's gradients overflowed."""
+        if found_inf:
+            self.clean_iterations = 0
+            self.overflows_left -= 1
+            if self.overflows_left <= 0:
+                self.scale = max(self.scale * 0.5, self.minimum)
+            return
+        self.clean_iterations += 1
+        if self.clean_iterations == self.window:
+            self.clean_iterations = 0
+            self.overflows_left = self.hysteresis
+            self.scale *= 2.0
+
+    def state(self) -> dict:
+        """What a checkpoint must keep, under Megatron's names."""
+        return {"scale": self.scale, "growth_tracker": self.clean_iterations, "hysteresis_tracker": self.overflows_left}
+
+    def load_state(self, state: dict) -> None:
+        """Restore `state()`."""
+        self.scale = float(state["scale"])
+        self.clean_iterations = int(state["growth_tracker"])
+        self.overflows_left = int(state["hysteresis_tracker"])
+
+
+def build_loss_scale(precision: PrecisionArgs) -> LossScale:
+    """Choose: a constant where --loss-scale is given (fp16, bf16), dynamic for fp16, else 1.
+
+    Raises: ValueError naming the flag whose value makes no scale.
+    """
+    if not (precision.fp16 or precision.bf16):
+        return LossScale()
+    if precision.loss_scale is not None:
+        if precision.loss_scale <= 0:
+            raise ValueError(f"--loss-scale must be positive, got {precision.loss_scale}")
+        return LossScale(float(precision.loss_scale))
+    if not precision.fp16:
+        return LossScale()
+    if not 0 < precision.min_loss_scale <= precision.initial_loss_scale:
+        raise ValueError(f"--min-loss-scale {precision.min_loss_scale} must be positive and at most --initial-loss-scale "
+                         f"{precision.initial_loss_scale}")
+    if precision.loss_scale_window < 1 or precision.hysteresis < 1:
+        raise ValueError(f"--loss-scale-window {precision.loss_scale_window} and --hysteresis {precision.hysteresis} must be "
+                         "at least 1")
+    return DynamicLossScale(float(precision.initial_loss_scale), minimum=float(precision.min_loss_scale),
+                            window=int(precision.loss_scale_window), hysteresis=precision.hysteresis)

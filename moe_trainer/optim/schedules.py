@@ -1,0 +1,282 @@
+"""Everything that is a function of samples: learning rate, weight decay, global batch size.
+
+All schedules are frozen values with pure methods, so a resumed run needs nothing but its counters. Lengths given in
+iterations are turned into samples by the (final) global batch size, as Megatron-LM does.
+
+NOTE: Megatron-LM counts two things. The batch size follows the samples *consumed*; learning rate and weight decay
+follow the samples of *updated* iterations (an iteration skipped for an overflow does not advance them). The caller
+keeps both counters. The rate of an iteration is that of the counter before it, so the first one runs at the start
+of the warmup; the iteration line prints the rate after it.
+"""
+
+import math
+from dataclasses import dataclass
+
+from arguments.optimizer import OptimizerArgs
+from arguments.training import TrainingArgs
+
+_SUFFIXES = (("K", 10**3), ("M", 10**6), ("B", 10**9), ("T", 10**12))
+
+
+@dataclass(frozen=True)
+class LrSchedule:
+    """Learning rate as a function of the samples of updated iterations.
+
+    warmup: linear from init_lr to the maximum over warmup_samples (may be fractional); then `style` down to the
+    minimum until decay_samples, the minimum afterwards ("constant" stays at the maximum; "inverse-square-root"
+    follows 1/sqrt(samples)). "WSD" holds the maximum and decays over the last wsd_samples in the form `wsd_style`.
+    The decoupled range, if any, is that of the embedding and output layer, on the same curve.
+    """
+
+    style: str
+    max_lr: float
+    min_lr: float
+    decay_samples: int
+    warmup_samples: float = 0
+    init_lr: float = 0.0
+    wsd_style: str = "exponential"
+    wsd_samples: int | None = None
+    decoupled_max_lr: float | None = None
+    decoupled_min_lr: float | None = None
+
+    def __post_init__(self):
+        if not 0.0 <= self.min_lr <= self.max_lr:
+            raise ValueError(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.max_lr}")
+        if self.init_lr > self.max_lr:
+            raise ValueError(f"--lr-warmup-init {self.init_lr} must not exceed --lr {self.max_lr}")
+        if self.decay_samples <= 0:
+            raise ValueError(f"the learning-rate decay (--lr-decay-iters, --lr-decay-samples, else the length of the "
+                             f"training) must be longer than 0 samples, got {self.decay_samples}")
+        if not 0 <= self.warmup_samples < self.decay_samples:
+            raise ValueError(f"the warmup ({self.warmup_samples} samples; --lr-warmup-iters, --lr-warmup-samples, "
+                             f"--lr-warmup-fraction) must be shorter than the decay ({self.decay_samples} samples)")
+        if self.style == "WSD" and not self.wsd_samples:
+            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+
+    def lr(self, samples: int) -> float:
+        """The learning rate of the iteration that begins after `samples`."""
+        return self._rate(samples, self.max_lr, self.min_lr)
+
+    def decoupled_lr(self, samples: int) -> float | None:
+        """The rate of embedding and output layer with --decoupled-lr, else None."""
+        if self.decoupled_max_lr is None:
+            return None
+        low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return self._rate(samples, self.decoupled_max_lr, low)
+
+    def _rate(self, samples: int, high: float, low: float) -> float:
+        if self.warmup_samples > 0 and samples <= self.warmup_samples:
+            return self.init_lr + (high - self.init_lr) * samples / self.warmup_samples
+        if self.style == "constant":
+            return high
+        if samples > self.decay_samples:
+            return low
+        if self.style == "inverse-square-root":
+            return max(low, high * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1)))
+        return low + self._fraction_left(samples) * (high - low)
+
+    def _fraction_left(self, samples: int) -> float:
+        """How much of the range above the minimum remains, 1 at the end of the warmup."""
+        done = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+        if self.style == "linear":
+            return 1.0 - done
+        if self.style == "cosine":
+            return 0.5 * (math.cos(math.pi * done) + 1.0)
+        assert self.style == "WSD", f"unknown lr decay style {self.style!r}"
+        annealed = (samples - (self.decay_samples - self.wsd_samples)) / self.wsd_samples
+        if annealed <= 0.0:
+            return 1.0
+        if self.wsd_style == "linear":
+            return 1.0 - annealed
+        if self.wsd_style == "cosine":
+            return 0.5 * (math.cos(math.pi * annealed) + 1.0)
+        if self.wsd_style == "exponential":
+            return 2.0 * 0.5**annealed - 1.0
+        assert self.wsd_style == "minus_sqrt", f"unknown WSD decay style {self.wsd_style!r}"
+        return 1.0 - math.sqrt(annealed)
+
+
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """Weight decay from `start` to `end` over `samples` of updated iterations."""
+
+    start: float
+    end: float
+    samples: int
+    style: str = "constant"
+
+    def weight_decay(self, samples: int) -> float:
+        """The weight decay of the iteration that begins after `samples`."""
+        if self.style == "constant" or samples > self.samples:
+            return self.end
+        done = samples / self.samples
+        part = done if self.style == "linear" else 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0)
+        return self.start + part * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class BatchSizeSchedule:
+    """Global batch size as a function of consumed samples.
+
+    stages: (first consumed sample, global batch size), ascending, the first at 0. With `round_down` a batch that does
+    not divide among the ranks shrinks to the next multiple of micro_batch_size * dp_size.
+    """
+
+    stages: tuple[tuple[int, int], ...]
+    micro_batch_size: int
+    dp_size: int
+    round_down: bool = False
+
+    def __post_init__(self):
+        assert self.stages and self.stages[0][0] == 0, f"the first stage must begin at 0: {self.stages}"
+        unit = self.micro_batch_size * self.dp_size
+        if self.round_down:
+            small = [batch for _, batch in self.stages if batch < unit]
+            if small:
+                raise ValueError(f"global batch size {small[0]} is smaller than micro-batch size * data-parallel size = "
+                                 f"{self.micro_batch_size} * {self.dp_size}; --decrease-batch-size-if-needed cannot help")
+
+    def global_batch_size(self, consumed: int) -> int:
+        """Samples of the iteration that begins after `consumed` samples.
+
+        Raises: ValueError when they do not divide among micro-batches and ranks. (Only the current stage is checked:
+        a run that was moved to more ranks may have stages behind it that would not fit.)
+        """
+        unit = self.micro_batch_size * self.dp_size
+        batch = self._stage(consumed)
+        if batch % unit:
+            raise ValueError(f"global batch size {batch} (at {consumed} consumed samples) is not divisible by micro-batch "
+                             f"size * data-parallel size = {self.micro_batch_size} * {self.dp_size} = {unit}; change "
+                             "--global-batch-size (or its schedule), or use --decrease-batch-size-if-needed")
+        return batch
+
+    def num_microbatches(self, consumed: int) -> int:
+        """Micro-batches per rank of the iteration that begins after `consumed` samples."""
+        return self.global_batch_size(consumed) // (self.micro_batch_size * self.dp_size)
+
+    @property
+    def final_global_batch_size(self) -> int:
+        """The size that iterations are converted with: that of the last stage, before rounding."""
+        return self.stages[-1][1]
+
+    def iterations_for(self, train_samples: int) -> int:
+        """How many whole iterations `train_samples` samples make."""
+        consumed = iterations = 0
+        for begin, _ in self.stages[1:]:
+            batch = self._stage(consumed)
+            count = min(max(0, -(-(begin - consumed) // batch)), (train_samples - consumed) // batch)
+            consumed += count * batch
+            iterations += count
+        return iterations + (train_samples - consumed) // self._stage(consumed)
+
+    def _stage(self, consumed: int) -> int:
+        batch = self.stages[0][1]
+        for begin, size in self.stages:
+            if consumed < begin:
+                break
+            batch = size
+        unit = self.micro_batch_size * self.dp_size
+        return batch // unit * unit if self.round_down else batch
+
+
+def build_batch_size_schedule(training: TrainingArgs, dp_size: int, seq_length: int) -> BatchSizeSchedule:
+    """The schedule that --global-batch-size, --rampup-batch-size or --step-batch-size-schedule ask for.
+
+    Raises: ValueError naming the flag when they do not make one.
+    """
+    final = training.global_batch_size
+    if training.step_batch_size_schedule is not None:
+        stages = parse_step_schedule(training.step_batch_size_schedule, seq_length)
+    elif training.rampup_batch_size is not None:
+        stages = _rampup_stages(training.rampup_batch_size, final)
+    else:
+        stages = ((0, final or training.micro_batch_size * dp_size),)
+    return BatchSizeSchedule(stages, training.micro_batch_size, dp_size, training.decrease_batch_size_if_needed)
+
+
+def parse_step_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
+    """Read "0:768 250B:1536": tokens (K, M, B, T allowed) from which a global batch size holds.
+
+    Returns: (first sample, batch size) pairs, ascending.
+    Raises: ValueError naming --step-batch-size-schedule and the entry.
+    """
+    stages = []
+    for entry in text.strip().strip("'\"").replace(",", " ").split():
+        tokens, colon, batch = entry.partition(":")
+        try:
+            stages.append((_count(tokens) // seq_length, _count(batch)))
+        except ValueError:
+            colon = ""
+        if not colon or stages[-1][1] <= 0:
+            raise ValueError(f"--step-batch-size-schedule: {entry!r} in {text!r} is not TOKENS:BATCH_SIZE, such as 250B:1536")
+    stages.sort()
+    if not stages or stages[0][0] != 0:
+        raise ValueError(f"--step-batch-size-schedule {text!r}: the first entry must begin at 0 tokens")
+    if len({begin for begin, _ in stages}) != len(stages):
+        raise ValueError(f"--step-batch-size-schedule {text!r}: two entries begin at the same sample")
+    return tuple(stages)
+
+
+def _count(text: str) -> int:
+    text = text.strip().upper()
+    for suffix, factor in _SUFFIXES:
+        if text.endswith(suffix):
+            return int(float(text[:-1]) * factor)
+    return int(float(text))
+
+
+def _rampup_stages(rampup: list[int], final: int) -> tuple[tuple[int, int], ...]:
+    """Equal steps of `increment` from `start` to the final size, spread evenly over the ramp-up samples."""
+    start, increment, samples = rampup
+    if start <= 0 or increment <= 0 or samples < 0:
+        raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: START and INCREMENT must be positive, "
+                         "SAMPLES not negative")
+    if start > final or (final - start) % increment:
+        raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: --global-batch-size {final} must be reached "
+                         f"from {start} in whole steps of {increment}")
+    steps = (final - start) // increment
+    if samples == 0 or steps == 0:
+        return ((0, final),)
+    return tuple((-(-step * samples // steps), start + step * increment) for step in range(steps + 1))
+
+
+def build_lr_schedule(optimizer: OptimizerArgs, training: TrainingArgs, final_batch_size: int) -> LrSchedule:
+    """The learning-rate schedule of the flags; iterations become samples by `final_batch_size`.
+
+    Raises: ValueError naming the flags that contradict each other.
+    """
+    if optimizer.lr is None:
+        raise ValueError("--lr is needed to train")
+    if training.train_iters is None and training.train_samples is None:
+        raise ValueError("either --train-iters or --train-samples is needed to train")
+    if training.train_samples is not None:
+        decay = optimizer.lr_decay_samples or training.train_samples
+        wsd, warmup = optimizer.lr_wsd_decay_samples, optimizer.lr_warmup_samples
+    else:
+        decay = (optimizer.lr_decay_iters or training.train_iters) * final_batch_size
+        wsd = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * final_batch_size
+        warmup = optimizer.lr_warmup_iters * final_batch_size
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+    return LrSchedule(
+        style=optimizer.lr_decay_style, max_lr=optimizer.lr, min_lr=optimizer.min_lr, decay_samples=decay,
+        warmup_samples=warmup, init_lr=optimizer.lr_warmup_init,
+        wsd_style=optimizer.lr_wsd_decay_style, wsd_samples=wsd,
+        decoupled_max_lr=optimizer.decoupled_lr, decoupled_min_lr=optimizer.decoupled_min_lr)
+
+
+def build_weight_decay_schedule(optimizer: OptimizerArgs, training: TrainingArgs,
+                                final_batch_size: int) -> WeightDecaySchedule:
+    """The weight-decay schedule of the flags, over the whole training.
+
+    Raises: ValueError when a growing weight decay lacks its ends.
+    """
+    style = optimizer.weight_decay_incr_style
+    samples = training.train_samples if training.train_samples is not None else training.train_iters * final_batch_size
+    if style == "constant":
+        return WeightDecaySchedule(optimizer.weight_decay, optimizer.weight_decay, samples)
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if start is None or end is None or not 0.0 <= start <= end:
+        raise ValueError(f"--weight-decay-incr-style {style} needs 0 <= --start-weight-decay <= --end-weight-decay, "
+                         f"got {start} and {end}")
+    return WeightDecaySchedule(start, end, samples, style)

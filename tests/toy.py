@@ -1,0 +1,70 @@
+"""A toy model with every kind of parameter, and the machinery to train it; shared by the tests of optim and pipeline."""
+
+import torch
+from torch import nn
+
+from arguments.optimizer import OptimizerArgs
+from arguments.parallel import ParallelArgs
+from arguments.precision import PrecisionArgs
+from moe_trainer.optim.build import build_optimizer
+from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.state import ParallelState
+
+
+class Toy(nn.Module):
+    """Embedding, two linears with bias, a norm weight and a stack of experts; an odd size everywhere."""
+
+    def __init__(self, dtype=torch.float32, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.word_embeddings = nn.Embedding(37, 19)
+        self.first = nn.Linear(19, 23)
+        self.norm = nn.LayerNorm(23)
+        self.experts = nn.Parameter(torch.empty(3, 23, 5))
+        self.expert_bias = nn.Parameter(torch.empty(3, 5))
+        self.output_layer = nn.Linear(5, 37, bias=False)
+        for name, param in self.named_parameters():
+            param.data = torch.randn(param.shape, generator=generator).to(dtype)
+            if name.startswith("expert"):
+                names = tuple(f"{name}.{e}" for e in range(3))
+                param.info = ParamInfo(names, kind="expert", stacked=True)
+            else:
+                param.info = ParamInfo((name,))
+
+    def forward(self, tokens):
+        x = self.norm(torch.tanh(self.first(self.word_embeddings(tokens))))
+        x = torch.einsum("bh,ehf->bf", x, self.experts) + self.expert_bias.sum(0)
+        return self.output_layer(x).float()
+
+
+def batch(seed, rows=8):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 37, (rows,), generator=generator), torch.randint(0, 37, (rows,), generator=generator)
+
+
+def loss_of(model, seed, rows=8):
+    tokens, labels = batch(seed, rows)
+    return nn.functional.cross_entropy(model(tokens), labels)
+
+
+def machinery(model, *, parallel=ParallelArgs(), precision=PrecisionArgs(), ps=None, per_token_loss=False, check_for_nan=True,
+              count_zeros=False, **optimizer):
+    ps = ps or ParallelState.single()
+    grads = DataParallelGrads(model.parameters(), ps, parallel, precision, per_token_loss=per_token_loss)
+    built = build_optimizer([model], grads, OptimizerArgs(**optimizer), precision, parallel, ps, check_for_nan=check_for_nan,
+                            count_zeros=count_zeros)
+    return grads, built
+
+
+def one_step(model, grads, optimizer, seeds, lr=0.1, weight_decay=0.1, decoupled_lr=None):
+    optimizer.zero_grad()
+    for index, seed in enumerate(seeds):
+        loss = loss_of(model, seed) * (optimizer.loss_scale / len(seeds))
+        if index < len(seeds) - 1:
+            with grads.accumulate():
+                loss.backward()
+        else:
+            loss.backward()
+    grads.finish()
+    return optimizer.step(lr, weight_decay, decoupled_lr)
