@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from arguments import schema
 from arguments.data import DataArgs
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
@@ -12,6 +13,7 @@ from arguments.optimizer import OptimizerArgs
 from arguments.output import OutputArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
+from arguments.settings import Settings
 from arguments.training import TrainingArgs
 
 SECTIONS = (
@@ -24,6 +26,9 @@ SECTIONS = (
     ("data", DataArgs),
     ("output", OutputArgs),
 )
+
+OPTIONS = MappingProxyType(schema.options(SECTIONS))
+"""Every flag's option by destination, in order of declaration."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Arguments:
         return {f.name: getattr(getattr(self, name), f.name) for name, cls in SECTIONS for f in dataclasses.fields(cls)}
 
 
-def freeze(settings, world_size: int | None) -> Arguments:
+def freeze(settings: Settings, world_size: int | None) -> Arguments:
     """Freeze resolved settings into sections."""
     sections = {
         name: cls(**{f.name: settings.values[f.name] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS
@@ -65,7 +70,7 @@ def freeze(settings, world_size: int | None) -> Arguments:
         source=MappingProxyType(dict(settings.source)),
         typed=frozenset(settings.typed),
         spelling=MappingProxyType(dict(settings.spelling)),
-        notes=tuple(settings.notes),
+        notes=tuple(settings.lines()),
         recipe_env=MappingProxyType(dict(settings.recipe_env)),
         world_size=world_size,
     )

@@ -1,80 +1,72 @@
-"""argv -> Arguments."""
+"""argv -> Arguments: read, take over the recipe, resolve, judge, freeze.
 
-import difflib
+The steps, each in its own file: tokens.py reads flags; recipe.py reads a preset under them; rules/ derives values and finds
+contradictions; standing.py refuses what this version does not do and says what has no effect; container.py freezes. Every
+step adds to one list of violations, and the user sees all of them at once. Nothing here looks at the machine except at the
+environment variables a recipe names.
+"""
+
+import os
 import sys
+from collections.abc import Mapping
 
-from arguments import schema
-from arguments.container import SECTIONS, Arguments, freeze
+from arguments import recipe as recipes
+from arguments import rules, standing
+from arguments.container import OPTIONS, Arguments, freeze
 from arguments.settings import ArgumentError, Settings, Violation
-
-
-def _is_value(token: str) -> bool:
-    """Is this token a value? As argparse sees it: no leading dash, or a negative number, or a dash with a blank."""
-    if not token.startswith("-") or token == "-" or " " in token:
-        return True
-    try:
-        float(token)
-    except ValueError:
-        return False
-    return True
-
-
-def new_settings() -> Settings:
-    """Settings at Megatron's defaults."""
-    known = schema.options(SECTIONS)
-    return Settings({d: o.default for d, o in known.items()}, {d: o.spellings[0] for d, o in known.items()})
-
-
-def read_tokens(settings: Settings, tokens: list[str], source: str) -> list[Violation]:
-    """Read flags into settings; returns every mistake found."""
-    spellings = schema.by_spelling(schema.options(SECTIONS))
-    violations: list[Violation] = []
-    at = 0
-    while at < len(tokens):
-        token, at = tokens[at], at + 1
-        name, equals, inline = token.partition("=")
-        option = spellings.get(name)
-        values = [inline] if equals else []
-        if option is None or not equals:
-            while at < len(tokens) and _is_value(tokens[at]) and (option is None or option.takes != len(values)):
-                values.append(tokens[at])
-                at += 1
-        if option is None:
-            close = difflib.get_close_matches(name, spellings, n=3)
-            hint = f"; close: {', '.join(close)}" if close else ""
-            violations.append(Violation((name,), f"{name}: this flag is unknown{hint}", "unknown"))
-            continue
-        if option.takes == 0:
-            settings.set_given(option.dest, name in option.on, source, name)
-            continue
-        try:
-            read = [option.convert(text) for text in values]
-        except ValueError as error:
-            violations.append(Violation((name,), f"{name} {' '.join(values)}: needs {error}", "value"))
-            continue
-        if option.takes == "+" and not read or isinstance(option.takes, int) and len(read) != option.takes:
-            violations.append(Violation((name,), f"{name}: needs a value, {len(read)} given", "value"))
-            continue
-        settings.set_given(option.dest, read if option.is_list else read[0], source, name)
-    return violations
+from arguments.tokens import read
 
 
 def parse_args(argv: list[str] | None = None, world_size: int | None = None) -> Arguments:
     """Read, resolve and check a command line.
 
-    argv None means sys.argv[1:]; world_size None means that the rules on the number of ranks are left out.
-    Raises: ArgumentError with every violation.
+    argv None means sys.argv[1:]; world_size None means that the rules on the number of ranks are left out. `--help` prints
+    the flags and ends the process.
+    Raises: ArgumentError (a ValueError) whose `.violations` lists everything that is wrong.
     """
-    settings = new_settings()
-    violations = read_tokens(settings, list(sys.argv[1:] if argv is None else argv), "command line")
-    if not violations:
-        try:
-            from arguments import rules
-        except ImportError:
-            rules = None
-        if rules is not None and hasattr(rules, "resolve"):
-            rules.resolve(settings, world_size)
-            violations += rules.check(settings, world_size)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "--help" in argv or "-h" in argv:
+        from arguments.help import print_help
+
+        print_help()
+        sys.exit(0)
+    settings, violations = understand(argv, world_size)
     if violations:
         raise ArgumentError(violations, settings)
     return freeze(settings, world_size)
+
+
+def understand(
+    argv: list[str], world_size: int | None, environ: Mapping[str, str] | None = None
+) -> tuple[Settings, list[Violation]]:
+    """Resolve a command line as far as it goes. Returns the settings and everything that is wrong with them."""
+    settings = Settings(OPTIONS)
+    line = read(argv)
+    violations = list(line.violations)
+    unread = set(line.unread)
+    preset = line.last("preset")
+    if preset is not None:
+        recipe = recipes.load(preset, os.environ if environ is None else environ)
+        recipe.reading.apply(settings, recipe.source)
+        settings.recipe_env.update(recipe.env)
+        violations += recipe.violations
+        unread |= recipe.reading.unread
+        if recipe.violations and not recipe.reading.given:
+            line.apply(settings, "command line")
+            return settings, violations
+    line.apply(settings, "command line")
+    _apply_old(settings)
+    rules.resolve(settings, world_size)
+    names = {spelling for dest in unread for spelling in OPTIONS[dest].spellings}
+    violations += [v for v in rules.check(settings, world_size) if not names.intersection(v.flags)]
+    violations += standing.check(settings)
+    standing.announce(settings)
+    return settings, violations
+
+
+def _apply_old(s: Settings) -> None:
+    """Old spellings that no rule handles."""
+    if s.use_rotary_position_embeddings:
+        s.set_derived("position_embedding_type", "rope", s.flag("use_rotary_position_embeddings"))
+    if s.no_weight_decay_cond_type is not None:
+        s.set_derived("apply_wd_to_qk_layernorm", True, s.flag("no_weight_decay_cond_type"))

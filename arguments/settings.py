@@ -4,8 +4,10 @@
 write derived values through `set_derived`, so that every value keeps its source. `Violation` is one thing that is wrong.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from arguments.schema import Option
 
 SOURCES = ("default", "preset", "recipe", "command line", "derived")
 KINDS = ("rule", "unknown", "value", "product", "later", "recipe", "machine")
@@ -33,7 +35,7 @@ class ArgumentError(ValueError):
     def __init__(self, violations: Iterable[Violation], settings: "Settings | None" = None):
         self.violations = list(violations)
         self.settings = settings
-        self.notes = list(settings.notes) if settings is not None else []
+        self.notes = settings.lines() if settings is not None else []
         count = len(self.violations)
         head = "1 problem with the arguments:" if count == 1 else f"{count} problems with the arguments:"
         super().__init__("\n".join([head, *(f"  - {violation.message}" for violation in self.violations)]))
@@ -44,23 +46,24 @@ class Settings:
 
     Attributes besides the destinations: `typed` (destinations typed on the command line), `source[dest]` (one of SOURCES),
     `spelling[dest]` (the flag as typed), `why[dest]` (reason of a derived value), `notes` (one-line notices),
-    `renamed` and `idle` (what was said about old spellings and flags without effect), `recipe_env`.
+    `renamed` and `idle` (pairs of flag and text: what became of old spellings, why flags have no effect), `recipe_env`
+    (environment variables a recipe asks for).
     Reading or writing a name that is no destination raises AttributeError.
     """
 
-    _own = ("typed", "source", "spelling", "why", "notes", "renamed", "idle", "recipe_env", "values", "_usual")
+    _own = ("typed", "source", "spelling", "why", "notes", "renamed", "idle", "recipe_env", "values", "_options")
 
-    def __init__(self, defaults: dict[str, object], usual: dict[str, str]):
-        self.values = dict(defaults)
+    def __init__(self, options: Mapping[str, Option]):
+        self._options = options
+        self.values = {dest: option.default for dest, option in options.items()}
         self.typed: set[str] = set()
-        self.source = dict.fromkeys(defaults, "default")
+        self.source = dict.fromkeys(options, "default")
         self.spelling: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.notes: list[str] = []
-        self.renamed: list[str] = []
-        self.idle: list[str] = []
+        self.renamed: list[tuple[str, str]] = []
+        self.idle: list[tuple[str, str]] = []
         self.recipe_env: dict[str, str] = {}
-        self._usual = usual
 
     def __getattr__(self, dest: str) -> object:
         try:
@@ -96,7 +99,7 @@ class Settings:
     def flag(self, dest: str) -> str:
         """The flag as the user spelled it, or its usual spelling."""
         self._known(dest)
-        return self.spelling.get(dest, self._usual[dest])
+        return self.spelling.get(dest, self._options[dest].spellings[0])
 
     def shown(self, dest: str) -> str:
         """`--flag value`, for messages."""
@@ -109,6 +112,41 @@ class Settings:
         """Say something in one line, once."""
         if line not in self.notes:
             self.notes.append(line)
+
+    def default(self, dest: str) -> object:
+        """Megatron's default of a flag."""
+        self._known(dest)
+        return self._options[dest].default
+
+    def given_dests(self) -> tuple[str, ...]:
+        """The destinations that were given, in order of declaration."""
+        return tuple(dest for dest in self._options if dest in self.spelling)
+
+    def forget(self, dest: str) -> None:
+        """Put a flag back to its default, as if it had not been given."""
+        self._known(dest)
+        self.values[dest], self.source[dest] = self._options[dest].default, "default"
+        self.typed.discard(dest)
+        self.spelling.pop(dest, None)
+        self.why.pop(dest, None)
+
+    def say_renamed(self, flag: str, became: str) -> None:
+        """Record once that an old spelling was understood."""
+        if (flag, became) not in self.renamed:
+            self.renamed.append((flag, became))
+
+    def say_idle(self, flag: str, reason: str) -> None:
+        """Record once that a given flag has no effect."""
+        if (flag, reason) not in self.idle:
+            self.idle.append((flag, reason))
+
+    def lines(self) -> list[str]:
+        """Everything worth a line in the log: renamed flags, flags without effect, notices."""
+        return [
+            *(f"{flag} is now {became}" for flag, became in self.renamed),
+            *(f"{flag} is idle: {reason}" for flag, reason in self.idle),
+            *self.notes,
+        ]
 
     def _known(self, dest: str) -> None:
         if dest not in self.values:

@@ -1,0 +1,92 @@
+"""--help: every flag with its meaning, default and standing, read from the section files only when asked for."""
+
+import ast
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from arguments import standing
+from arguments.container import OPTIONS, SECTIONS
+from arguments.schema import Option
+
+HEAD = """usage: pretrain_moe.py [--preset NAME|FILE.yaml] FLAGS
+
+Pretrain a Mixture-of-Experts language model. The flags are Megatron-LM's, without abbreviations; the last of several wins.
+A switch can also be written --switch=true or --switch=false, which undoes one that a preset sets.
+[idle]: accepted without effect here. [later]: refused by name until a later version. [old]: understood, see the new name.
+"""
+
+
+def field_docs(section: str) -> dict[str, tuple[str, str]]:
+    """(heading, help text) of every field of a section, from its source file."""
+    source = Path(__file__).with_name(f"{section}.py").read_text(encoding="ascii")
+    headings = [
+        (number, line.removeprefix("    # ---- "))
+        for number, line in enumerate(source.splitlines(), 1)
+        if line.startswith("    # ---- ")
+    ]
+    body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)).body
+    docs = {}
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            heading = next(name for number, name in reversed(headings) if number < node.lineno)
+            docs[node.target.id] = (heading, " ".join(text.split()))
+    return docs
+
+
+def _value_name(option: Option) -> str:
+    if option.takes == 0:
+        return ""
+    if option.metavar:
+        return " " + " ".join(option.metavar)
+    name = {"int": "N", "float": "X", "str": "TEXT"}.get(option.type_name, "PATTERN")
+    if option.choices and len(option.choices) <= 8:
+        name = "{" + ",".join(map(str, option.choices)) + "}"
+    if isinstance(option.takes, int):
+        return " " + " ".join([name] * option.takes)
+    return f" {name} ..." if option.takes == "+" else f" [{name} ...]"
+
+
+def _tail(option: Option) -> str:
+    """Default, long choices, and standing."""
+    parts = []
+    if option.choices and len(option.choices) > 8:
+        parts.append(f"Choices: {', '.join(map(str, option.choices))}.")
+    if option.takes != 0 and option.default not in (None, []):
+        default = " ".join(map(str, option.default)) if isinstance(option.default, list) else option.default
+        parts.append(f"Default: {default}.")
+    tag = {"idle": "[idle]", "later": "[later]", "renamed": "[old]"}.get(standing.standing_of(option.dest)[0])
+    return " ".join([*parts, *([tag] if tag else [])])
+
+
+def help_lines(width: int = 100) -> Iterator[str]:
+    """The help text, line by line."""
+    yield from HEAD.splitlines()
+    for section, cls in SECTIONS:
+        docs, heading = field_docs(section), ""
+        yield ""
+        yield f"{section.upper()}: {(cls.__doc__ or '').rstrip('.')}"
+        for option in (option for option in OPTIONS.values() if option.section == section and not option.hidden):
+            if docs[option.dest][0] != heading:
+                heading = docs[option.dest][0]
+                yield ""
+                yield f"  {heading}"
+            text = docs[option.dest][1]
+            if option.off and not option.on:
+                text = f"Turn off: {text[:1].lower()}{text[1:]}"
+            yield f"    {', '.join(option.spellings)}{_value_name(option)}"
+            yield from _paragraph(f"{text} {_tail(option)}".strip(), width)
+
+
+def _paragraph(text: str, width: int) -> list[str]:
+    indent = " " * 8
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def print_help() -> None:
+    """Print the help text to standard output."""
+    width = min(max(shutil.get_terminal_size().columns, 60), 120)
+    sys.stdout.write("\n".join(help_lines(width)) + "\n")

@@ -1,0 +1,126 @@
+"""Recipes: flags in a YAML file of the public model zoo's shape.
+
+    ENV_VARS:                       environment variables the run wants
+      CUDA_DEVICE_MAX_CONNECTIONS: 1
+    MODEL_ARGS:                     flags: true -> bare flag, false -> left out, a list -> several values
+      --num-layers: ${NUM_LAYERS:-61}
+      --swiglu: true
+
+`${VAR}` and `${VAR:-default}` are replaced from the environment. A recipe named by a word is a preset of model_zoo.
+What stands on the command line wins over the recipe; where two different flags exclude each other, rules/precedence.py sees
+to that.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arguments.settings import Violation
+from arguments.tokens import FIELDS, Reading, read
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$([A-Za-z_][A-Za-z0-9_]*)")
+
+
+@dataclass
+class Recipe:
+    """One recipe: where it came from, its flags, the environment it asks for, and what is wrong with it."""
+
+    name: str
+    source: str
+    reading: Reading = field(default_factory=Reading)
+    env: dict[str, str] = field(default_factory=dict)
+    violations: list[Violation] = field(default_factory=list)
+
+
+def load(name: str, environ: Mapping[str, str]) -> Recipe:
+    """Load a preset by name, or a recipe by file name (something with a slash, or that ends in .yaml or .yml)."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or "/" in name:
+        recipe = Recipe(name, "recipe")
+    else:
+        import model_zoo
+
+        recipe = Recipe(name, "preset")
+        try:
+            path = model_zoo.find(name)
+        except LookupError as error:
+            recipe.violations.append(Violation(("--preset",), f"--preset {name}: {error.args[0]}", "recipe"))
+            return recipe
+    _read_file(recipe, path, environ)
+    return recipe
+
+
+def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
+    import yaml
+
+    def refuse(message: str) -> None:
+        recipe.violations.append(Violation(("--preset",), f"--preset {recipe.name}: {message}", "recipe"))
+
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        return refuse(f"the file cannot be read ({error.strerror})")
+    except UnicodeDecodeError:
+        return refuse("the file is not text")
+    except yaml.YAMLError as error:
+        return refuse(f"the file is not YAML: {' '.join(str(error).split())}")
+    tables = {}
+    if isinstance(root, yaml.MappingNode):
+        tables = {key.value: value for key, value in root.value}
+    for name in ("ENV_VARS", "MODEL_ARGS"):
+        if isinstance(tables.get(name), yaml.ScalarNode) and tables[name].value in ("", "null", "~"):
+            tables[name] = None
+        if tables.get(name) is not None and not isinstance(tables[name], yaml.MappingNode):
+            return refuse(f"{name} must be a table of names and values")
+    if "MODEL_ARGS" not in tables:
+        return refuse("the file has no MODEL_ARGS, so it is no recipe (see the files in model_zoo/)")
+    substitute = _Substitution(path, environ)
+    for key, value in tables["ENV_VARS"].value if tables.get("ENV_VARS") is not None else ():
+        recipe.env[key.value] = " ".join(substitute(value))
+    tokens: list[str] = []
+    for key, value in tables["MODEL_ARGS"].value if tables["MODEL_ARGS"] is not None else ():
+        tokens += _tokens(key.value, substitute(value), not isinstance(value, yaml.ScalarNode))
+    recipe.violations += substitute.violations
+    recipe.reading = read(tokens, str(path) if recipe.source == "recipe" else path.name)
+    recipe.violations += recipe.reading.violations
+
+
+def _tokens(flag: str, values: list[str], is_list: bool) -> Iterator[str]:
+    """The tokens of one entry of MODEL_ARGS."""
+    if not is_list and (not values or values[0].lower() in ("false", "", "null", "~")):
+        return
+    yield flag
+    if not is_list and values[0].lower() == "true":
+        return
+    option = FIELDS.get(flag)
+    if not is_list and option is not None and option.is_list:
+        text = values[0]
+        bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        values = bare.replace(",", " ").split() if bare is not text else bare.split()
+    yield from values
+
+
+class _Substitution:
+    """Replace variables in YAML values; collects one violation for each variable that is not set."""
+
+    def __init__(self, path: Path, environ: Mapping[str, str]):
+        self.path = path
+        self.environ = environ
+        self.violations: list[Violation] = []
+
+    def __call__(self, node) -> list[str]:
+        """The texts of a scalar (one), or of a list."""
+        if isinstance(node.value, str):
+            line = node.start_mark.line + 1
+            return [_VARIABLE.sub(lambda match: self.value(match, line), node.value)]
+        return [text for item in node.value for text in (self(item) if not isinstance(item, tuple) else ())]
+
+    def value(self, match: re.Match, line: int) -> str:
+        name, fallback = match.group(1) or match.group(3), match.group(2)
+        if fallback is not None:
+            return self.environ.get(name) or fallback
+        if name not in self.environ:
+            text = f"{self.path}, line {line}: the variable {name} is not set; export it or write ${{{name}:-default}}"
+            self.violations.append(Violation(("--preset",), text, "recipe"))
+        return self.environ.get(name, "")

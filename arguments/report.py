@@ -1,0 +1,112 @@
+"""--validate-only: what a command line resolves to, where every value comes from, and what is wrong with it."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from arguments.container import OPTIONS, SECTIONS, Arguments, freeze
+from arguments.parse import understand
+from arguments.settings import Settings, Violation
+
+_COUNTABLE = ("later", "product", "machine")
+"""Kinds of violations that leave the architecture well defined."""
+
+
+def run_validate_only(argv: list[str], count_params: Callable[[Arguments], Mapping[str, int | None]]) -> int:
+    """Resolve, check, print and (with --report FILE) write a command line. Returns the exit code, 0 or 2.
+
+    The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. `count_params` gives the model's
+    parameters: total, mtp, active, active_no_embedding.
+    """
+    if "--help" in argv or "-h" in argv:
+        from arguments.help import print_help
+
+        print_help()
+        return 0
+    world_size, violations = _world_size(argv)
+    settings, found = understand(argv, world_size)
+    violations += found
+    params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
+    if all(violation.kind in _COUNTABLE for violation in violations):
+        params |= count_params(freeze(settings, world_size))
+    print("\n".join(table(settings)))
+    print("\n".join(summary(settings, violations, params, world_size)))
+    if settings.report is not None:
+        try:
+            with open(settings.report, "w", encoding="utf-8") as file:
+                json.dump(as_json(settings, violations, params, world_size), file, indent=1)
+                file.write("\n")
+        except OSError as error:
+            text = f"pretrain_moe.py: --report {settings.report}: the file cannot be written ({error.strerror})"
+            print(text, file=sys.stderr)
+            return 2
+    return 2 if violations else 0
+
+
+def _world_size(argv: list[str]) -> tuple[int | None, list[Violation]]:
+    from arguments.tokens import read
+
+    typed = read(argv).last("world_size")
+    if typed is not None:
+        if typed < 1:
+            return None, [Violation(("--world-size",), f"--world-size {typed}: there is at least one rank", "value")]
+        return typed, []
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text:
+        return None, []
+    if not text.isdigit() or int(text) < 1:
+        return None, [Violation((), f"the environment's WORLD_SIZE={text} is not a number of ranks", "value")]
+    return int(text), []
+
+
+def _text(value: object) -> str:
+    return " ".join(map(str, value)) if value and isinstance(value, list | tuple) else str(value)
+
+
+def table(settings: Settings) -> list[str]:
+    """All settings with their sources, section by section."""
+    lines = ["------------------------ arguments ------------------------"]
+    for section, _cls in SECTIONS:
+        lines.append(f"[{section}]")
+        for dest in (dest for dest, option in OPTIONS.items() if option.section == section):
+            why = f": {settings.why[dest]}" if settings.why.get(dest) and settings.source[dest] == "derived" else ""
+            source = settings.source[dest]
+            lines.append(f"  {dest} ".ljust(48, ".") + f" {_text(settings.values[dest])}  ({source}{why})")
+    lines.append("-------------------- end of arguments ---------------------")
+    return lines
+
+
+def summary(
+    settings: Settings, violations: list[Violation], params: Mapping[str, int | None], world_size: int | None
+) -> list[str]:
+    """What to read first: notices, parameters, violations."""
+    lines = settings.lines()
+    if params["total"] is not None:
+        lines.append(f"parameters: {params['total']:,} (+ {params['mtp'] or 0:,} multi-token prediction)")
+        lines.append(f"active per token: {params['active']:,} (without embedding {params['active_no_embedding']:,})")
+    if not violations:
+        return [*lines, "valid" + (f" for {world_size} ranks" if world_size else "")]
+    count = f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:"
+    return [*lines, count, *(f"  - {violation.message}" for violation in violations)]
+
+
+def as_json(
+    settings: Settings, violations: list[Violation], params: Mapping[str, int | None], world_size: int | None
+) -> dict[str, object]:
+    """The content of the --report file."""
+    return {
+        "valid": not violations,
+        "world_size": world_size,
+        "settings": {
+            dest: {"value": settings.values[dest], "source": settings.source[dest]}
+            | ({"why": settings.why[dest]} if settings.why.get(dest) else {})
+            for dest in OPTIONS
+        },
+        "violations": [{"flags": list(v.flags), "message": v.message, "kind": v.kind} for v in violations],
+        "renamed": [{"flag": flag, "became": became} for flag, became in settings.renamed],
+        "idle": [{"flag": flag, "reason": reason} for flag, reason in settings.idle],
+        "notes": list(settings.notes),
+        "recipe_env": dict(settings.recipe_env),
+        "params": dict(params),
+    }

@@ -1,0 +1,494 @@
+"""What becomes of every flag: it acts, it is idle, it is part of something else, it comes later, or it is refused.
+
+A field of the sections acts unless a table here says otherwise; `tests/arguments/test_no_dead_flags.py` holds us to that:
+whatever acts is read by name somewhere. Spellings that are no fields stand in retired.py (old and dev-branch names) and in
+products.py (flags of other products).
+
+* IDLE: accepted in every value; nothing that is computed or saved depends on it here. The reason is printed when it is set.
+* LATER: changes what is computed, saved or needed, and this version does not do it yet. Refused by name, unless the value is
+  one that asks for nothing.
+* PART_OF: tunes a parent flag that comes later. Without the parent it has no effect (and says so); with it, the parent is
+  refused.
+* OTHER: will not come; the text says what to use instead.
+* OLD: old spellings that are still fields, because rules judge them; the text says what they became.
+* NEEDS: flags that act, but only together with another one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from arguments.settings import Settings, Violation
+
+PARALLEL = "parallel dimensions"
+MEMORY = "memory, precision and kernels"
+CLUSTER = "planning, launch and survival"
+MODELS = "architectures and conversion"
+
+
+@dataclass(frozen=True)
+class Later:
+    """What a flag asks for, the feature it comes with, and the values that are refused.
+
+    `values` None: every value but the default and the `harmless` ones. `also`: destinations that can set this one.
+    """
+
+    what: str
+    feature: str
+    harmless: tuple = ()
+    values: tuple | None = None
+    also: tuple[str, ...] = ()
+
+    def refuses(self, value: object, default: object) -> bool:
+        if self.values is not None:
+            return any(item in self.values for item in (value if isinstance(value, list) else [value]))
+        return value != default and value not in self.harmless
+
+
+_FSDP = "fully sharded data parallelism"
+_OFFLOAD = "activation offload"
+_GRAPHS = "CUDA graphs"
+
+LATER = MappingProxyType(
+    {
+        # ---- parallel dimensions
+        "tensor_model_parallel_size": Later("tensor parallelism", PARALLEL, also=("model_parallel_size",)),
+        "sequence_parallel": Later("sequence parallelism", PARALLEL),
+        "pipeline_model_parallel_size": Later("pipeline parallelism", PARALLEL),
+        "pipeline_model_parallel_layout": Later("a pipeline layout", PARALLEL),
+        "context_parallel_size": Later("context parallelism", PARALLEL),
+        "expert_model_parallel_size": Later("expert parallelism", PARALLEL),
+        "expert_tensor_parallel_size": Later("expert tensor parallelism", PARALLEL, harmless=(1,)),
+        "overlap_moe_expert_parallel_comm": Later("overlapped token exchange", PARALLEL),
+        "overlap_dispatch_backward_with_experts_wgrad": Later("overlapped token exchange", PARALLEL),
+        "overlap_param_gather_with_optimizer_step": Later("gathering during the optimizer step", PARALLEL),
+        "num_distributed_optimizer_instances": Later("several instances of the distributed optimizer", PARALLEL),
+        "tensor_parallel_num_weight_shards": Later("weight-sharded tensor parallelism", PARALLEL, harmless=(1,)),
+        "expert_tensor_parallel_num_weight_shards": Later("weight-sharded tensor parallelism", PARALLEL, harmless=(1,)),
+        "use_megatron_fsdp": Later(_FSDP, PARALLEL),
+        "use_torch_fsdp2": Later(_FSDP, PARALLEL),
+        "moe_token_dispatcher_type": Later(
+            "the flex dispatcher (DeepEP, HybridEP)", PARALLEL, values=("flex",), also=("moe_enable_deepep",)
+        ),
+        "use_mp_args_from_checkpoint_args": Later("taking the mapping from a checkpoint", PARALLEL),
+        "data_parallel_random_init": Later("different weights per data-parallel rank", PARALLEL),
+        "distributed_timeout_seconds_after_init": Later("a second timeout for the running job", PARALLEL),
+        # ---- memory, precision and kernels
+        "recompute_granularity": Later(
+            "activation recompute",
+            MEMORY,
+            also=("recompute_activations", "moe_layer_recompute", "checkpoint_activations"),
+        ),
+        "cpu_offloading_num_layers": Later(_OFFLOAD, MEMORY, harmless=(None,)),
+        "fine_grained_activation_offloading": Later(_OFFLOAD, MEMORY),
+        "cuda_graph_impl": Later(_GRAPHS, MEMORY, also=("enable_cuda_graph", "external_cuda_graph")),
+        "optimizer_cuda_graph": Later(_GRAPHS, MEMORY),
+        "use_precision_aware_optimizer": Later("the precision-aware optimizer", MEMORY),
+        "optimizer_cpu_offload": Later("optimizer offload", MEMORY),
+        "fp8": Later("fp8", MEMORY),
+        "fp4": Later("fp4", MEMORY),
+        "te_precision_config_file": Later("per-layer formats of TransformerEngine", MEMORY),
+        "fp16_lm_cross_entropy": Later("a half-precision loss", MEMORY),
+        "logit_dtype": Later("a format for the logits", MEMORY),
+        "disable_bf16_reduced_precision_matmul": Later("fp32 accumulation inside bf16 products", MEMORY),
+        "ddp_reduce_scatter_with_fp32_accumulation": Later("bf16 reduction with fp32 accumulation", MEMORY),
+        "ddp_param_name_patterns_for_fp32_local_accumulation": Later("fp32 accumulation by name", MEMORY),
+        "moe_expert_rank_capacity_factor": Later("a limit on the rows a rank receives", MEMORY),
+        "moe_shared_expert_glu_interleave_size": Later("interleaved gate channels", MEMORY),
+        "moe_mlp_glu_interleave_size": Later("interleaved gate channels", MEMORY),
+        "moe_router_force_biased": Later("skewed routing for benchmarks", MEMORY),
+        # ---- planning, launch and survival
+        "fake_process_group": Later("a dry run without other ranks", CLUSTER),
+        "check_for_large_grads": Later("the check for large gradients", CLUSTER),
+        "check_for_spiky_loss": Later("the check for loss spikes", CLUSTER),
+        "check_weight_hash_across_dp_replicas_interval": Later("comparing weights across ranks", CLUSTER),
+        "gpu_sniff_test_interval": Later("device tests during the run", CLUSTER),
+        "rerun_mode": Later("rerun reports", CLUSTER, values=("report_stats",)),
+        "error_injection_rate": Later("injected errors", CLUSTER),
+        "result_rejected_tracker_filename": Later("the record of rejected results", CLUSTER),
+        "flight_recorder_dump_path": Later("NCCL's flight recorder", CLUSTER),
+        "log_straggler": Later("straggler detection", CLUSTER),
+        "log_energy": Later("energy in the log", CLUSTER),
+        "save_params_interval": Later("dumps during the run", CLUSTER),
+        "save_activations_interval": Later("dumps during the run", CLUSTER),
+        "save_tokens_per_expert_interval": Later("dumps during the run", CLUSTER),
+        "save_wgrads_interval": Later("dumps during the run", CLUSTER),
+        "save_dgrads_interval": Later("dumps during the run", CLUSTER),
+        "moe_routing_trace_path": Later("routing traces", CLUSTER),
+        "config_logger_dir": Later("the record of configurations", CLUSTER),
+        "dump_param_to_param_group_map": Later("the record of parameter groups", CLUSTER),
+        "pytorch_profiler_collect_chakra": Later("Chakra traces", CLUSTER),
+        # ---- architectures and conversion
+        "optimizer": Later("this optimizer", MODELS, values=("muon", "dist_muon", "lion", "soap", "adaptive_muon")),
+        "experimental_attention_variant": Later("linear or sparse attention", MODELS),
+        "moe_latent_size": Later("LatentMoE", MODELS),
+        "moe_use_upcycling": Later("upcycling", MODELS),
+        "moe_enable_routing_replay": Later("routing replay", MODELS),
+        "moe_apply_probs_on_input": Later("probabilities applied to the expert's input", MODELS),
+        "moe_router_load_balancing_type": Later("quantile balancing", MODELS, values=("quantile_balancing",)),
+        "mtp_use_repeated_layer": Later("one layer for every prediction depth", MODELS),
+        "mtp_detach_heads": Later("detached multi-token prediction", MODELS),
+        "mtp_hsm": Later("hidden-state matching", MODELS),
+        "qk_clip": Later("qk-clip", MODELS),
+        "log_max_attention_logit": Later("the largest attention logit", MODELS),
+        "qk_l2_norm": Later("L2 norm of queries and keys", MODELS),
+        "quick_geglu": Later("quick GEGLU", MODELS),
+        "glu_linear_offset": Later("an offset in gated feed-forward layers", MODELS),
+        "activation_func_clamp_value": Later("clamped activations", MODELS),
+        "softmax_type": Later("attention sinks", MODELS),
+        "window_size": Later("sliding-window attention", MODELS),
+        "attention_output_gate": Later("gated attention", MODELS),
+        "no_rope_freq": Later("layers without rotary embedding", MODELS),
+        "apply_residual_connection_post_layernorm": Later("residuals after the norm", MODELS),
+        "fp32_residual_connection": Later("an fp32 residual stream", MODELS),
+        "freeze_all_layers": Later("frozen layers", MODELS),
+        "hybrid_context_parallel": Later("hybrid context parallelism", MODELS),
+        "dataloader_inter_document_masking": Later("packed sequences", MODELS),
+        "phase_transition_iterations": Later("data blends that change during the run", MODELS),
+        "position_embedding_type": Later("this kind of positions", MODELS, values=("mrope", "relative")),
+        "ckpt_format": Later("this checkpoint format", MODELS, values=("torch", "torch_dcp", "fsdp_dtensor")),
+        "ckpt_convert_format": Later("checkpoint conversion", MODELS),
+        "ckpt_convert_save": Later("checkpoint conversion", MODELS),
+        "load_main_params_from_ckpt": Later("main parameters from another checkpoint", MODELS),
+        "non_persistent_save_interval": Later("non-persistent checkpoints", MODELS),
+        "non_persistent_ckpt_type": Later("non-persistent checkpoints", MODELS),
+        "replication": Later("replicated local checkpoints", MODELS),
+        "object_storage_cache_path": Later("data in object storage", MODELS),
+        "dist_ckpt_save_pre_mcore_014": Later("the optimizer format of old checkpoints", MODELS),
+    }
+)
+
+PART_OF = MappingProxyType(
+    {
+        "tensor_model_parallel_size": (
+            "tp_comm_overlap_cfg tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
+            "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs tp_comm_bootstrap_backend"
+        ),
+        "pipeline_model_parallel_size": (
+            "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage "
+            "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage mtp_standalone overlap_p2p_comm "
+            "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split use_ring_exchange_p2p "
+            "overlap_p2p_comm_warmup_flush pipeline_model_parallel_comm_backend defer_embedding_wgrad_compute "
+            "wgrad_deferral_limit align_grad_reduce align_param_gather use_tp_pp_dp_mapping"
+        ),
+        "context_parallel_size": "cp_comm_type hierarchical_context_parallel_sizes",
+        "hybrid_context_parallel": "max_seqlen_per_dp_cp_rank",
+        "overlap_moe_expert_parallel_comm": (
+            "delay_wgrad_compute ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
+        ),
+        "moe_token_dispatcher_type": (
+            "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms "
+            "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
+            "moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep moe_ncclep_zero_copy "
+            "moe_dispatch_fwd_dtype moe_combine_bwd_dtype"
+        ),
+        "moe_expert_rank_capacity_factor": (
+            "moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
+            "moe_paged_stash_buffer_size_factor_cpu"
+        ),
+        "use_megatron_fsdp": (
+            "megatron_fsdp_version data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer "
+            "megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype "
+            "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer "
+            "fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration suggested_communication_unit_size "
+            "keep_fp8_transpose_cache enable_full_sharding_in_hsdp create_all_gather_group strict_fsdp_dtensor_load "
+            "init_model_with_meta_device"
+        ),
+        "use_torch_fsdp2": "torch_fsdp2_reshard_after_forward",
+        "recompute_granularity": (
+            "recompute_method recompute_num_layers recompute_modules distribute_saved_activations"
+        ),
+        "cpu_offloading_num_layers": "cpu_offloading_retain_pinned_cpu_buffers",
+        "fine_grained_activation_offloading": (
+            "offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph activation_offload_fraction "
+            "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads"
+        ),
+        "cuda_graph_impl": "cuda_graph_modules cuda_graph_scope_deprecated cuda_graph_warmup_steps",
+        "use_precision_aware_optimizer": "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
+        "optimizer_cpu_offload": (
+            "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d "
+            "pin_cpu_grads pin_cpu_params"
+        ),
+        "fp8": (
+            "fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo "
+            "fp8_wgrad fp8_output_proj fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag first_last_layers_bf16 "
+            "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 moe_router_padding_for_quantization "
+            "moe_router_padding_for_fp8"
+        ),
+        "fp4": "fp4_recipe fp4_quantizer_factory fp4_param_gather",
+        "optimizer": (
+            "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor "
+            "muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_use_syrk "
+            "muon_scalar_optimizer use_layer_wise_param_layout"
+        ),
+        "experimental_attention_variant": (
+            "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
+            "linear_num_key_heads linear_num_value_heads dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
+            "dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss "
+            "dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu "
+            "dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32"
+        ),
+        "window_size": "window_attn_skip_freq",
+        "qk_clip": "qk_clip_alpha qk_clip_threshold",
+        "moe_use_upcycling": "moe_upcycling_granularity",
+        "moe_router_load_balancing_type": "moe_router_quantile_balancing_ema",
+        "moe_routing_trace_path": (
+            "moe_routing_trace_max_training_iters moe_routing_trace_capture_logits "
+            "moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights"
+        ),
+        "error_injection_rate": "error_injection_type",
+        "flight_recorder_dump_path": (
+            "flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace "
+            "flight_recorder_include_only_active flight_recorder_extra_dump_on_exec"
+        ),
+        "log_straggler": "straggler_ctrlr_port straggler_minmax_count disable_straggler_on_startup",
+        "ckpt_convert_format": "ckpt_convert_update_legacy_dist_opt_format",
+        "non_persistent_ckpt_type": (
+            "non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo"
+        ),
+        "replication": "replication_jump replication_factor",
+    }
+)
+"""Parent destination -> the destinations that only tune it."""
+
+_KERNEL = "this version computes the same without that kernel"
+_NCCL = "a transport setting of NCCL; results do not depend on it"
+_SHAPE = "a storage layout of TransformerEngine; results and checkpoint names do not depend on it"
+_READ = "reading is planned by the checkpoint library"
+_ASYNC = "the background writer needs no such tuning here"
+
+IDLE = MappingProxyType(
+    {
+        # ---- the model and its kernels
+        "use_fused_weighted_squared_relu": _KERNEL,
+        "masked_softmax_fusion": _KERNEL,
+        "bias_gelu_fusion": _KERNEL,
+        "bias_swiglu_fusion": _KERNEL,
+        "bias_dropout_fusion": _KERNEL,
+        "apply_rope_fusion": _KERNEL,
+        "no_persist_layer_norm": _KERNEL,
+        "fused_residual_rmsnorm": _KERNEL,
+        "use_transformer_engine_op_fuser": _KERNEL,
+        "use_te_activation_func": _KERNEL,
+        "use_grouped_gemm_for_shared_expert": _KERNEL,
+        "use_grouped_gemm_for_dense_mlp": _KERNEL,
+        "moe_permute_fusion": _KERNEL,
+        "moe_router_fusion": _KERNEL,
+        "gradient_accumulation_fusion": _KERNEL,
+        "disable_jit_fuser": _KERNEL,
+        "mla_down_proj_fusion": "the two down projections are computed, stored and saved one by one",
+        "cross_entropy_loss_fusion": "the loss never makes a full fp32 copy of the logits, with or without this flag",
+        "cross_entropy_fusion_impl": "there is one implementation of the loss, and both names give its numbers",
+        "attention_backend": "every backend computes the same attention; this version picks one for the device itself",
+        "flash_attention_version": "every version computes the same attention",
+        "use_flash_attn": "every backend computes the same attention; nothing reads this flag any more",
+        "attention_softmax_in_fp32": "the attention softmax is always taken in fp32",
+        "apply_query_key_layer_scaling": "its two factors cancel, and the softmax is always taken in fp32 here",
+        "add_position_embedding": "rotary positions have no table to switch off",
+        "perform_initialization": "weights are always initialised; a checkpoint then replaces them",
+        "use_cpu_initialization": "initial weights depend on the seed and the parameter's name, not on the device",
+        "deprecated_use_mcore_models": "there is one kind of models",
+        "enable_experimental": "nothing waits behind this switch",
+        "te_rng_tracker": "random streams are named, and need no tracker",
+        "moe_use_grouped_tensor": _SHAPE,
+        "moe_single_grouped_weight": _SHAPE,
+        "moe_single_grouped_bias": _SHAPE,
+        "moe_shared_expert_overlap": "the shared expert runs after the exchange; with one expert-parallel rank there is none",
+        # ---- communication
+        "tp_comm_overlap": "without tensor parallelism there is nothing to overlap",
+        "clone_scatter_output_in_embedding": "without sequence parallelism the embedding is not scattered",
+        "ddp_pad_buckets_for_high_nccl_busbw": "it changes the speed of NCCL only",
+        "gradient_reduce_div_fusion": "the division is exact in either place",
+        "use_gloo_process_groups": "gloo groups are made where they are needed",
+        "lazy_mpu_init": "no outer framework takes part",
+        "nccl_communicator_config_path": _NCCL,
+        "nccl_ub": _NCCL,
+        "disable_symmetric_registration": _NCCL,
+        "use_sharp": _NCCL,
+        "sharp_enabled_group": _NCCL,
+        "high_priority_stream_groups": _NCCL,
+        # ---- the run
+        "rerun_mode": "a loss or gradient that is not finite stops the run; nothing is run twice",
+        "test_mode": "it adds checks of Megatron-LM's own test suite",
+        "train_sync_interval": "the loop synchronises when it logs",
+        "exit_signal_handler_for_training": "--exit-signal-handler says it all",
+        "exit_signal_handler_for_dataloader": "data workers end with their rank",
+        "nvtx_ranges": "marks for nsys; use --use-pytorch-profiler for a profile",
+        "record_shapes": "marks for nsys; use --pytorch-profiler-collect-shapes for a profile",
+        "barrier_with_L1_time": "timers never wait for other ranks here",
+        # ---- data
+        "num_dataset_builder_threads": "index building is vectorised and needs no threads",
+        "dataloader_fast_cache_load": "index files are opened without a check of the text behind them already",
+        "dataloader_defer_npy_index_mmap": "index files are mapped, and read on first use",
+        "use_gigatoken": "the tokenizer's own library is used",
+        # ---- checkpoints
+        "async_strategy": "there is one background writer",
+        "use_persistent_ckpt_worker": _ASYNC,
+        "async_ckpt_cpu_priority": _ASYNC,
+        "async_ckpt_io_priority": _ASYNC,
+        "async_ckpt_use_cpu_shm": _ASYNC,
+        "ckpt_fully_parallel_load": _READ,
+        "ckpt_fully_parallel_load_exchange_algo": _READ,
+        "ckpt_fully_parallel_load_per_rank_objects": _READ,
+        "ckpt_fully_parallel_load_process_group": _READ,
+        "ckpt_fully_parallel_save_process_group": "writing is shared over all ranks that hold a tensor",
+        "ckpt_drop_redundant_extra_state": "the local layers have no extra state",
+        "ckpt_pg_tensors_cache_path": "group tensors are not cached",
+        "ckpt_pg_tensors_cache_create": "group tensors are not cached",
+        "distrib_optim_fully_reshardable_mem_efficient": "no rank gathers a whole optimizer state",
+        "use_dist_ckpt_deprecated": "checkpoints are distributed already",
+        "dist_ckpt_format_deprecated": "--ckpt-format names the format",
+        "ckpt_fully_parallel_save_deprecated": "writing is shared among the ranks already",
+    }
+)
+
+OTHER = MappingProxyType(
+    {
+        "spec": "layers are chosen by flags, not by a Python path: drop --spec and set the architecture's flags",
+        "transformer_impl": "this program trains: --transformer-impl local or transformer_engine",
+        "dataloader_type": "this program feeds itself: --dataloader-type single or cyclic",
+        "tokenizer_type": "this program reads text: choose another --tokenizer-type",
+    }
+)
+OTHER_VALUES = MappingProxyType(
+    {
+        "transformer_impl": ("inference_optimized",),
+        "dataloader_type": ("external",),
+        "tokenizer_type": (
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "MultimodalTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+        ),
+    }
+)
+
+OLD = MappingProxyType(
+    {
+        "use_rotary_position_embeddings": "--position-embedding-type rope",
+        "moe_enable_deepep": "--moe-flex-dispatcher-backend deepep",
+        "moe_layer_recompute": "--recompute-granularity selective --recompute-modules moe",
+        "moe_router_padding_for_fp8": "--moe-router-padding-for-quantization",
+        "moe_deepep_num_sms": "--moe-flex-dispatcher-num-sms",
+        "moe_hybridep_num_sms": "--moe-flex-dispatcher-num-sms",
+        "recompute_activations": "--recompute-granularity selective",
+        "checkpoint_activations": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "external_cuda_graph": "--cuda-graph-impl transformer_engine",
+        "enable_cuda_graph": "--cuda-graph-impl local",
+        "cuda_graph_scope_deprecated": "--cuda-graph-modules",
+        "no_weight_decay_cond_type": "--apply-wd-to-qk-layernorm",
+        "batch_size": "--micro-batch-size",
+        "model_parallel_size": "--tensor-model-parallel-size",
+        "warmup": "--lr-warmup-fraction",
+        "use_dist_ckpt_deprecated": "--ckpt-format torch_dist (the default)",
+        "dist_ckpt_format_deprecated": "--ckpt-format",
+        "ckpt_fully_parallel_save_deprecated": "the default",
+        "deprecated_use_mcore_models": "the default",
+    }
+)
+
+VALUES = MappingProxyType(
+    {
+        ("moe_token_dispatcher_type", "alltoall_seq"): "alltoall",
+        ("no_weight_decay_cond_type", "qwen3_next"): "apply_wd_to_qk_layernorm",
+        ("experimental_attention_variant", "gated_delta_net"): "gdn",
+    }
+)
+"""(destination, old value) -> the value it became."""
+
+NEEDS = (
+    (("mtp_num_layers",), "mtp_loss_scaling_factor"),
+    (("moe_router_enable_expert_bias",), "moe_router_bias_update_rate"),
+    (("group_query_attention",), "num_query_groups"),
+    (
+        ("multi_latent_attention",),
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim",
+    ),
+    (("use_rope_scaling",), "rope_scaling_factor"),
+    (
+        ("num_experts",),
+        "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff",
+    ),
+    (("fp16",), "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
+    (("decoupled_lr",), "decoupled_min_lr"),
+    (("profile",), "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
+    (("tensorboard_dir",), "log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"),
+    (("save", "load"), "ckpt_assume_constant_structure dist_ckpt_strictness"),
+    (("save",), "async_save save_retain_interval no_save_optim no_save_rng"),
+    (("load", "pretrained_checkpoint"), "finetune no_load_optim no_load_rng use_checkpoint_args"),
+    (("manual_gc",), "manual_gc_interval manual_gc_eval"),
+)
+"""(any of these must be on, for these to have an effect)."""
+
+PARENT = MappingProxyType({child: parent for parent, children in PART_OF.items() for child in children.split()})
+
+
+def standing_of(dest: str) -> tuple[str, str]:
+    """(acts | idle | later | renamed | refused, reason) of a field. Values may stand differently; see LATER and OTHER."""
+    if dest in OLD:
+        return "renamed", OLD[dest]
+    if dest in IDLE:
+        return "idle", IDLE[dest]
+    if dest in PARENT:
+        return "later", f"part of {PARENT[dest]}"
+    if dest in LATER:
+        entry = LATER[dest]
+        return ("later" if entry.values is None else "acts"), f"{entry.what} ({entry.feature})"
+    if dest in OTHER and dest not in OTHER_VALUES:
+        return "refused", OTHER[dest]
+    return "acts", ""
+
+
+def check(s: Settings) -> list[Violation]:
+    """Violations by standing: what comes later, what will not come. Call it on resolved settings."""
+    return [*_later(s), *_other(s)]
+
+
+def _later(s: Settings) -> Iterator[Violation]:
+    for dest, entry in LATER.items():
+        value = s.values[dest]
+        if not entry.refuses(value, s.default(dest)):
+            continue
+        given = [name for name in (dest, *entry.also) if s.given(name)]
+        if not given and (s.source[dest] == "default" or dest == "expert_tensor_parallel_size"):
+            continue  # (the expert tensor-parallel size follows from the tensor-parallel one, which is refused itself)
+        shown = [s.shown(name) for name in given] or [s.shown(dest)]
+        text = f"{' and '.join(shown)}: this version does not have {entry.what} yet (feature: {entry.feature})"
+        yield Violation(tuple(s.flag(name) for name in given) or (s.flag(dest),), text, "later")
+
+
+def _other(s: Settings) -> Iterator[Violation]:
+    for dest, text in OTHER.items():
+        refused = OTHER_VALUES.get(dest)
+        value = s.values[dest]
+        if value in refused if refused else value != s.default(dest):
+            yield Violation((s.flag(dest),), f"{s.shown(dest)}: {text}", "product")
+
+
+def announce(s: Settings) -> None:
+    """Write one line for every given flag that was renamed or has no effect here into `s.renamed` and `s.idle`."""
+    refused = {dest for dest, entry in LATER.items() if entry.refuses(s.values[dest], s.default(dest))}
+    for dest in s.given_dests():
+        if dest in OLD:
+            s.say_renamed(s.flag(dest), OLD[dest])
+        elif dest in IDLE and dest not in refused:
+            s.say_idle(s.shown(dest), IDLE[dest])
+        elif dest in PARENT and PARENT[dest] not in refused:
+            s.say_idle(s.shown(dest), f"no effect without {_parent_text(s, PARENT[dest])}")
+    for parents, dests in NEEDS:
+        if any(s.values[parent] for parent in parents):
+            continue
+        wanted = " or ".join(s.flag(parent) for parent in parents)
+        for dest in dests.split():
+            if s.given(dest) and s.values[dest] != s.default(dest):
+                s.say_idle(s.shown(dest), f"no effect without {wanted}")
+    if s.transformer_impl == "transformer_engine":
+        s.note("layers: local; TransformerEngine layers are not in this version, the local ones compute the same")
+
+
+def _parent_text(s: Settings, parent: str) -> str:
+    if parent in ("optimizer", "moe_token_dispatcher_type", "moe_router_load_balancing_type"):
+        return f"{s.flag(parent)} {LATER[parent].values[0]}"
+    value = s.default(parent)
+    return f"{s.flag(parent)} above 1" if isinstance(value, int) and not isinstance(value, bool) else s.flag(parent)
