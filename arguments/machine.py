@@ -1,0 +1,205 @@
+"""Rules about the machine a job runs on: environment variables, the GPU's generation, versions of installed packages.
+
+Parsing never looks at the machine, so that a command line can be checked on a laptop. A run calls `check_machine` at
+start-up with its environment and its GPU's compute capability, `check_packages` with the versions it finds, and applies
+`environment_defaults` before anything reads the environment. `arch` None means that there is no GPU; all variables here
+steer GPU libraries, so nothing is asked of them then.
+
+Findings of kind "machine" are errors; those of kind "note" are said and the run goes on.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from arguments import schema
+from arguments.container import SECTIONS, Arguments
+from arguments.rules.facts import Facts, gather, say
+from arguments.settings import Settings, Violation
+
+BLACKWELL = 10
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+DETERMINISTIC = (
+    ("NCCL_ALGO", ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")),
+    ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("0",)),
+    ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")),
+)
+# What each explicit --attention-backend asks of Transformer Engine's (flash, fused, unfused) switches.
+ATTENTION_SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+ATTENTION = (("flash", ("1", "0", "0")), ("fused", ("0", "1", "0")), ("unfused", ("0", "0", "1")))
+
+Rule = Callable[[Settings, Facts, Mapping[str, str], int], Iterator[Violation]]
+
+
+def check_machine(args: Arguments | Settings, env: Mapping[str, str], arch: int | None) -> list[Violation]:
+    """Check resolved arguments against an environment and a GPU generation (major compute capability)."""
+    if arch is None:
+        return []
+    s = _flat(args)
+    facts = gather(s, None)
+    return [violation for rule in RULES for violation in rule(s, facts, env, arch)]
+
+
+def check_packages(args: Arguments | Settings, versions: Mapping[str, str]) -> list[Violation]:
+    """Check resolved arguments against versions of installed packages; packages that are absent are not judged here."""
+    s = _flat(args)
+    return [
+        Violation(tuple(s.flag(dest) for dest in dests), f"{s.flag(dests[0])} needs {package} {least} or later, found "
+                  f"{versions[package]}.", "machine")
+        for dests, package, least in _MINIMUM_VERSIONS
+        if package in versions and all(getattr(s, dest) for dest in dests) and _older(versions[package], least)
+    ]  # fmt: skip
+
+
+def environment_defaults(args: Arguments | Settings, env: Mapping[str, str], arch: int | None) -> dict[str, str]:
+    """Variables that a run should set because its flags imply them and nobody has set them."""
+    if arch is None:
+        return {}
+    s = _flat(args)
+    wanted: dict[str, str] = {}
+    if s.deterministic_mode:
+        wanted |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if s.transformer_impl == "transformer_engine":
+        if s.apply_query_key_layer_scaling:
+            wanted["NVTE_APPLY_QK_LAYER_SCALING"] = "1"
+        wanted |= dict(zip(ATTENTION_SWITCHES, dict(ATTENTION).get(s.attention_backend, ()), strict=False))
+    return {name: value for name, value in wanted.items() if name not in env}
+
+
+def _flat(args: Arguments | Settings) -> Settings:
+    """The same flags as flat settings."""
+    if isinstance(args, Settings):
+        return args
+    usual = {dest: option.spellings[0] for dest, option in schema.options(SECTIONS).items()}
+    s = Settings(args.as_dict(), usual)
+    s.spelling.update(args.spelling)
+    s.source.update(args.source)
+    return s
+
+
+def _finding(s: Settings, message: str, *dests: str, kind: str = "machine") -> Violation:
+    return Violation(tuple(s.flag(dest) for dest in dests), message, kind)
+
+
+def _env(env: Mapping[str, str], name: str) -> str:
+    return f"{name}={env[name]}" if name in env else f"{name} is not set"
+
+
+def one_connection_for_split_layers(s: Settings, f: Facts, env: Mapping[str, str], arch: int) -> Iterator[Violation]:
+    """Before Blackwell the order of kernels on one connection is what overlaps communication with computation."""
+    split = [d for d, n in (("tensor_model_parallel_size", f.tp), ("context_parallel_size", f.cp)) if n > 1]
+    if not split or arch >= BLACKWELL or env.get(CONNECTIONS) == "1":
+        return
+    lenient = [d for d in ("overlap_moe_expert_parallel_comm", "use_megatron_fsdp", "use_torch_fsdp2") if getattr(s, d)]
+    if lenient:
+        message = (
+            f"{say(s, split[0])} with {s.flag(lenient[0])}: on GPUs before Blackwell both want different values of "
+            f"{CONNECTIONS}; expect less overlap."
+        )
+        yield _finding(s, message, split[0], lenient[0], kind="note")
+        return
+    message = (
+        f"{say(s, split[0])} on a GPU before Blackwell needs {CONNECTIONS}=1 in the environment ({_env(env, CONNECTIONS)}): "
+        "kernels must start in the order they are issued."
+    )
+    yield _finding(s, message, *split)
+
+
+def several_connections(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+    if env.get(CONNECTIONS) != "1":
+        return
+    for dest in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(s, dest):
+            message = (
+                f"{s.flag(dest)} needs {CONNECTIONS} above 1 or not set ({_env(env, CONNECTIONS)}): gathers must run beside "
+                "computation."
+            )
+            yield _finding(s, message, dest)
+    if s.pipeline_model_parallel_comm_backend == "ucc":
+        message = f"{say(s, 'pipeline_model_parallel_comm_backend')} needs {CONNECTIONS} above 1 or not set."
+        yield _finding(s, message, "pipeline_model_parallel_comm_backend")
+    if s.overlap_moe_expert_parallel_comm:
+        message = f"{s.flag('overlap_moe_expert_parallel_comm')} overlaps better with {CONNECTIONS}=32 than with 1."
+        yield _finding(s, message, "overlap_moe_expert_parallel_comm", kind="note")
+
+
+def deterministic_libraries(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+    if not s.deterministic_mode:
+        return
+    for name, accepted in DETERMINISTIC:
+        if name in env and env[name] not in accepted:
+            message = (
+                f"{s.flag('deterministic_mode')} needs {name} to be {' or '.join(accepted)}, but {_env(env, name)}."
+            )
+            yield _finding(s, message, "deterministic_mode")
+
+
+def offloading_switch(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+    dest, name = "fine_grained_activation_offloading", "NVTE_CPU_OFFLOAD_V1"
+    if s.fine_grained_activation_offloading and env.get(name) != "1":
+        message = f"{s.flag(dest)} needs {name}=1 in the environment ({_env(env, name)})."
+        yield _finding(s, message, dest)
+
+
+def expandable_segments(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+    allocator = "PYTORCH_CUDA_ALLOC_CONF"
+    if "expandable_segments:True" not in env.get(allocator, ""):
+        return
+    if s.cuda_graph_impl == "transformer_engine" and env.get("NCCL_GRAPH_REGISTER") != "0":
+        message = (
+            f"{say(s, 'cuda_graph_impl')} with {_env(env, allocator)} needs NCCL_GRAPH_REGISTER=0 in the environment "
+            f"({_env(env, 'NCCL_GRAPH_REGISTER')}): registered buffers may move."
+        )
+        yield _finding(s, message, "cuda_graph_impl")
+    if s.nccl_ub:
+        message = f"{s.flag('nccl_ub')} cannot be combined with {_env(env, allocator)}: NCCL's buffers must not move."
+        yield _finding(s, message, "nccl_ub")
+
+
+def attention_switches(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+    if s.transformer_impl != "transformer_engine":
+        return
+    for name, value in zip(ATTENTION_SWITCHES, dict(ATTENTION).get(s.attention_backend, ()), strict=False):
+        if env.get(name, value) != value:
+            message = f"{say(s, 'attention_backend')} needs {name}={value} or not set, but {_env(env, name)}."
+            yield _finding(s, message, "attention_backend")
+    name = "NVTE_APPLY_QK_LAYER_SCALING"
+    if name in env and (env[name] == "1") != bool(s.apply_query_key_layer_scaling):
+        message = (
+            f"{_env(env, name)} does not agree with {s.flag('apply_query_key_layer_scaling')}; set both or neither."
+        )
+        yield _finding(s, message, "apply_query_key_layer_scaling")
+
+
+def gpu_generation(s: Settings, _f: Facts, _environment: Mapping[str, str], arch: int) -> Iterator[Violation]:
+    if s.moe_grouped_gemm and arch < 8:
+        message = f"{s.flag('moe_grouped_gemm')} needs a GPU of compute capability 8.0 or later, this one has {arch}.x."
+        yield _finding(s, message, "moe_grouped_gemm")
+    for dest, blackwell_only in (("fp8_recipe", s.fp8 and s.fp8_recipe == "mxfp8"), ("fp4", bool(s.fp4))):
+        if blackwell_only and arch < BLACKWELL:
+            message = (
+                f"{say(s, dest)} has hardware support from Blackwell on (compute capability 10), this GPU has {arch}.x."
+            )
+            yield _finding(s, message, dest, kind="note")
+
+
+def _older(version: str, least: str) -> bool:
+    """Is a version such as 2.7.0+cu129 before another? Compares the leading numbers."""
+    parts = [tuple(int(n) for n in re.findall(r"\d+", text.split("+")[0])[:2]) for text in (version, least)]
+    return parts[0] < parts[1]
+
+
+_MINIMUM_VERSIONS = (
+    (("moe_permute_fusion",), "transformer_engine", "2.1"),
+    (("moe_router_fusion",), "transformer_engine", "2.7"),
+    (("delay_wgrad_compute", "overlap_grad_reduce"), "transformer_engine", "2.8"),
+    (("overlap_moe_expert_parallel_comm",), "torch", "2.6"),
+)
+RULES: tuple[Rule, ...] = (
+    one_connection_for_split_layers,
+    several_connections,
+    deterministic_libraries,
+    offloading_switch,
+    expandable_segments,
+    attention_switches,
+    gpu_generation,
+)

@@ -1,0 +1,60 @@
+"""What follows from flags, and what they must satisfy together.
+
+`resolve` fills in derived values and silent normalisations; `check` runs every rule and returns every violation;
+`derived` lists what follows from several flags at once, under Megatron's names. One module per area; each rule is one
+small function over the flat `Settings` and the `Facts` of the pass. Deliberate differences from Megatron-LM are recorded
+in `kinder.py`. Nothing here looks at the machine: see `arguments.machine`.
+"""
+
+from arguments.rules import (
+    attention,
+    checkpoint,
+    data,
+    dispatcher,
+    graphs,
+    kinder,
+    optimizer,
+    overlap,
+    parallel,
+    pipeline,
+    precision,
+    recompute,
+    router,
+    sizes,
+    training,
+)
+from arguments.rules.derived import derived
+from arguments.rules.facts import gather
+from arguments.rules.precedence import command_line_wins
+from arguments.settings import Settings, Violation
+
+__all__ = ["AREAS", "check", "derived", "resolve"]
+
+AREAS = (
+    sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs, training,
+    data, checkpoint,
+)  # fmt: skip
+
+
+def resolve(s: Settings, world_size: int | None) -> None:
+    """Fill in derived values and normalisations; never fails on bad values, which `check` reports.
+
+    World_size None: what depends on the number of ranks (the default global batch size) is left open.
+    """
+    if world_size is None:
+        s.note("The number of ranks is not known: rules on it are left out (give --world-size N or set WORLD_SIZE).")
+    command_line_wins(s)
+    for step in kinder.RESOLVE:
+        step(s, gather(s, world_size))
+    for area in AREAS:
+        for step in area.RESOLVE:
+            step(s, gather(s, world_size))
+    for step in kinder.RESOLVE_LAST:
+        step(s, gather(s, world_size))
+
+
+def check(s: Settings, world_size: int | None) -> list[Violation]:
+    """Run every rule on resolved settings and return every violation, each once."""
+    facts = gather(s, world_size)
+    found = [violation for area in AREAS for rule in area.CHECKS for violation in rule(s, facts)]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,176 @@
+"""Rules 107-110: attention variants, positions, multi-token prediction."""
+
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, broken, divides, positive, say
+from arguments.settings import Settings, Violation
+
+MTP_POSITIONS = ("rope", "none")
+DELTA_NETS = ("gdn", "gdn2")
+
+
+# Derived and normalised values.
+
+
+def rotary_switch(s: Settings, _f: Facts) -> None:
+    if s.use_rotary_position_embeddings:
+        s.set_derived("position_embedding_type", "rope", "from --use-rotary-position-embeddings")
+
+
+def rope_type(s: Settings, _f: Facts) -> None:
+    if s.multi_latent_attention and s.rope_type is None:
+        s.set_derived("rope_type", "yarn", "the default of multi-latent attention")
+
+
+def old_delta_net_name(s: Settings, _f: Facts) -> None:
+    if s.experimental_attention_variant == "gated_delta_net":
+        s.note(f"{s.shown('experimental_attention_variant')} is an old name: taken as gdn.")
+        s.set_derived("experimental_attention_variant", "gdn", "from gated_delta_net")
+
+
+# Checks.
+
+
+def latent_attention_has_no_groups(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.multi_latent_attention and s.group_query_attention:
+        yield broken(
+            s,
+            f"{s.flag('multi_latent_attention')} cannot be combined with {s.flag('group_query_attention')}: it has its own "
+            "way to share keys and values.",
+            "multi_latent_attention",
+            "group_query_attention",
+        )
+
+
+def rope_type_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.multi_latent_attention and s.apply_rope_fusion and s.rope_type != "yarn":
+        yield broken(
+            s,
+            f"{s.flag('multi_latent_attention')} with {say(s, 'rope_type')} needs --no-rope-fusion: the fused kernel knows "
+            "only yarn.",
+            "rope_type",
+            "apply_rope_fusion",
+            "multi_latent_attention",
+        )
+    if not s.multi_latent_attention and s.rope_type == "yarn":
+        yield broken(
+            s,
+            f"{say(s, 'rope_type')} needs --multi-latent-attention; other attention takes --position-embedding-type yarn.",
+            "rope_type",
+            "multi_latent_attention",
+        )
+
+
+def latent_options_need_latent_attention(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.mla_down_proj_fusion and not s.multi_latent_attention:
+        yield broken(
+            s,
+            f"{s.flag('mla_down_proj_fusion')} needs --multi-latent-attention.",
+            "mla_down_proj_fusion",
+            "multi_latent_attention",
+        )
+
+
+def prediction_heads_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
+    count = s.mtp_num_layers
+    if count is None:
+        return
+    if count < 0:
+        yield broken(s, f"{say(s, 'mtp_num_layers')} must not be negative.", "mtp_num_layers")
+    if count and s.position_embedding_type not in MTP_POSITIONS:
+        yield broken(
+            s,
+            f"{say(s, 'mtp_num_layers')} needs --position-embedding-type rope or none, not {s.position_embedding_type}.",
+            "mtp_num_layers",
+            "position_embedding_type",
+        )
+    if s.mtp_loss_scaling_factor is not None and s.mtp_loss_scaling_factor < 0:
+        yield broken(s, f"{say(s, 'mtp_loss_scaling_factor')} must not be negative.", "mtp_loss_scaling_factor")
+
+
+def no_position_embedding_is_meant(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if not s.add_position_embedding and s.position_embedding_type not in MTP_POSITIONS:
+        yield broken(
+            s,
+            f"{s.flag('add_position_embedding')} contradicts {say(s, 'position_embedding_type')}; say what is meant with "
+            "--position-embedding-type rope or none.",
+            "add_position_embedding",
+            "position_embedding_type",
+        )
+
+
+def rotary_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if not 0 < s.rotary_percent <= 1:
+        yield broken(s, f"{say(s, 'rotary_percent')} must be above 0 and at most 1.", "rotary_percent")
+    for dest in ("rotary_scaling_factor", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"):
+        if getattr(s, dest) is not None and getattr(s, dest) <= 0:
+            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
+
+
+def qk_clip_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if not s.qk_clip:
+        return
+    if not 0 < s.qk_clip_alpha < 1:
+        yield broken(
+            s,
+            f"{say(s, 'qk_clip_alpha')} must be above 0 and below 1 with {s.flag('qk_clip')}.",
+            "qk_clip_alpha",
+            "qk_clip",
+        )
+    if s.qk_clip_threshold <= 0:
+        yield broken(s, f"{say(s, 'qk_clip_threshold')} must be above 0.", "qk_clip_threshold", "qk_clip")
+
+
+def delta_net_fits(s: Settings, f: Facts) -> Iterator[Violation]:
+    if s.experimental_attention_variant not in DELTA_NETS:
+        return
+    keys, values = "linear_num_key_heads", "linear_num_value_heads"
+    if s.linear_attention_freq is None:
+        yield broken(
+            s,
+            f"{say(s, 'experimental_attention_variant')} needs --linear-attention-freq: which layers have linear attention.",
+            "experimental_attention_variant",
+            "linear_attention_freq",
+        )
+    for dest in (keys, values):
+        if not positive(getattr(s, dest)):
+            yield broken(s, f"{say(s, dest)} must be at least 1.", dest)
+        elif not divides(f.tp * f.cp, getattr(s, dest)):
+            yield broken(
+                s,
+                f"{say(s, dest)} must be a multiple of {f.tp * f.cp} ({say(s, 'tensor_model_parallel_size')} * "
+                f"{say(s, 'context_parallel_size')}).",
+                dest,
+                "tensor_model_parallel_size",
+                "context_parallel_size",
+            )
+    if not divides(getattr(s, keys), getattr(s, values)):
+        yield broken(s, f"{say(s, values)} must be a multiple of {say(s, keys)}.", values, keys)
+
+
+def layer_lists_fit(s: Settings, f: Facts) -> Iterator[Violation]:
+    for dest in ("linear_attention_freq", "no_rope_freq", "window_attn_skip_freq"):
+        value = getattr(s, dest)
+        if isinstance(value, list | tuple) and f.layers is not None and len(value) != f.layers:
+            yield broken(
+                s,
+                f"{s.flag(dest)} describes {len(value)} layers, but {say(s, 'num_layers')}; give one entry for each layer.",
+                dest,
+                "num_layers",
+            )
+        elif isinstance(value, int) and value < 1:
+            yield broken(s, f"{say(s, dest)} must be at least 1.", dest)
+
+
+RESOLVE = (rotary_switch, rope_type, old_delta_net_name)
+CHECKS = (
+    latent_attention_has_no_groups,
+    rope_type_fits,
+    latent_options_need_latent_attention,
+    prediction_heads_fit,
+    no_position_embedding_is_meant,
+    rotary_numbers,
+    qk_clip_numbers,
+    delta_net_fits,
+    layer_lists_fit,
+)

@@ -1,0 +1,140 @@
+"""Rules 47, 111, 113-114 and 116: saving and loading, upcycling, flags of long ago."""
+
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, broken, divides, positive, quotient, say
+from arguments.settings import Settings, Violation
+
+SAVE, INTERVAL, RETAIN = "save", "save_interval", "save_retain_interval"
+
+
+# Derived and normalised values.
+
+
+def async_save_needs_worker(s: Settings, _f: Facts) -> None:
+    if s.async_save and not s.use_persistent_ckpt_worker:
+        s.note(f"{s.flag('async_save')} needs --use-persistent-ckpt-worker; checkpoints are written synchronously.")
+        s.set_derived("async_save", False, "no --use-persistent-ckpt-worker")
+    if not s.async_save:
+        s.set_derived("async_strategy", "mcore", "synchronous saves")
+
+
+def upcycling_starts_fresh(s: Settings, _f: Facts) -> None:
+    if s.moe_use_upcycling:
+        s.set_derived("no_load_optim", True, "upcycling")
+        s.set_derived("no_load_rng", True, "upcycling")
+
+
+# Checks.
+
+
+def saving_is_scheduled(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.save is not None and s.save_interval is None:
+        yield broken(
+            s, f"{say(s, SAVE)} needs --save-interval: the number of iterations between checkpoints.", SAVE, INTERVAL
+        )
+    elif s.save_interval is not None and not positive(s.save_interval):
+        yield broken(s, f"{say(s, INTERVAL)} must be at least 1.", INTERVAL)
+
+
+def retained_saves_are_saves(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.save_retain_interval is None:
+        return
+    if not positive(s.save_retain_interval):
+        yield broken(s, f"{say(s, RETAIN)} must be at least 1.", RETAIN)
+    elif s.save_interval is None:
+        yield broken(s, f"{say(s, RETAIN)} needs --save-interval.", RETAIN, INTERVAL)
+    elif not divides(s.save_interval, s.save_retain_interval):
+        yield broken(
+            s,
+            f"{say(s, RETAIN)} must be a multiple of {say(s, INTERVAL)}: only saved iterations can be kept.",
+            RETAIN,
+            INTERVAL,
+        )
+
+
+def conversion_knows_its_ends(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.ckpt_convert_format is None:
+        return
+    for dest in ("ckpt_convert_save", "load"):
+        if getattr(s, dest) is None:
+            yield broken(s, f"{say(s, 'ckpt_convert_format')} needs {s.flag(dest)} DIR.", "ckpt_convert_format", dest)
+
+
+def gloo_free_shards_need_new_format(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.use_distributed_optimizer and not s.use_gloo_process_groups and s.ckpt_format == "torch":
+        yield broken(
+            s,
+            f"{s.flag('use_gloo_process_groups')} with {s.flag('use_distributed_optimizer')} needs --ckpt-format torch_dist: "
+            "the torch format gathers optimizer shards over gloo.",
+            "use_gloo_process_groups",
+            "ckpt_format",
+            "use_distributed_optimizer",
+        )
+
+
+def upcycling_fits(s: Settings, f: Facts) -> Iterator[Violation]:
+    if not s.moe_use_upcycling:
+        return
+    if s.save is None:
+        yield broken(
+            s, f"{s.flag('moe_use_upcycling')} needs --save: where the converted model goes.", "moe_use_upcycling", SAVE
+        )
+    if f.experts is None:
+        yield broken(s, f"{s.flag('moe_use_upcycling')} needs --num-experts.", "moe_use_upcycling", "num_experts")
+        return
+    dense, expert = s.ffn_hidden_size, s.moe_ffn_hidden_size
+    if not divides(expert, dense):
+        yield broken(
+            s,
+            f"{s.flag('moe_use_upcycling')} needs {say(s, 'ffn_hidden_size')} to be a multiple of "
+            f"{say(s, 'moe_ffn_hidden_size')}: each dense layer is cut into experts.",
+            "ffn_hidden_size",
+            "moe_ffn_hidden_size",
+            "moe_use_upcycling",
+        )
+    pieces = quotient(dense, expert)
+    if not divides(pieces, f.experts):
+        yield broken(
+            s,
+            f"{say(s, 'num_experts')} must be a multiple of the {pieces} pieces that a dense layer is cut into "
+            f"({say(s, 'ffn_hidden_size')} / {say(s, 'moe_ffn_hidden_size')}).",
+            "num_experts",
+            "ffn_hidden_size",
+            "moe_ffn_hidden_size",
+        )
+    if s.quick_geglu:
+        yield broken(
+            s,
+            f"{s.flag('moe_use_upcycling')} knows the activations gelu, swiglu and squared relu, not "
+            f"{s.flag('quick_geglu')}.",
+            "moe_use_upcycling",
+            "quick_geglu",
+        )
+
+
+def old_flags(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for old, new in (("batch_size", "micro_batch_size"), ("model_parallel_size", "tensor_model_parallel_size")):
+        if getattr(s, old) is not None:
+            yield broken(
+                s, f"{say(s, old)} is the old name of {say(s, new)}, and they differ; keep the latter.", old, new
+            )
+    if s.warmup is not None:
+        yield broken(
+            s,
+            f"{say(s, 'warmup')} has been removed, and its number may mean a share or a count; use --lr-warmup-fraction or "
+            "--lr-warmup-iters.",
+            "warmup",
+            "lr_warmup_fraction",
+        )
+
+
+RESOLVE = (async_save_needs_worker, upcycling_starts_fresh)
+CHECKS = (
+    saving_is_scheduled,
+    retained_saves_are_saves,
+    conversion_knows_its_ends,
+    gloo_free_shards_need_new_format,
+    upcycling_fits,
+    old_flags,
+)

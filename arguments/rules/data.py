@@ -1,0 +1,95 @@
+"""Rules 50-51: where the text comes from and how it is split."""
+
+import re
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, broken, say
+from arguments.settings import Settings, Violation
+
+SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+LEGACY_SPLIT = "969, 30, 1"
+
+
+def read_split(text: str) -> tuple[float, float, float]:
+    """Read `--split 969,30,1` as three shares that add up to 1; missing ones are 0.
+
+    Raises: ValueError saying what is wrong.
+    """
+    words = [word for word in re.split(r"[,/\s]+", text.strip().strip("'\"")) if word]
+    try:
+        weights = [float(word) for word in words]
+    except ValueError:
+        raise ValueError("needs up to three numbers separated by commas, for example 969,30,1") from None
+    if not 1 <= len(weights) <= 3:
+        raise ValueError(f"has {len(weights)} numbers; needs one to three: training, validation, test")
+    if any(weight < 0 for weight in weights) or sum(weights) <= 0:
+        raise ValueError("needs numbers that are not negative and not all 0")
+    weights += [0.0] * (3 - len(weights))
+    total = sum(weights)
+    return (weights[0] / total, weights[1] / total, weights[2] / total)
+
+
+# Derived and normalised values.
+
+
+def legacy_split(s: Settings, _f: Facts) -> None:
+    if s.split is None and s.data_path and not s.full_validation:
+        s.note(f'--split is not given with {s.flag("data_path")}: taken as "{LEGACY_SPLIT}".')
+        s.set_derived("split", LEGACY_SPLIT, "the traditional split")
+
+
+def tokenizer_and_loader(s: Settings, _f: Facts) -> None:
+    if s.tokenizer_type is None:
+        s.set_derived("tokenizer_type", "GPT2BPETokenizer", "the usual tokenizer of GPT pretraining")
+    if s.dataloader_type is None:
+        s.set_derived("dataloader_type", "single", "the usual loader of GPT pretraining")
+
+
+# Checks.
+
+
+def one_source(s: Settings, _f: Facts) -> Iterator[Violation]:
+    split_paths = next((dest for dest in SPLIT_PATHS if getattr(s, dest)), None)
+    candidates = ["mock_data", "data_path", "data_args_path", "per_split_data_args_path"]
+    given = [dest for dest in candidates if getattr(s, dest)] + ([split_paths] if split_paths else [])
+    if len(given) > 1:
+        yield broken(s, f"Use only one source of data: {' or '.join(s.flag(dest) for dest in given)}.", *given)
+
+
+def split_is_readable(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.split is None:
+        return
+    try:
+        train, _, _ = read_split(s.split)
+    except ValueError as error:
+        yield broken(s, f"{say(s, 'split')} {error}.", "split")
+        return
+    if train == 0 and not s.skip_train:
+        yield broken(s, f"{say(s, 'split')} leaves nothing for training: the first number is its share.", "split")
+
+
+def split_needs_one_corpus(s: Settings, _f: Facts) -> Iterator[Violation]:
+    per_split = [dest for dest in (*SPLIT_PATHS, "per_split_data_args_path") if getattr(s, dest)]
+    if per_split and s.given("split"):
+        yield broken(
+            s,
+            f"{say(s, 'split')} cannot be combined with {s.flag(per_split[0])}, which already says what is training text.",
+            "split",
+            per_split[0],
+        )
+
+
+def validation_names_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.multiple_validation_sets and s.validation_set_names and s.valid_data_path:
+        if len(s.validation_set_names) != len(s.valid_data_path):
+            yield broken(
+                s,
+                f"{say(s, 'validation_set_names')} gives {len(s.validation_set_names)} names for "
+                f"{len(s.valid_data_path)} validation sets.",
+                "validation_set_names",
+                "valid_data_path",
+            )
+
+
+RESOLVE = (legacy_split, tokenizer_and_loader)
+CHECKS = (one_source, split_is_readable, split_needs_one_corpus, validation_names_fit)

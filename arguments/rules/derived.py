@@ -1,0 +1,31 @@
+"""What follows from several flags at once and is therefore no flag: for --report, under the names Megatron-LM gives it."""
+
+from arguments.rules.facts import as_list, gather, positive, quotient
+from arguments.rules.optimizer import layer_wise
+from arguments.settings import Settings
+
+
+def derived(s: Settings, world_size: int | None) -> dict[str, object]:
+    """Values behind resolved settings; None where the number of ranks or a size is not known."""
+    f = gather(s, world_size)
+    microbatches = None
+    if f.dp is not None and positive(s.micro_batch_size):
+        microbatches = quotient(s.global_batch_size, s.micro_batch_size * f.dp)
+    padded = s.padded_vocab_size
+    if padded is None and positive(s.vocab_size) and positive(s.make_vocab_size_divisible_by):
+        step = s.make_vocab_size_divisible_by * f.tp
+        padded = -(-s.vocab_size // step) * step
+    return {
+        "data_parallel_size": f.dp,
+        "expert_data_parallel_size": f.edp,
+        "virtual_pipeline_model_parallel_size": f.vpp,
+        "num_microbatches": microbatches,
+        "params_dtype": "torch.bfloat16" if s.bf16 else "torch.float16" if s.fp16 else "torch.float32",
+        "encoder_seq_length": s.seq_length,
+        "padded_vocab_size": padded,
+        "use_dist_ckpt": s.ckpt_format != "torch",
+        "use_layer_wise_distributed_optimizer": layer_wise(s),
+        "bias_activation_fusion": s.bias_swiglu_fusion if s.swiglu else s.bias_gelu_fusion,
+        "recompute_modules": as_list(s.recompute_modules) or ["core_attn"],
+        "num_moe_layers": None if f.moe_layers is None else sum(f.moe_layers),
+    }

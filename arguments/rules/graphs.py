@@ -1,0 +1,131 @@
+"""Rules 105-106: CUDA graphs."""
+
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, as_list, broken, say
+from arguments.settings import Settings, Violation
+
+IMPL, MODULES, OLD_SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope_deprecated"
+CAPTURABLE = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+OLD_WHOLE = ("full", "full_iteration", "full_iteration_inference")
+
+
+def _names(value: object) -> list[str]:
+    """Module names, also where several stand in one word (`attn,moe_router`)."""
+    return [name for word in as_list(value) for name in str(word).replace(",", " ").split()]
+
+
+# Derived and normalised values.
+
+
+def old_switches(s: Settings, _f: Facts) -> None:
+    for dest, impl in (("external_cuda_graph", "transformer_engine"), ("enable_cuda_graph", "local")):
+        if getattr(s, dest) and s.cuda_graph_impl == "none":
+            s.note(f"{s.flag(dest)} is an old name: taken as --cuda-graph-impl {impl}.")
+            s.set_derived(IMPL, impl, f"from {s.flag(dest)}")
+
+
+def old_scope(s: Settings, _f: Facts) -> None:
+    scope = _names(s.cuda_graph_scope_deprecated)
+    if not scope or _names(s.cuda_graph_modules):
+        return
+    s.note(f"{s.flag(OLD_SCOPE)} is an old name: taken as --cuda-graph-modules.")
+    if "full_iteration" in scope and s.cuda_graph_impl == "local":
+        s.set_derived(IMPL, "full_iteration", f"from {s.flag(OLD_SCOPE)}")
+    s.set_derived(MODULES, [name for name in scope if name not in OLD_WHOLE], f"from {s.flag(OLD_SCOPE)}")
+
+
+def router_before_preprocess(s: Settings, _f: Facts) -> None:
+    modules = _names(s.cuda_graph_modules)
+    if s.cuda_graph_impl == "local" and "moe_preprocess" in modules and "moe_router" not in modules:
+        s.note(f"{s.flag(MODULES)} moe_preprocess: moe_router is captured too, it comes before.")
+        s.set_derived(MODULES, [*modules, "moe_router"], "moe_preprocess comes with moe_router")
+
+
+def random_numbers_inside_graphs(s: Settings, _f: Facts) -> None:
+    if s.cuda_graph_impl != "none" and not s.te_rng_tracker:
+        s.note(f"{say(s, IMPL)}: --te-rng-tracker is on, graphs need random states that can be replayed.")
+        s.set_derived("te_rng_tracker", True, "CUDA graphs")
+
+
+# Checks.
+
+
+def old_and_new_do_not_mix(s: Settings, _f: Facts) -> Iterator[Violation]:
+    old = [dest for dest in ("external_cuda_graph", "enable_cuda_graph") if getattr(s, dest)]
+    if len(old) == 2:
+        yield broken(s, f"Use only one of {s.flag(old[0])} and {s.flag(old[1])}.", *old)
+    elif old and s.given(IMPL) and s.source[IMPL] != "derived":
+        yield broken(s, f"{s.flag(old[0])} is the old form of {say(s, IMPL)}; keep the latter.", old[0], IMPL)
+    if s.cuda_graph_scope_deprecated is not None and s.given(MODULES):
+        yield broken(
+            s, f"{s.flag(OLD_SCOPE)} is the old form of {s.flag(MODULES)}; keep the latter.", OLD_SCOPE, MODULES
+        )
+
+
+def modules_are_known(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest, known in ((MODULES, CAPTURABLE), (OLD_SCOPE, (*CAPTURABLE, *OLD_WHOLE))):
+        unknown = [name for name in _names(getattr(s, dest)) if name not in known]
+        if unknown:
+            yield broken(s, f"{s.flag(dest)} {' '.join(unknown)}: needs some of {', '.join(known)}.", dest)
+
+
+def expert_modules_fit(s: Settings, f: Facts) -> Iterator[Violation]:
+    modules = _names(s.cuda_graph_modules)
+    if s.cuda_graph_impl == "none":
+        return
+    if "moe" in modules and not (s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity):
+        yield broken(
+            s,
+            f"{s.flag(MODULES)} moe needs --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity: a graph "
+            "cannot hold a varying number of tokens.",
+            MODULES,
+            "moe_expert_capacity_factor",
+            "moe_pad_expert_input_to_capacity",
+        )
+    if "moe" in modules and "moe_router" in modules:
+        yield broken(s, f"{s.flag(MODULES)}: moe already contains moe_router; name one of them.", MODULES)
+    if "moe_preprocess" in modules and "moe_router" not in modules:
+        yield broken(s, f"{s.flag(MODULES)} moe_preprocess needs moe_router too: it comes before.", MODULES)
+    if "mlp" in modules and f.moe_layers is not None and all(f.moe_layers):
+        yield broken(
+            s,
+            f"{s.flag(MODULES)} mlp needs dense layers, but every layer has experts ({say(s, 'moe_layer_freq')}).",
+            MODULES,
+            "moe_layer_freq",
+        )
+
+
+def whole_iteration_graph_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.cuda_graph_impl != "full_iteration":
+        return
+    if _names(s.cuda_graph_modules):
+        yield broken(s, f"{say(s, IMPL)} captures everything; drop {say(s, MODULES)}.", IMPL, MODULES)
+    if s.check_for_nan_in_loss_and_grad and not s.skip_train:
+        yield broken(
+            s,
+            f"{say(s, IMPL)} needs --no-check-for-nan-in-loss-and-grad: a graph cannot stop in the middle.",
+            IMPL,
+            "check_for_nan_in_loss_and_grad",
+        )
+
+
+def full_recompute_needs_whole_graph(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.recompute_granularity == "full" and s.cuda_graph_impl not in ("none", "full_iteration"):
+        yield broken(
+            s,
+            f"{say(s, IMPL)} cannot be combined with {say(s, 'recompute_granularity')}; use --cuda-graph-impl "
+            "full_iteration or recompute selected modules.",
+            IMPL,
+            "recompute_granularity",
+        )
+
+
+RESOLVE = (old_switches, old_scope, router_before_preprocess, random_numbers_inside_graphs)
+CHECKS = (
+    old_and_new_do_not_mix,
+    modules_are_known,
+    expert_modules_fit,
+    whole_iteration_graph_fits,
+    full_recompute_needs_whole_graph,
+)

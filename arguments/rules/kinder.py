@@ -1,0 +1,258 @@
+"""Where we run what Megatron-LM refuses, and where we refuse at once what it only refuses after minutes of start-up.
+
+`KINDER` and `EARLIER` are the complete record of both: published recipes and older scripts must run, and nobody should
+wait in a queue for an error that the command line already contains. The test over recorded outcomes of Megatron-LM reads
+these tables; an outcome that differs and is not listed fails it. `cases` are names of such recorded outcomes.
+
+The functions below (`RESOLVE`) do the nearest equivalent thing and say so in one line each.
+"""
+
+from dataclasses import dataclass
+
+from arguments.rules.facts import Facts, positive, quotient, uneven_ends
+from arguments.settings import Settings
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One deliberate difference: what Megatron-LM does, what we do, and why."""
+
+    name: str
+    megatron: str
+    ours: str
+    why: str
+    cases: tuple[str, ...] = ()
+
+
+KINDER = (
+    Difference(
+        "te_cross_entropy_fusion",
+        "refuses --cross-entropy-loss-fusion with --cross-entropy-fusion-impl te",
+        "uses the native fused cross entropy",
+        "the numbers are the same and published Qwen3 recipes ask for it; refused only with --deterministic-mode",
+        ("te_ce_fusion",),
+    ),
+    Difference(
+        "tp_comm_overlap_without_tp",
+        "refuses --tp-comm-overlap at --tensor-model-parallel-size 1",
+        "switches the overlap off: there is no tensor-parallel communication to hide",
+        "the public zoo's bf16 launch lines append it for every model",
+        ("tp1_tp_comm_overlap",),
+    ),
+    Difference(
+        "layers_per_virtual_stage_with_uneven_ends",
+        "refuses --num-layers-per-virtual-pipeline-stage together with first/last stage layer counts",
+        "derives the number of virtual stages from the middle stages; refused only where that does not divide",
+        "the wish is clear, and --num-virtual-stages-per-pipeline-rank says the same",
+        ("vpp_with_first_last",),
+    ),
+    Difference(
+        "one_virtual_stage_without_pipeline",
+        "asks for pipeline parallelism even where the virtual stage flags amount to one stage",
+        "takes one virtual stage for no interleaving at any pipeline size",
+        "scripts with a VPP variable pass 1 for 'off'",
+    ),
+    Difference(
+        "quoted_layer_frequency",
+        "cannot read a layer frequency with literal quotes round it",
+        "drops the quotes",
+        "launchers that expand their command unquoted leave them there (the zoo's Kimi-K2)",
+    ),
+    Difference(
+        "old_batch_size",
+        "refuses --batch-size",
+        "takes it for --micro-batch-size, unless that is given with another value",
+        "it always meant the batch of one forward pass",
+        ("batch_size_old",),
+    ),
+    Difference(
+        "old_model_parallel_size",
+        "refuses --model-parallel-size",
+        "takes it for --tensor-model-parallel-size, unless that is given with another value",
+        "it always meant tensor parallelism",
+        ("model_parallel_size_old",),
+    ),
+    Difference(
+        "old_checkpoint_activations",
+        "prints a notice and exits with code 0, which a job scheduler takes for success",
+        "recomputes every layer (full, uniform, one layer at a time), unless another recompute flag is given",
+        "that is what the flag did",
+        ("checkpoint_activations_old",),
+    ),
+    Difference(
+        "local_attention_backend",
+        "stops with a TypeError at --attention-backend local without --spec",
+        "uses the plain torch attention",
+        "it is an accident of that check; no layer spec is needed here",
+        ("attn_backend_local_no_spec",),
+    ),
+    Difference(
+        "no_position_embedding_with_none",
+        "refuses --no-position-embedding unless rope is selected",
+        "accepts it with --position-embedding-type none too",
+        "both say the same",
+    ),
+    Difference(
+        "flex_without_expert_ranks",
+        "stops at the first forward pass when deepep or ncclep is asked for and there is one expert rank",
+        "permutes locally: there is nothing to send",
+        "a recipe must be runnable on one GPU for a smoke test",
+    ),
+    Difference(
+        "moe_with_tp_without_sp",
+        "stops at the first forward pass of an MoE layer when tensor parallelism runs without --sequence-parallel",
+        "runs, with a note that --sequence-parallel saves memory and time",
+        "the result is well defined",
+        ("model_parallel_size_old",),
+    ),
+    Difference(
+        "attention_environment_with_auto",
+        "refuses NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN set to 0 while --attention-backend is auto",
+        "takes the variables for the user's choice",
+        "that is what they are for",
+    ),
+)
+
+EARLIER = (
+    Difference(
+        "layer_frequency_length",
+        "builds the arguments and fails when the model is built",
+        "refuses a --moe-layer-freq list whose length is not --num-layers",
+        "the command line already contains the error",
+        ("layer_freq_wrong_len",),
+    ),
+    Difference(
+        "expert_world",
+        "fails when the process groups are built",
+        "refuses a number of ranks that ETP * EP * PP does not divide",
+        "the command line already contains the error",
+        ("expert_world_not_divisible",),
+    ),
+    Difference(
+        "router_at_run_time",
+        "fails in the first forward pass: sinkhorn or quantile balancing with an aux loss, more choices than experts",
+        "refuses",
+        "the command line already contains the error",
+    ),
+    Difference(
+        "schedules_at_run_time",
+        "fails while building the scheduler or sizing the data: no training length, no --lr, no --eval-interval, warmup "
+        "not shorter than decay, interleaving with too few microbatches",
+        "refuses",
+        "the command line already contains the error",
+    ),
+    Difference(
+        "sizes_at_build_time",
+        "fails while building layers: widths that tensor parallelism or query groups do not divide, biases in shared "
+        "experts, sequence length that sequence parallelism does not divide",
+        "refuses",
+        "the command line already contains the error",
+    ),
+)
+
+
+def native_cross_entropy(s: Settings, _f: Facts) -> None:
+    if s.cross_entropy_loss_fusion and s.cross_entropy_fusion_impl == "te":
+        s.note(
+            f"{s.flag('cross_entropy_fusion_impl')} te: the native fused cross entropy runs instead (same numbers; "
+            "Megatron-LM has switched Transformer Engine's off)."
+        )
+        s.set_derived("cross_entropy_fusion_impl", "native", "Transformer Engine's fused cross entropy is not used")
+
+
+def overlap_needs_tensor_ranks(s: Settings, f: Facts) -> None:
+    if s.tp_comm_overlap and f.tp == 1:
+        s.note(
+            f"{s.flag('tp_comm_overlap')} is off: with --tensor-model-parallel-size 1 there is no tensor-parallel "
+            "communication to overlap."
+        )
+        s.set_derived("tp_comm_overlap", False, "no tensor parallelism")
+
+
+def virtual_stages_of_uneven_pipeline(s: Settings, f: Facts) -> None:
+    """Turn layers per virtual stage into a number of virtual stages where the end stages have their own sizes."""
+    per_stage = s.num_layers_per_virtual_pipeline_stage
+    if per_stage is None or not uneven_ends(s) or s.num_virtual_stages_per_pipeline_rank is not None:
+        return
+    middle = middle_layers_per_rank(s, f)
+    stages = quotient(middle, per_stage)
+    if stages is None:
+        return
+    s.note(
+        f"{s.shown('num_layers_per_virtual_pipeline_stage')} with uneven first or last stages: taken as "
+        f"--num-virtual-stages-per-pipeline-rank {stages} ({middle} layers on a middle rank / {per_stage})."
+    )
+    s.set_derived("num_virtual_stages_per_pipeline_rank", stages, "from the layers per virtual stage of a middle rank")
+    s.set_derived("num_layers_per_virtual_pipeline_stage", None, "replaced by the number of virtual stages")
+
+
+def middle_layers_per_rank(s: Settings, f: Facts) -> int | None:
+    """Decoder layers on each pipeline rank between uneven ends; None when unknown or when they do not divide."""
+    ends = [n for n in (s.decoder_first_pipeline_num_layers, s.decoder_last_pipeline_num_layers) if n is not None]
+    if f.layers is None or not all(positive(n) for n in ends):
+        return None
+    return quotient(f.layers - sum(ends), f.pp - len(ends))
+
+
+def old_batch_size(s: Settings, _f: Facts) -> None:
+    _old_name(s, "batch_size", "micro_batch_size")
+
+
+def old_model_parallel_size(s: Settings, _f: Facts) -> None:
+    _old_name(s, "model_parallel_size", "tensor_model_parallel_size")
+
+
+def _old_name(s: Settings, old: str, new: str) -> None:
+    value = getattr(s, old)
+    if value is None or (s.given(new) and getattr(s, new) != value):
+        return
+    s.note(f"{s.shown(old)}: taken as {s.flag(new)} {value}.")
+    s.set_derived(new, value, f"from {s.flag(old)}")
+    s.set_derived(old, None, f"replaced by {s.flag(new)}")
+
+
+def old_checkpoint_activations(s: Settings, _f: Facts) -> None:
+    if not s.checkpoint_activations:
+        return
+    s.set_derived("checkpoint_activations", False, "replaced by the recompute flags")
+    given = [d for d in ("recompute_granularity", "recompute_method", "recompute_num_layers") if s.given(d)]
+    if given or s.recompute_activations:
+        s.note(f"{s.flag('checkpoint_activations')} (old) adds nothing to the recompute flags that are given.")
+        return
+    for dest, value in (
+        ("recompute_granularity", "full"),
+        ("recompute_method", "uniform"),
+        ("recompute_num_layers", 1),
+    ):
+        s.set_derived(dest, value, f"from {s.flag('checkpoint_activations')}")
+    s.note(
+        f"{s.flag('checkpoint_activations')}: taken as --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1."
+    )
+
+
+def flex_without_expert_ranks(s: Settings, f: Facts) -> None:
+    if f.experts and s.moe_token_dispatcher_type == "flex" and f.ep * f.etp == 1:
+        s.note(
+            f"{s.shown('moe_token_dispatcher_type')}: with one expert rank there is nothing to send; tokens are permuted "
+            "locally."
+        )
+
+
+def tensor_parallel_experts_without_sequence_parallel(s: Settings, f: Facts) -> None:
+    if f.experts and f.tp > 1 and not s.sequence_parallel:
+        s.note(
+            f"{s.shown('tensor_model_parallel_size')} with experts runs without --sequence-parallel: every tensor rank then "
+            "holds all tokens; --sequence-parallel saves memory and time."
+        )
+
+
+RESOLVE = (
+    old_batch_size,
+    old_model_parallel_size,
+    old_checkpoint_activations,
+    native_cross_entropy,
+    overlap_needs_tensor_ranks,
+    virtual_stages_of_uneven_pipeline,
+)
+RESOLVE_LAST = (flex_without_expert_ranks, tensor_parallel_experts_without_sequence_parallel)

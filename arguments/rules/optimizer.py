@@ -1,0 +1,205 @@
+"""Rules 45-46, 90, 102 and 114-115: the optimizer, its rates, and the ways to shard it."""
+
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, broken, say
+from arguments.settings import Settings, Violation
+
+PLAIN = ("adam", "sgd")
+
+
+def layer_wise(s: Settings) -> bool:
+    """Is the optimizer's work dealt out layer by layer (muon and its relatives, when distributed)?
+
+    `resolve` turns --use-distributed-optimizer off in that case; that it was given is still on record.
+    """
+    if s.optimizer in PLAIN:
+        return False
+    return (
+        s.optimizer == "dist_muon" or s.use_distributed_optimizer or s.source["use_distributed_optimizer"] == "derived"
+    )
+
+
+# Derived and normalised values.
+
+
+def old_dist_muon(s: Settings, _f: Facts) -> None:
+    if s.optimizer == "dist_muon":
+        s.note(f"{s.shown('optimizer')} is an old name: taken as --optimizer muon --use-distributed-optimizer.")
+        s.set_derived("optimizer", "muon", "from dist_muon")
+        s.set_derived("use_distributed_optimizer", True, "from dist_muon")
+
+
+def layer_wise_optimizer(s: Settings, _f: Facts) -> None:
+    if s.optimizer in PLAIN or s.optimizer == "dist_muon" or not s.use_distributed_optimizer:
+        return
+    s.note(f"{s.shown('optimizer')} with --use-distributed-optimizer: whole layers are dealt out to ranks, not ranges.")
+    s.set_derived("use_distributed_optimizer", False, "the layer-wise distributed optimizer runs instead")
+    s.source["use_distributed_optimizer"] = "derived"
+
+
+def fsdp_shards_the_optimizer(s: Settings, _f: Facts) -> None:
+    if s.use_megatron_fsdp and not s.use_distributed_optimizer:
+        s.note(f"{s.flag('use_megatron_fsdp')} turns --use-distributed-optimizer on.")
+        s.set_derived("use_distributed_optimizer", True, "Megatron-FSDP")
+
+
+def constant_weight_decay(s: Settings, _f: Facts) -> None:
+    if (
+        s.weight_decay_incr_style == "constant"
+        and not s.given("start_weight_decay")
+        and not s.given("end_weight_decay")
+    ):
+        s.set_derived("start_weight_decay", s.weight_decay, "as --weight-decay")
+        s.set_derived("end_weight_decay", s.weight_decay, "as --weight-decay")
+
+
+def weight_decay_of_qk_norm(s: Settings, _f: Facts) -> None:
+    if s.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm":
+        s.set_derived("apply_wd_to_qk_layernorm", True, "from --no-weight-decay-cond-type")
+
+
+# Checks.
+
+
+def learning_rate_is_given(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.lr is None and not s.skip_train:
+        yield broken(s, f"{s.flag('lr')} is missing; there is no default for it.", "lr")
+
+
+def learning_rates_are_ordered(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for rate, least in (("lr", "min_lr"), ("decoupled_lr", "decoupled_min_lr")):
+        high, low = getattr(s, rate), getattr(s, least)
+        for dest in (rate, least):
+            if getattr(s, dest) is not None and getattr(s, dest) < 0:
+                yield broken(s, f"{say(s, dest)} must not be negative.", dest)
+        if high is not None and low is not None and low > high:
+            yield broken(s, f"{say(s, least)} must not be above {say(s, rate)}: rates decay towards it.", least, rate)
+
+
+def warmup_start_below_peak(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.lr is not None and s.lr >= 0 and s.lr_warmup_init > s.lr:
+        yield broken(s, f"{say(s, 'lr_warmup_init')} must not be above {say(s, 'lr')}.", "lr_warmup_init", "lr")
+
+
+def weight_decay_schedule(s: Settings, _f: Facts) -> Iterator[Violation]:
+    ends = ("start_weight_decay", "end_weight_decay")
+    if s.weight_decay_incr_style == "constant":
+        given = [dest for dest in ends if s.given(dest)]
+        if given:
+            yield broken(
+                s,
+                f"{say(s, given[0])} needs --weight-decay-incr-style linear or cosine; a constant one is --weight-decay.",
+                *given,
+                "weight_decay_incr_style",
+            )
+        return
+    missing = [dest for dest in ends if getattr(s, dest) is None]
+    if missing:
+        yield broken(
+            s,
+            f"{say(s, 'weight_decay_incr_style')} needs {' and '.join(s.flag(d) for d in missing)}.",
+            "weight_decay_incr_style",
+            *missing,
+        )
+    elif not 0 <= s.start_weight_decay <= s.end_weight_decay:
+        yield broken(
+            s,
+            f"{say(s, ends[0])} and {say(s, ends[1])}: weight decay must start at 0 or above and not fall.",
+            *ends,
+        )
+
+
+def adam_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        if not 0 <= getattr(s, dest) < 1:
+            yield broken(s, f"{say(s, dest)} must be at least 0 and below 1.", dest)
+    for dest in ("adam_eps", "clip_grad", "weight_decay"):
+        if getattr(s, dest) is not None and getattr(s, dest) < 0:
+            yield broken(s, f"{say(s, dest)} must not be negative.", dest)
+
+
+def unusual_optimizer_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.optimizer in PLAIN:
+        return
+    for dest in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(s, dest):
+            yield broken(s, f"{s.flag(dest)} needs --optimizer adam or sgd, not {s.optimizer}.", dest, "optimizer")
+    if layer_wise(s) and s.ckpt_format not in ("torch", "torch_dist"):
+        yield broken(
+            s,
+            f"--optimizer {s.optimizer} with --use-distributed-optimizer needs --ckpt-format torch or torch_dist, not "
+            f"{s.ckpt_format}.",
+            "ckpt_format",
+            "optimizer",
+        )
+
+
+def one_kind_of_fsdp(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.use_megatron_fsdp and s.use_torch_fsdp2:
+        yield broken(
+            s,
+            f"Use only one of {s.flag('use_megatron_fsdp')} and {s.flag('use_torch_fsdp2')}.",
+            "use_megatron_fsdp",
+            "use_torch_fsdp2",
+        )
+
+
+def megatron_fsdp_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.use_megatron_fsdp and s.ckpt_format != "fsdp_dtensor":
+        yield broken(
+            s,
+            f"{s.flag('use_megatron_fsdp')} needs --ckpt-format fsdp_dtensor, not {s.ckpt_format}.",
+            "use_megatron_fsdp",
+            "ckpt_format",
+        )
+
+
+def torch_fsdp_fits(s: Settings, f: Facts) -> Iterator[Violation]:
+    if not s.use_torch_fsdp2:
+        return
+    for dest, size in (("pipeline_model_parallel_size", f.pp), ("expert_model_parallel_size", f.ep)):
+        if size > 1:
+            yield broken(
+                s, f"{s.flag('use_torch_fsdp2')} cannot be combined with {say(s, dest)}.", "use_torch_fsdp2", dest
+            )
+    if s.use_distributed_optimizer:
+        yield broken(
+            s,
+            f"{s.flag('use_torch_fsdp2')} cannot be combined with {s.flag('use_distributed_optimizer')}: it shards the "
+            "optimizer itself.",
+            "use_torch_fsdp2",
+            "use_distributed_optimizer",
+        )
+
+
+def average_in_collective_needs_means(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.ddp_average_in_collective and s.calculate_per_token_loss:
+        yield broken(
+            s,
+            f"{s.flag('ddp_average_in_collective')} cannot be combined with {s.flag('calculate_per_token_loss')}: gradients "
+            "are then summed and divided by the token count.",
+            "ddp_average_in_collective",
+            "calculate_per_token_loss",
+        )
+
+
+RESOLVE = (
+    old_dist_muon,
+    fsdp_shards_the_optimizer,
+    layer_wise_optimizer,
+    constant_weight_decay,
+    weight_decay_of_qk_norm,
+)
+CHECKS = (
+    learning_rate_is_given,
+    learning_rates_are_ordered,
+    warmup_start_below_peak,
+    weight_decay_schedule,
+    adam_numbers,
+    unusual_optimizer_fits,
+    one_kind_of_fsdp,
+    megatron_fsdp_fits,
+    torch_fsdp_fits,
+    average_in_collective_needs_means,
+)

@@ -1,0 +1,56 @@
+"""The command line wins over a preset or a recipe, also where two different flags answer the same question.
+
+A recipe that counts training in samples and a user who types --train-iters 10 do not contradict each other: the user wants
+10 iterations. For each group below, flags that stand on the command line switch off the others of the group that came
+from a preset or recipe, with one note. Flags typed side by side are left to the rules.
+"""
+
+from arguments.settings import Settings
+
+_END_STAGES = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+_LAYOUT = ("pipeline_model_parallel_layout",)
+_PER_VIRTUAL = ("num_layers_per_virtual_pipeline_stage",)
+_VIRTUAL = ("num_virtual_stages_per_pipeline_rank",)
+
+# (flags that win when typed, flags that then fall away when they were not typed)
+GROUPS = (
+    (("train_iters",), _SAMPLES),
+    (("train_samples",), _ITERATIONS),
+    (("lr_warmup_iters", "lr_warmup_samples"), ("lr_warmup_fraction",)),
+    (("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples")),
+    (("mock_data",), ("data_path", "data_args_path", "per_split_data_args_path", *_SPLIT_PATHS)),
+    (("data_path",), ("mock_data", "data_args_path", "per_split_data_args_path", *_SPLIT_PATHS)),
+    (("data_args_path",), ("mock_data", "data_path", "per_split_data_args_path", *_SPLIT_PATHS)),
+    (("per_split_data_args_path",), ("mock_data", "data_path", "data_args_path", *_SPLIT_PATHS, "split")),
+    (_SPLIT_PATHS, ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", "split")),
+    (("bf16",), ("fp16",)),
+    (("fp16",), ("bf16",)),
+    (("fp8",), ("fp4",)),
+    (("fp4",), ("fp8",)),
+    (_LAYOUT, (*_PER_VIRTUAL, *_VIRTUAL, *_END_STAGES)),
+    (_VIRTUAL, (*_PER_VIRTUAL, *_LAYOUT)),
+    (_PER_VIRTUAL, (*_VIRTUAL, *_LAYOUT)),
+    (_END_STAGES, _LAYOUT),
+    (("step_batch_size_schedule",), ("global_batch_size", "rampup_batch_size")),
+    (("global_batch_size", "rampup_batch_size"), ("step_batch_size_schedule",)),
+)
+
+
+def command_line_wins(s: Settings) -> None:
+    """Reset what a preset or recipe set and the command line answers in another way."""
+    for winners, losers in GROUPS:
+        typed = [dest for dest in winners if dest in s.typed]
+        beaten = [dest for dest in losers if s.source[dest] in ("preset", "recipe")] if typed else []
+        for dest in beaten:
+            if s.values[dest] == s.default(dest):
+                continue
+            s.note(f"{s.shown(dest)} of the {s.source[dest]} falls away: {s.flag(typed[0])} is given.")
+            s.forget(dest)

@@ -1,0 +1,146 @@
+"""Rules 52-54 and 99-104: number formats of parameters, gradients and quantized GEMMs, fused losses, determinism."""
+
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, broken, say
+from arguments.settings import Settings, Violation
+
+FP8, FP4 = "fp8", "fp4"
+NARROW_STATE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+# Derived and normalised values.
+
+
+def gradients_in_fp32(s: Settings, _f: Facts) -> None:
+    dest = "accumulate_allreduce_grads_in_fp32"
+    if not s.bf16:
+        return
+    if s.grad_reduce_in_bf16:
+        if s.accumulate_allreduce_grads_in_fp32:
+            s.note(f"{s.flag('grad_reduce_in_bf16')} overrides {s.flag(dest)}.")
+        s.set_derived(dest, False, "--grad-reduce-in-bf16")
+    elif s.main_grads_dtype == "fp32":
+        s.set_derived(dest, True, "bf16 training accumulates and reduces gradients in fp32")
+
+
+def dynamic_scale_skips_nan_check(s: Settings, _f: Facts) -> None:
+    if s.fp16 and s.loss_scale is None and s.check_for_nan_in_loss_and_grad:
+        s.note("fp16 with a dynamic loss scale: the NaN check is off, overflow steps are skipped instead.")
+        s.set_derived("check_for_nan_in_loss_and_grad", False, "dynamic loss scale")
+
+
+def mxfp8_gather(s: Settings, _f: Facts) -> None:
+    if s.fp8 and s.fp8_recipe == "mxfp8" and s.fp8_param_gather and not s.reuse_grad_buf_for_mxfp8_param_ag:
+        s.note(
+            f"{s.shown('fp8_recipe')} with {s.flag('fp8_param_gather')}: --reuse-grad-buf-for-mxfp8-param-ag saves memory."
+        )
+
+
+# Checks.
+
+
+def one_half_precision(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.bf16 and s.fp16:
+        yield broken(s, f"Use only one of {s.flag('bf16')} and {s.flag('fp16')}.", "bf16", "fp16")
+
+
+def fp32_accumulation_needs_fp32_grads(s: Settings, _f: Facts) -> Iterator[Violation]:
+    dest = "accumulate_allreduce_grads_in_fp32"
+    if s.accumulate_allreduce_grads_in_fp32 and s.main_grads_dtype != "fp32":
+        yield broken(
+            s,
+            f"{s.flag(dest)} contradicts {say(s, 'main_grads_dtype')}: the accumulated gradients are the main gradients.",
+            dest,
+            "main_grads_dtype",
+        )
+
+
+def one_quantized_format(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.fp8 and s.fp4:
+        yield broken(s, f"Use only one of {say(s, FP8)} and {say(s, FP4)}.", FP8, FP4)
+
+
+def quantized_gather_needs_shards(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for gather, fmt in (("fp8_param_gather", FP8), ("fp4_param_gather", FP4)):
+        if not getattr(s, gather):
+            continue
+        if not getattr(s, fmt):
+            yield broken(s, f"{s.flag(gather)} needs {s.flag(fmt)}.", gather, fmt)
+        if not (s.use_distributed_optimizer or s.use_megatron_fsdp or s.use_torch_fsdp2):
+            yield broken(
+                s,
+                f"{s.flag(gather)} needs --use-distributed-optimizer: only a sharded optimizer gathers parameters.",
+                gather,
+                "use_distributed_optimizer",
+            )
+
+
+def buffer_reuse_needs_gather(s: Settings, _f: Facts) -> Iterator[Violation]:
+    dest = "reuse_grad_buf_for_mxfp8_param_ag"
+    if s.reuse_grad_buf_for_mxfp8_param_ag and not s.fp8_param_gather:
+        yield broken(
+            s, f"{s.flag(dest)} needs --fp8-param-gather: that is what would use the buffer.", dest, "fp8_param_gather"
+        )
+
+
+def narrow_state_needs_precision_aware_optimizer(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.use_precision_aware_optimizer:
+        if s.optimizer != "adam":
+            yield broken(
+                s,
+                f"{s.flag('use_precision_aware_optimizer')} needs --optimizer adam, not {s.optimizer}.",
+                "use_precision_aware_optimizer",
+                "optimizer",
+            )
+        return
+    for dest in NARROW_STATE:
+        if getattr(s, dest) != "fp32":
+            yield broken(
+                s, f"{say(s, dest)} needs --use-precision-aware-optimizer.", dest, "use_precision_aware_optimizer"
+            )
+
+
+def half_precision_features(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.fp16_lm_cross_entropy and not s.fp16:
+        yield broken(s, f"{s.flag('fp16_lm_cross_entropy')} needs --fp16.", "fp16_lm_cross_entropy", "fp16")
+    if s.fp32_residual_connection and not (s.fp16 or s.bf16):
+        yield broken(
+            s,
+            f"{s.flag('fp32_residual_connection')} needs --bf16 or --fp16: without them everything is fp32 already.",
+            "fp32_residual_connection",
+            "bf16",
+            "fp16",
+        )
+
+
+def loss_scales_are_positive(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"):
+        value = getattr(s, dest)
+        if value is not None and value <= 0:
+            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
+
+
+def deterministic_mode_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in ("cross_entropy_loss_fusion", "tp_comm_overlap"):
+        if s.deterministic_mode and getattr(s, dest):
+            yield broken(
+                s,
+                f"{s.flag('deterministic_mode')} cannot be combined with {s.flag(dest)}, whose sums depend on timing.",
+                "deterministic_mode",
+                dest,
+            )
+
+
+RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, mxfp8_gather)
+CHECKS = (
+    one_half_precision,
+    fp32_accumulation_needs_fp32_grads,
+    one_quantized_format,
+    quantized_gather_needs_shards,
+    buffer_reuse_needs_gather,
+    narrow_state_needs_precision_aware_optimizer,
+    half_precision_features,
+    loss_scales_are_positive,
+    deterministic_mode_excludes,
+)

@@ -1,0 +1,229 @@
+"""Rules 58-69: which layers have experts, how tokens choose them, and how the choice is balanced."""
+
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, as_list, balancing_types, broken, divides, positive, quotient, say
+from arguments.settings import Settings, Violation
+
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
+BIAS_SCORES = ("sigmoid", "sqrtsoftplus")
+MANY_EXPERTS = 32
+
+
+# Derived and normalised values.
+
+
+def single_values(s: Settings, _f: Facts) -> None:
+    for dest in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        values = as_list(getattr(s, dest))
+        if isinstance(getattr(s, dest), list | tuple) and len(values) == 1:
+            _keep_source(s, dest, values[0])
+
+
+def _keep_source(s: Settings, dest: str, value: object) -> None:
+    """Another form of the value that the user gave: it is still the user's."""
+    source = s.source[dest]
+    s.set_derived(dest, value, "")
+    s.source[dest] = source
+
+
+def precise_router(s: Settings, f: Facts) -> None:
+    if f.experts and f.experts >= MANY_EXPERTS and s.moe_router_dtype is None:
+        s.note(
+            f"{s.shown('num_experts')}: with this many experts the router is more stable in fp32 (--moe-router-dtype fp32); "
+            "it now computes in the activation type."
+        )
+
+
+def groups_without_choice(s: Settings, f: Facts) -> None:
+    if f.experts and s.moe_router_num_groups is not None and s.moe_router_group_topk is None:
+        s.note(f"{s.shown('moe_router_num_groups')} has no effect without --moe-router-group-topk.")
+
+
+# Checks.
+
+
+def layer_frequency_fits(s: Settings, f: Facts) -> Iterator[Violation]:
+    freq = s.moe_layer_freq
+    if f.experts is None:
+        return
+    if isinstance(freq, list | tuple):
+        strange = sorted({str(entry) for entry in freq if entry not in (0, 1)})
+        if strange:
+            yield broken(
+                s,
+                f"{s.flag('moe_layer_freq')} holds {', '.join(strange)}; each entry is 0 (dense) or 1 (experts).",
+                "moe_layer_freq",
+            )
+        if f.layers is not None and len(freq) != f.layers:
+            yield broken(
+                s,
+                f"{s.flag('moe_layer_freq')} describes {len(freq)} layers, but {say(s, 'num_layers')}; give one entry for "
+                "each layer.",
+                "moe_layer_freq",
+                "num_layers",
+            )
+    elif not positive(freq):
+        yield broken(
+            s, f"{say(s, 'moe_layer_freq')} must be at least 1 (every N-th layer has experts).", "moe_layer_freq"
+        )
+
+
+def topk_fits_experts(s: Settings, f: Facts) -> Iterator[Violation]:
+    if f.experts is None:
+        return
+    if not positive(s.moe_router_topk):
+        yield broken(s, f"{say(s, 'moe_router_topk')} must be at least 1.", "moe_router_topk")
+    elif s.moe_router_topk > f.experts:
+        yield broken(
+            s,
+            f"{say(s, 'moe_router_topk')} is more than {say(s, 'num_experts')}: a token cannot choose more experts than there "
+            "are.",
+            "moe_router_topk",
+            "num_experts",
+        )
+
+
+def single_choice_needs_pre_softmax(s: Settings, f: Facts) -> Iterator[Violation]:
+    if (
+        f.experts
+        and s.moe_router_topk == 1
+        and s.moe_router_score_function == "softmax"
+        and not s.moe_router_pre_softmax
+        and balancing_types(s) != ["sinkhorn"]
+    ):
+        yield broken(
+            s,
+            f"{say(s, 'moe_router_topk')} with {say(s, 'moe_router_score_function')} needs --moe-router-pre-softmax: softmax "
+            "over a single choice is always 1, and the router would not learn.",
+            "moe_router_topk",
+            "moe_router_pre_softmax",
+        )
+
+
+def expert_bias_needs_independent_scores(s: Settings, f: Facts) -> Iterator[Violation]:
+    if f.experts and s.moe_router_enable_expert_bias and s.moe_router_score_function not in BIAS_SCORES:
+        yield broken(
+            s,
+            f"{s.flag('moe_router_enable_expert_bias')} needs --moe-router-score-function sigmoid or sqrtsoftplus, not "
+            f"{s.moe_router_score_function}.",
+            "moe_router_enable_expert_bias",
+            "moe_router_score_function",
+        )
+
+
+def group_choice_fits(s: Settings, f: Facts) -> Iterator[Violation]:
+    topk, groups = s.moe_router_group_topk, s.moe_router_num_groups
+    if f.experts is None or topk is None:
+        return
+    if groups is None:
+        yield broken(
+            s,
+            f"{say(s, 'moe_router_group_topk')} needs --moe-router-num-groups: into how many groups the experts fall.",
+            "moe_router_group_topk",
+            "moe_router_num_groups",
+        )
+        return
+    if not positive(groups) or not divides(groups, f.experts):
+        yield broken(
+            s,
+            f"{say(s, 'num_experts')} must be a multiple of {say(s, 'moe_router_num_groups')}: groups are equally large.",
+            "num_experts",
+            "moe_router_num_groups",
+        )
+    if not positive(topk) or (positive(groups) and topk > groups):
+        yield broken(
+            s,
+            f"{say(s, 'moe_router_group_topk')} must lie between 1 and {say(s, 'moe_router_num_groups')}.",
+            "moe_router_group_topk",
+            "moe_router_num_groups",
+        )
+        return
+    per_group = quotient(f.experts, groups)
+    if per_group is not None and positive(s.moe_router_topk) and topk * per_group < s.moe_router_topk <= f.experts:
+        yield broken(
+            s,
+            f"{say(s, 'moe_router_topk')} is more than the {topk * per_group} experts of {say(s, 'moe_router_group_topk')} "
+            f"groups with {per_group} experts each.",
+            "moe_router_topk",
+            "moe_router_group_topk",
+            "moe_router_num_groups",
+        )
+
+
+def balancing_lists_match(s: Settings, f: Facts) -> Iterator[Violation]:
+    kinds, coeffs = balancing_types(s), as_list(s.moe_aux_loss_coeff)
+    unknown = [kind for kind in kinds if kind not in BALANCING]
+    if unknown:
+        yield broken(
+            s,
+            f"{s.flag('moe_router_load_balancing_type')} {' '.join(unknown)}: needs {', '.join(BALANCING)}.",
+            "moe_router_load_balancing_type",
+        )
+    if f.experts and len(kinds) != len(coeffs) and (len(kinds) > 1 or len(coeffs) > 1):
+        yield broken(
+            s,
+            f"{say(s, 'moe_router_load_balancing_type')} names {len(kinds)} and {say(s, 'moe_aux_loss_coeff')} gives "
+            f"{len(coeffs)} values; give one coefficient for each.",
+            "moe_aux_loss_coeff",
+            "moe_router_load_balancing_type",
+        )
+
+
+def selecting_kinds_stand_alone(s: Settings, f: Facts) -> Iterator[Violation]:
+    kinds = balancing_types(s)
+    mixed = [kind for kind in ("sinkhorn", "quantile_balancing") if kind in kinds]
+    if f.experts and mixed and len(kinds) > 1:
+        yield broken(
+            s,
+            f"{say(s, 'moe_router_load_balancing_type')}: {mixed[0]} chooses experts by itself and cannot be combined with "
+            "other kinds of balancing.",
+            "moe_router_load_balancing_type",
+        )
+
+
+def selecting_kinds_have_no_loss(s: Settings, f: Facts) -> Iterator[Violation]:
+    kinds = balancing_types(s)
+    selecting = [kind for kind in ("sinkhorn", "quantile_balancing") if kind in kinds]
+    if f.experts and selecting and any(as_list(s.moe_aux_loss_coeff)):
+        yield broken(
+            s,
+            f"{say(s, 'moe_aux_loss_coeff')} must be 0 with {s.flag('moe_router_load_balancing_type')} {selecting[0]}, which "
+            "balances without a loss.",
+            "moe_aux_loss_coeff",
+            "moe_router_load_balancing_type",
+        )
+
+
+def quantile_balancing_stands_alone(s: Settings, f: Facts) -> Iterator[Violation]:
+    if f.experts is None or "quantile_balancing" not in balancing_types(s):
+        return
+    for dest in ("moe_router_fusion", "moe_router_group_topk"):
+        if getattr(s, dest):
+            yield broken(
+                s,
+                f"{s.flag('moe_router_load_balancing_type')} quantile_balancing cannot be combined with {say(s, dest)}.",
+                "moe_router_load_balancing_type",
+                dest,
+            )
+
+
+def coefficients_are_not_negative(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_bias_update_rate"):
+        if any(value is not None and value < 0 for value in as_list(getattr(s, dest))):
+            yield broken(s, f"{say(s, dest)} must not be negative.", dest)
+
+
+RESOLVE = (single_values, precise_router, groups_without_choice)
+CHECKS = (
+    layer_frequency_fits,
+    topk_fits_experts,
+    single_choice_needs_pre_softmax,
+    expert_bias_needs_independent_scores,
+    group_choice_fits,
+    balancing_lists_match,
+    selecting_kinds_stand_alone,
+    selecting_kinds_have_no_loss,
+    quantile_balancing_stands_alone,
+    coefficients_are_not_negative,
+)

@@ -1,0 +1,207 @@
+"""Rules 33-39 and 56-57: sizes of the model, its activations and initialisation."""
+
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, broken, divides, positive, quotient, say
+from arguments.settings import Settings, Violation
+
+SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+REQUIRED = (*SHAPE, "seq_length", "micro_batch_size")
+POSITIVE = (
+    *REQUIRED,
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "kv_channels",
+    "vocab_size",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rotary_base",
+)
+FRACTIONS = ("hidden_dropout", "attention_dropout")
+
+
+# Derived and normalised values.
+
+
+def ffn_size(s: Settings, _f: Facts) -> None:
+    if s.ffn_hidden_size is not None or not positive(s.hidden_size):
+        return
+    if s.swiglu:
+        s.set_derived(
+            "ffn_hidden_size", s.hidden_size * 8 // 3 // 64 * 64, "8/3 * hidden size, down to a multiple of 64"
+        )
+    else:
+        s.set_derived("ffn_hidden_size", 4 * s.hidden_size, "4 * hidden size")
+
+
+def moe_ffn_size(s: Settings, f: Facts) -> None:
+    if f.experts and s.moe_ffn_hidden_size is None and s.ffn_hidden_size is not None:
+        s.note(f"--moe-ffn-hidden-size is not given: each expert is as wide as a dense layer ({s.ffn_hidden_size}).")
+        s.set_derived("moe_ffn_hidden_size", s.ffn_hidden_size, "as --ffn-hidden-size")
+
+
+def head_size(s: Settings, _f: Facts) -> None:
+    size = quotient(s.hidden_size, s.num_attention_heads)
+    if s.kv_channels is None and size is not None:
+        s.set_derived("kv_channels", size, "hidden size / attention heads")
+
+
+def query_groups(s: Settings, _f: Facts) -> None:
+    if s.group_query_attention or not positive(s.num_attention_heads):
+        return
+    if s.given("num_query_groups") and s.num_query_groups != s.num_attention_heads:
+        s.note(f"{s.shown('num_query_groups')} counts only with --group-query-attention; every head has its own group.")
+    s.set_derived("num_query_groups", s.num_attention_heads, "no --group-query-attention: one group for each head")
+
+
+def no_experts(s: Settings, _f: Facts) -> None:
+    if s.num_experts == 0:
+        s.set_derived("num_experts", None, "0 means a dense model")
+
+
+def biases(s: Settings, _f: Facts) -> None:
+    if s.add_bias_linear:
+        s.set_derived("add_qkv_bias", True, "linear layers have biases")
+    else:
+        s.set_derived("bias_gelu_fusion", False, "no biases to fuse")
+
+
+def embedding_std(s: Settings, _f: Facts) -> None:
+    if s.embedding_init_method_std is None:
+        s.set_derived("embedding_init_method_std", s.init_method_std, "as --init-method-std")
+
+
+def softmax_in_fp32(s: Settings, _f: Facts) -> None:
+    if s.apply_query_key_layer_scaling:
+        s.set_derived("attention_softmax_in_fp32", True, "query-key layer scaling")
+
+
+# Checks.
+
+
+def required_are_given(s: Settings, _f: Facts) -> Iterator[Violation]:
+    from_checkpoint = s.use_checkpoint_args and (s.load is not None or s.pretrained_checkpoint is not None)
+    for dest in REQUIRED:
+        if getattr(s, dest) is None and not (from_checkpoint and dest in SHAPE):
+            yield broken(s, f"{s.flag(dest)} is missing; there is no default for it.", dest)
+
+
+def sizes_are_positive(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in POSITIVE:
+        value = getattr(s, dest)
+        if value is not None and value <= 0:
+            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
+
+
+def dropouts_are_fractions(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in FRACTIONS:
+        if not 0 <= getattr(s, dest) < 1:
+            yield broken(
+                s, f"{say(s, dest)} must be at least 0 and below 1: it is the share of values set to zero.", dest
+            )
+
+
+def positions_cover_sequence(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if positive(s.seq_length) and positive(s.max_position_embeddings) and s.seq_length > s.max_position_embeddings:
+        yield broken(
+            s,
+            f"{say(s, 'seq_length')} is longer than {say(s, 'max_position_embeddings')}: a sequence would have tokens "
+            "without a position.",
+            "seq_length",
+            "max_position_embeddings",
+        )
+
+
+def heads_divide_hidden(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.kv_channels is None and not divides(s.num_attention_heads, s.hidden_size):
+        yield broken(
+            s,
+            f"{say(s, 'hidden_size')} must be a multiple of {say(s, 'num_attention_heads')}, or give --kv-channels: the size "
+            "of one head.",
+            "hidden_size",
+            "num_attention_heads",
+            "kv_channels",
+        )
+
+
+def groups_divide_heads(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if not s.group_query_attention or s.multi_latent_attention:
+        return
+    if not positive(s.num_query_groups):
+        yield broken(s, f"{say(s, 'num_query_groups')} must be at least 1.", "num_query_groups")
+    elif not divides(s.num_query_groups, s.num_attention_heads):
+        yield broken(
+            s,
+            f"{say(s, 'num_attention_heads')} must be a multiple of {say(s, 'num_query_groups')}: each group of heads shares "
+            "one key and value.",
+            "num_query_groups",
+            "num_attention_heads",
+        )
+
+
+def expert_width_needs_experts(s: Settings, f: Facts) -> Iterator[Violation]:
+    if s.moe_ffn_hidden_size is not None and f.experts is None and not _bad_experts(s):
+        yield broken(
+            s,
+            f"{say(s, 'moe_ffn_hidden_size')} needs --num-experts; for a dense model use --ffn-hidden-size.",
+            "moe_ffn_hidden_size",
+            "num_experts",
+        )
+
+
+def experts_not_negative(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if _bad_experts(s):
+        yield broken(s, f"{say(s, 'num_experts')} must be at least 1 (0 means a dense model).", "num_experts")
+
+
+def _bad_experts(s: Settings) -> bool:
+    return s.num_experts is not None and s.num_experts < 0
+
+
+def widths_divide_over_ranks(s: Settings, f: Facts) -> Iterator[Violation]:
+    has_dense = f.moe_layers is None or not all(f.moe_layers)
+    for dest, parts, size in (
+        ("ffn_hidden_size" if has_dense else None, "tensor_model_parallel_size", f.tp),
+        ("moe_ffn_hidden_size" if f.experts else None, "expert_tensor_parallel_size", f.etp),
+        ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", f.tp),
+        ("padded_vocab_size", "tensor_model_parallel_size", f.tp),
+    ):
+        if dest is not None and not divides(size, getattr(s, dest)):
+            yield broken(s, f"{say(s, dest)} must be a multiple of {say(s, parts)}.", dest, parts)
+
+
+def padded_vocabulary_holds_vocabulary(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if positive(s.vocab_size) and positive(s.padded_vocab_size) and s.padded_vocab_size < s.vocab_size:
+        yield broken(
+            s,
+            f"{say(s, 'padded_vocab_size')} is smaller than {say(s, 'vocab_size')}.",
+            "padded_vocab_size",
+            "vocab_size",
+        )
+
+
+def one_activation(s: Settings, _f: Facts) -> Iterator[Violation]:
+    chosen = [dest for dest in ("swiglu", "squared_relu", "quick_geglu") if getattr(s, dest)]
+    if len(chosen) > 1:
+        yield broken(s, f"Use only one of {' and '.join(s.flag(d) for d in chosen)}: each is an activation.", *chosen)
+
+
+RESOLVE = (no_experts, ffn_size, moe_ffn_size, head_size, query_groups, biases, embedding_std, softmax_in_fp32)
+CHECKS = (
+    required_are_given,
+    sizes_are_positive,
+    dropouts_are_fractions,
+    positions_cover_sequence,
+    heads_divide_hidden,
+    groups_divide_heads,
+    expert_width_needs_experts,
+    experts_not_negative,
+    widths_divide_over_ranks,
+    padded_vocabulary_holds_vocabulary,
+    one_activation,
+)

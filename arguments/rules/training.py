@@ -1,0 +1,257 @@
+"""Rules 40-44, 48-49: batch sizes, the length of training, warmup and decay, evaluation."""
+
+from collections.abc import Iterator
+
+from arguments.rules.batch_schedule import read_batch_schedule
+from arguments.rules.facts import Facts, as_list, broken, divides, positive, say
+from arguments.settings import Settings, Violation
+
+GBS, MBS = "global_batch_size", "micro_batch_size"
+ITERATIONS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+NOT_NEGATIVE = (
+    "train_iters", "train_samples", *ITERATIONS, *SAMPLES, "eval_iters", "manual_gc_interval", "exit_duration_in_mins",
+    "num_workers",
+)  # fmt: skip
+POSITIVE = ("log_interval", "eval_interval", "tensorboard_log_interval", "exit_interval")
+
+
+def _per_microstep(s: Settings, f: Facts, micro: object) -> int | None:
+    """Samples that all data ranks take in one forward pass."""
+    return None if f.dp is None or not positive(micro) else micro * f.dp
+
+
+# Derived and normalised values.
+
+
+def batch_size(s: Settings, f: Facts) -> None:
+    samples = _per_microstep(s, f, s.micro_batch_size)
+    if s.global_batch_size is None and samples is not None:
+        s.set_derived(GBS, samples, f"micro batch size * {f.dp} data ranks")
+
+
+def eval_batch_sizes(s: Settings, f: Facts) -> None:
+    if s.eval_micro_batch_size is None and s.micro_batch_size is not None:
+        s.set_derived("eval_micro_batch_size", s.micro_batch_size, "as --micro-batch-size")
+    if s.eval_global_batch_size is None and s.global_batch_size is not None:
+        size, step = s.global_batch_size, _per_microstep(s, f, s.eval_micro_batch_size)
+        if s.decrease_batch_size_if_needed and step is not None and size > step:
+            size -= size % step
+        s.set_derived("eval_global_batch_size", size, "as --global-batch-size")
+
+
+def iterations_of_samples(s: Settings, _f: Facts) -> None:
+    if (
+        s.train_iters is None
+        and positive(s.train_samples)
+        and positive(s.global_batch_size)
+        and not s.rampup_batch_size
+    ):
+        s.set_derived("train_iters", s.train_samples // s.global_batch_size, "training samples / global batch size")
+
+
+def decay_length(s: Settings, _f: Facts) -> None:
+    """Decay over the whole training unless told otherwise; the source of `train_iters` tells which unit counts."""
+    if s.train_samples is not None and s.source["train_iters"] in ("default", "derived"):
+        if s.lr_decay_samples is None:
+            s.set_derived("lr_decay_samples", s.train_samples, "as --train-samples")
+    elif s.train_iters is not None and s.lr_decay_iters is None:
+        s.set_derived("lr_decay_iters", s.train_iters, "as --train-iters")
+
+
+# Checks.
+
+
+def batch_divides(s: Settings, f: Facts) -> Iterator[Violation]:
+    step = _per_microstep(s, f, s.micro_batch_size)
+    if s.global_batch_size is not None and not positive(s.global_batch_size):
+        yield broken(s, f"{say(s, GBS)} must be above 0.", GBS)
+    elif s.decrease_batch_size_if_needed and step is not None and positive(s.global_batch_size):
+        if s.global_batch_size < step:
+            yield _batch_violation(s, f, GBS, MBS, s.global_batch_size, "at least")
+    elif not divides(step, s.global_batch_size):
+        yield _batch_violation(s, f, GBS, MBS, s.global_batch_size, "a multiple of")
+
+
+def _batch_violation(s: Settings, f: Facts, batch: str, micro: str, size: int, need: str) -> Violation:
+    step = getattr(s, micro) * f.dp
+    shown = say(s, batch) if getattr(s, batch) == size else f"{say(s, batch)}: a batch of {size}"
+    return broken(s, f"{shown} must be {need} {step}: {say(s, micro)} on each of {f.dp} data ranks.", batch, micro)
+
+
+def eval_batch_divides(s: Settings, f: Facts) -> Iterator[Violation]:
+    batch, micro = "eval_global_batch_size", "eval_micro_batch_size"
+    for dest in (batch, micro):
+        if s.given(dest) and not positive(getattr(s, dest)):
+            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
+    step = _per_microstep(s, f, s.eval_micro_batch_size)
+    if (s.given(batch) or s.given(micro)) and not divides(step, s.eval_global_batch_size):
+        yield _batch_violation(s, f, batch, micro, s.eval_global_batch_size, "a multiple of")
+
+
+def step_schedule_stands_alone(s: Settings, _f: Facts) -> Iterator[Violation]:
+    dest = "step_batch_size_schedule"
+    if s.step_batch_size_schedule is None:
+        return
+    for other in (GBS, "decrease_batch_size_if_needed", "rampup_batch_size"):
+        if s.given(other):
+            yield broken(
+                s,
+                f"{say(s, dest)} cannot be combined with {say(s, other)}: the schedule sets the batch size.",
+                dest,
+                other,
+            )
+
+
+def step_schedule_is_sound(s: Settings, f: Facts) -> Iterator[Violation]:
+    dest = "step_batch_size_schedule"
+    if s.step_batch_size_schedule is None:
+        return
+    try:
+        entries = read_batch_schedule(s.step_batch_size_schedule)
+    except ValueError as error:
+        yield broken(s, f"{say(s, dest)}: {error}.", dest)
+        return
+    step = _per_microstep(s, f, s.micro_batch_size)
+    for _, batch in entries:
+        if not divides(step, batch):
+            yield _batch_violation(s, f, dest, MBS, batch, "a multiple of")
+
+
+def rampup_is_sound(s: Settings, f: Facts) -> Iterator[Violation]:
+    ramp, dest = as_list(s.rampup_batch_size), "rampup_batch_size"
+    if not ramp or not positive(s.global_batch_size) or len(ramp) != 3:
+        return
+    start, increment, samples = ramp
+    step = _per_microstep(s, f, s.micro_batch_size)
+    if not positive(start) or not positive(increment) or samples < 0:
+        yield broken(
+            s, f"{say(s, dest)}: start and increment must be above 0, the number of samples not negative.", dest
+        )
+    elif start > s.global_batch_size or (s.global_batch_size - start) % increment:
+        yield broken(
+            s,
+            f"{say(s, dest)} must reach {say(s, GBS)} from {start} in whole increments of {increment}.",
+            dest,
+            GBS,
+        )
+    else:
+        for size in (start, increment):
+            if not divides(step, size):
+                yield _batch_violation(s, f, dest, MBS, size, "a multiple of")
+
+
+def one_training_length(s: Settings, _f: Facts) -> Iterator[Violation]:
+    iters_given = s.given("train_iters")
+    if iters_given and s.train_samples is not None:
+        yield broken(
+            s,
+            f"Use only one of {say(s, 'train_iters')} and {say(s, 'train_samples')}: training is counted in one unit.",
+            "train_iters",
+            "train_samples",
+        )
+    elif not iters_given and s.train_samples is None and not s.skip_train:
+        yield broken(
+            s,
+            "The length of training is missing: give --train-iters or --train-samples.",
+            "train_iters",
+            "train_samples",
+        )
+
+
+def schedule_uses_the_training_unit(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.given("train_iters") == (s.train_samples is not None):
+        return
+    length, strangers = ("train_iters", SAMPLES) if s.given("train_iters") else ("train_samples", ITERATIONS)
+    for dest in strangers:
+        if s.given(dest) and getattr(s, dest):
+            unit = "iterations" if length == "train_iters" else "samples"
+            yield broken(
+                s, f"{say(s, dest)} does not fit {say(s, length)}: this training is counted in {unit}.", dest, length
+            )
+
+
+def one_warmup(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.lr_warmup_fraction is None:
+        return
+    if not 0 <= s.lr_warmup_fraction < 1:
+        yield broken(s, f"{say(s, 'lr_warmup_fraction')} must be at least 0 and below 1.", "lr_warmup_fraction")
+    for dest in ("lr_warmup_iters", "lr_warmup_samples"):
+        if getattr(s, dest):
+            yield broken(
+                s,
+                f"Use only one of {say(s, 'lr_warmup_fraction')} and {say(s, dest)}.",
+                "lr_warmup_fraction",
+                dest,
+            )
+
+
+def warmup_ends_before_decay(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for warmup, decay in (("lr_warmup_iters", "lr_decay_iters"), ("lr_warmup_samples", "lr_decay_samples")):
+        steps, length = getattr(s, warmup), getattr(s, decay)
+        if steps and positive(length) and steps >= length:
+            yield broken(
+                s,
+                f"{say(s, warmup)} must be below {say(s, decay)}: warmup is the beginning of the decay length.",
+                warmup,
+                decay,
+            )
+
+
+def wsd_has_a_decay(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
+        yield broken(
+            s,
+            f"{say(s, 'lr_decay_style')} needs --lr-wsd-decay-iters (or -samples): how long the final decay lasts.",
+            "lr_decay_style",
+            "lr_wsd_decay_iters",
+        )
+
+
+def evaluation_is_scheduled(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.eval_interval is None and not s.skip_train and not s.full_validation and s.eval_iters != 0:
+        yield broken(
+            s,
+            f"{s.flag('eval_interval')} is missing: give the number of iterations between validations (or --eval-iters 0 for "
+            "none).",
+            "eval_interval",
+        )
+
+
+def memory_log_follows_log(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if not divides(s.log_interval, s.log_memory_interval):
+        yield broken(
+            s,
+            f"{say(s, 'log_memory_interval')} must be a multiple of {say(s, 'log_interval')}.",
+            "log_memory_interval",
+            "log_interval",
+        )
+
+
+def counts_are_sensible(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in NOT_NEGATIVE:
+        value = getattr(s, dest)
+        if value is not None and value < 0:
+            yield broken(s, f"{say(s, dest)} must not be negative.", dest)
+    for dest in POSITIVE:
+        value = getattr(s, dest)
+        if value is not None and value < 1:
+            yield broken(s, f"{say(s, dest)} must be at least 1.", dest)
+
+
+RESOLVE = (batch_size, eval_batch_sizes, iterations_of_samples, decay_length)
+CHECKS = (
+    batch_divides,
+    eval_batch_divides,
+    step_schedule_stands_alone,
+    step_schedule_is_sound,
+    rampup_is_sound,
+    one_training_length,
+    schedule_uses_the_training_unit,
+    one_warmup,
+    warmup_ends_before_decay,
+    wsd_has_a_decay,
+    evaluation_is_scheduled,
+    memory_log_follows_log,
+    counts_are_sensible,
+)
