@@ -1,13 +1,15 @@
 """Blending: which dataset each sample comes from, and the command-line forms that describe a blend.
 
-The order is a deterministic greedy rule: at sample k pick the dataset whose share weight_d * max(k, 1) exceeds what it has delivered by the
-most (the first one on ties). It is sequential by definition: every pick changes the next comparison.
+The order is a deterministic greedy rule: at sample k pick the dataset whose share weight_d * max(k, 1) exceeds what
+it has delivered by the most (the first one on ties). It is sequential by definition: every pick changes the next
+comparison.
 
-To build it with whole-array operations the range of samples is cut into blocks that advance in lockstep, one numpy operation handling one
-step of every block. A block cannot know its starting counts, so it starts early, from rounded ideal counts, and runs a warm-up: the rule
-always favours the dataset that lags most, so different starting states fall together after a few steps. Fall together is not proof,
-therefore every block's end state is compared with its neighbour's start state; the blocks that began wrongly are done again, from the end
-states before them, until none is left. The first block is exact, so at that point all are: for any weights, at most as many rounds as
+To build it with whole-array operations the range of samples is cut into blocks that advance in lockstep, one numpy
+operation handling one step of every block. A block cannot know its starting counts, so it starts early, from rounded
+ideal counts, and runs a warm-up: the rule always favours the dataset that lags most, so different starting states
+fall together after a few steps. Fall together is not proof, therefore every block's end state is compared with its
+neighbour's start state; the blocks that began wrongly are done again, from the end states before them, until none is
+left. The first block is exact, so at that point all are: for any weights, at most as many rounds as
 blocks, in practice one to three. Small blends use the plain loop, which is also the
 definition the tests compare with.
 
@@ -24,6 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moe_trainer.errors import InputError
+
 _PLAIN_LOOP_BELOW = 50_000
 
 
@@ -37,8 +41,8 @@ class Blend(NamedTuple):
 def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
     """Read `w1 p1 w2 p2 ...` or `p1 p2 ...`.
 
-    An even number of items whose odd ones are all numbers has weights; anything else is a list of prefixes. One shell word that holds
-    blanks ("1.0 /data/a") is split, unless a dataset of that very name exists.
+    An even number of items whose odd ones are all numbers has weights; anything else is a list of prefixes. One shell
+    word that holds blanks ("1.0 /data/a") is split, unless a dataset of that very name exists.
     Raises: ValueError when the list is empty, only some of the odd items are numbers, or a weight is negative.
     """
     words: list[str] = []
@@ -54,7 +58,9 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
         return Blend(tuple(words), None)
     if any(weight is None for weight in weights):
         bad = next(word for word, weight in zip(words[::2], weights) if weight is None)
-        raise ValueError(f'{flag}: "{bad}" stands where a weight is needed; give a weight before every prefix, or before none')
+        raise ValueError(
+            f'{flag}: "{bad}" stands where a weight is needed; give a weight before every prefix, or before none'
+        )
     if any(not 0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
         raise ValueError(f"{flag}: weights {weights}: needed non-negative numbers with a positive sum")
     return Blend(tuple(words[1::2]), tuple(weights))
@@ -73,13 +79,13 @@ def read_blend_file(path: str) -> Blend:
 
 
 def read_split_blends_file(path: str) -> tuple[Blend | None, Blend | None, Blend | None]:
-    """Read `--per-split-data-args-path`: JSON with keys train, valid, test, each a list of words, one string, or null."""
+    """Read `--per-split-data-args-path`: JSON with train, valid, test, each a list of words, one string or null."""
     try:
         content = json.loads(_read_text(path, "--per-split-data-args-path"))
     except json.JSONDecodeError as error:
         raise ValueError(f"--per-split-data-args-path {path}: not JSON (line {error.lineno}: {error.msg})") from None
     if not isinstance(content, dict):
-        raise ValueError(f"--per-split-data-args-path {path}: needed an object with the keys train, valid, test")
+        raise InputError(f"--per-split-data-args-path {path}: needed an object with the keys train, valid, test")
     blends = []
     for split in ("train", "valid", "test"):
         value = content.get(split)
@@ -177,7 +183,7 @@ def _ideal_counts(weights, positions, limits):
 
 
 def _advance(weights, limits, counts, positions, steps, picks=None, stops=None):
-    """Run `steps` of the rule on every column of `counts` (in place), each from its own position; stop a column at `stops`."""
+    """Run the rule on every column of `counts`, in place, each from its own position, at most up to `stops`."""
     columns = np.arange(counts.shape[1])
     shortest = steps if stops is None else int((stops - positions).min())
     for step in range(steps):

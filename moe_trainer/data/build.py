@@ -1,16 +1,14 @@
-"""From data flags to datasets: which files, which split, how many samples, and the one barrier between building and reading indices."""
+"""From data flags to datasets: which files, which split, how many samples; one barrier between building and reading."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import math
-
 from arguments.data import DataArgs
 from arguments.training import TrainingArgs
-
 from moe_trainer.data.blend import Blend, normalize, parse_blend, read_blend_file, read_split_blends_file
 from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTDataset, MockTokens
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
@@ -28,7 +26,10 @@ AnyDataset = GPTDataset | BlendedDataset
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run. valid: one entry, or one per file with --multiple-validation-sets; names are their log suffixes."""
+    """The datasets of a run.
+
+    valid: one entry, or one per file with --multiple-validation-sets; valid_names are their log suffixes ("" for one).
+    """
 
     train: AnyDataset | None
     valid: tuple[AnyDataset, ...]
@@ -81,8 +82,10 @@ def build_datasets(
 ) -> Datasets:
     """Build the train, validation and test datasets of a run.
 
-    sizes: samples per split (default: `requested_sizes`); 0 leaves a split out when the data has no part for it, None is one full pass.
-    is_builder: True on the one rank that writes missing index caches. barrier: called once on every rank, between writing and reading.
+    sizes: samples per split (default: `requested_sizes`); 0 leaves a split out when the data has no part for it, None
+    is one full pass.
+    is_builder: True on the one rank that writes missing index caches. barrier: called once on every rank, between
+    writing and reading.
     Raises: ValueError for missing or damaged files, contradictory flags, and samples asked of an empty split.
     """
     sizes = requested_sizes(training) if sizes is None else sizes
@@ -111,7 +114,10 @@ class _Plan:
             for name, given in (
                 ("--mock-data", data.mock_data),
                 ("--data-path / --data-args-path", self._blend is not None),
-                ("--train-data-path / --valid-data-path / --test-data-path / --per-split-data-args-path", self._per_split is not None),
+                (
+                    "--train-data-path / --valid-data-path / --test-data-path / --per-split-data-args-path",
+                    self._per_split is not None,
+                ),
             )
             if given
         ]
@@ -120,7 +126,10 @@ class _Plan:
         if not sources:
             logger.warning("no data was given (--data-path): training on mock data")
         if self._per_split is not None and data.split is not None:
-            raise ValueError(f'--split "{data.split}" cannot be combined with data paths per split; every file belongs to one split already')
+            raise ValueError(
+                f'--split "{data.split}" cannot be combined with data paths per split; every file belongs to one '
+                'split already'
+            )
         split = None
         if self._per_split is None:
             split = _MOCK_SPLIT if self._blend is None else data.split or DEFAULT_SPLIT
@@ -144,7 +153,9 @@ class _Plan:
         if not self._training.multiple_validation_sets or blend is None:
             dataset = self._split(1, size)
             return ((), ()) if dataset is None else ((dataset,), ("",))
-        names = self._training.validation_set_names or ([str(i) for i in range(len(blend.prefixes))] if len(blend.prefixes) > 1 else [""])
+        names = self._training.validation_set_names or (
+            [str(i) for i in range(len(blend.prefixes))] if len(blend.prefixes) > 1 else [""]
+        )
         if len(names) != len(blend.prefixes):
             raise ValueError(f"--validation-set-names: {len(names)} names for {len(blend.prefixes)} validation sets")
         if self._share_of(1) is None or size == 0:
@@ -165,7 +176,11 @@ class _Plan:
             if size:
                 raise ValueError(
                     f"{size} samples are asked of the {SPLIT_NAMES[number]} split, which has no data "
-                    + (f'(--split "{self._config.split}")' if self._config.split else f"(--{SPLIT_NAMES[number]}-data-path)")
+                    + (
+                        f'(--split "{self._config.split}")'
+                        if self._config.split
+                        else f"(--{SPLIT_NAMES[number]}-data-path)"
+                    )
                     + "; give it a share, or do not evaluate (--eval-iters 0)"
                 )
             return None
@@ -184,12 +199,16 @@ class _Plan:
         weights = normalize(blend.weights)
         targets = [math.ceil(size * weight) for weight in weights]
         surplus = 1 + self._data.mid_level_dataset_surplus
-        datasets = [self._single(prefix, number, math.ceil(target * surplus)) for prefix, target in zip(blend.prefixes, targets)]
+        datasets = [
+            self._single(prefix, number, math.ceil(target * surplus)) for prefix, target in zip(blend.prefixes, targets)
+        ]
         return BlendedDataset(datasets, list(weights), sum(targets), SPLIT_NAMES[number], self._config)
 
     def _proportional(self, blend: Blend, number: int, size: int | None) -> BlendedDataset:
         if blend.weights is not None:
-            logger.warning("a full pass over the %s split reads every sample once; blend weights play no part", SPLIT_NAMES[number])
+            logger.warning(
+                "a full pass over the %s split reads every sample once; blend weights play no part", SPLIT_NAMES[number]
+            )
         datasets = [self._single(prefix, number, None) for prefix in blend.prefixes]
         lengths = [len(dataset) for dataset in datasets]
         size = None if size is None else min(size, sum(lengths))

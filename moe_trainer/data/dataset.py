@@ -1,12 +1,13 @@
 """GPT datasets: samples of a token file, blends of them, and mock data.
 
-A dataset answers one question, `tokens(i)`: the L+1 token ids of sample i. Everything else of a batch (labels, masks, positions) is a
-function of those ids and is made for a whole batch at once in `loader.py`. `locate` translates a token of a sample back to file, document
-and offset; only error messages use it.
+A dataset answers one question, `tokens(i)`: the L+1 token ids of sample i. Everything else of a batch (labels, masks,
+positions) is a function of those ids and is made for a whole batch at once in `loader.py`. `locate` translates a
+token of a sample back to file, document and offset; only error messages use it.
 
-Three steps keep several ranks in line: every rank opens the files and knows all lengths from counts (`GPTDataset(...)`: no index yet); one
-rank builds what is missing in the cache (`write_cache`); after a barrier every rank maps the cached arrays (`load`). What cannot be cached
-(no folder, or one that cannot be written) is built in memory by `load`, with the same result.
+Three steps keep several ranks in line: every rank opens the files and knows all lengths from counts
+(`GPTDataset(...)`: no index yet); one rank builds what is missing in the cache (`write_cache`); after a barrier every
+rank maps the cached arrays (`load`). What cannot be cached (no folder, or one that cannot be written) is built in
+memory by `load`, with the same result.
 
 Cache names, description text and arrays are those of Megatron-Core, so that caches serve both programs.
 """
@@ -87,13 +88,23 @@ class GPTDataset:
     Raises: ValueError when samples are asked of a split without tokens.
     """
 
-    def __init__(self, low: IndexedDataset | MockTokens, path: str | None, begin: int, end: int, num_samples: int | None, split_name: str, config: DatasetConfig):
+    def __init__(
+        self,
+        low: IndexedDataset | MockTokens,
+        path: str | None,
+        begin: int,
+        end: int,
+        num_samples: int | None,
+        split_name: str,
+        config: DatasetConfig,
+    ):
         self._low, self._path, self._begin, self._end = low, path, begin, end
         self._num_samples, self._split_name, self._config = num_samples, split_name, config
         tokens = int(low.sequence_lengths[begin:end].sum(dtype=np.int64))
         if tokens == 0:
             raise ValueError(
-                f"{self.name}: the {split_name} split (sequences {begin} to {end} of {len(low)}) holds no tokens, and samples were "
+                f"{self.name}: the {split_name} split (sequences {begin} to {end} of {len(low)}) holds no tokens, and "
+                "samples were "
                 f"asked of it; change --split, add data, or do not evaluate (--eval-iters 0)"
             )
         self._plan = plan_epochs(tokens, config.sequence_length, num_samples)
@@ -137,11 +148,13 @@ class GPTDataset:
         )
 
     def write_cache(self) -> None:
-        """Build the indices and write them to the cache unless they are there. One rank calls this, before the barrier."""
+        """Build the indices and write them to the cache unless they are there (one rank, before the barrier)."""
         cache = self._cache()
         if cache is None or cache.is_complete():
             return
-        logger.info("building the %s index of %s: %d samples, %d epochs", self._split_name, self.name, len(self), self.epochs)
+        logger.info(
+            "building the %s index of %s: %d samples, %d epochs", self._split_name, self.name, len(self), self.epochs
+        )
         indices = self._build()
         if not cache.write(indices._asdict()):
             self._indices = indices
@@ -158,7 +171,9 @@ class GPTDataset:
 
     def _build(self) -> GPTIndices:
         lengths = np.ascontiguousarray(self._low.sequence_lengths)
-        return build_indices(lengths, self._begin, self._end, self._config.sequence_length, self._plan, self._config.seed)
+        return build_indices(
+            lengths, self._begin, self._end, self._config.sequence_length, self._plan, self._config.seed
+        )
 
     def _cache(self) -> IndexCache | None:
         folder = self._config.cache_path
@@ -167,7 +182,9 @@ class GPTDataset:
             folder = os.path.join(self._path, "cache", f"{self.class_name}_indices")
         if folder is None:
             return None
-        return IndexCache(folder, self.class_name, self._split_name, self.identifiers, ("document", "sample", "shuffle"))
+        return IndexCache(
+            folder, self.class_name, self._split_name, self.identifiers, ("document", "sample", "shuffle")
+        )
 
     def tokens(self, index: int) -> np.ndarray:
         """Return the ids of sample `index`, int64 [L+1]."""
@@ -210,7 +227,14 @@ class BlendedDataset:
     Raises: ValueError when the blend would need more samples of a dataset than it has.
     """
 
-    def __init__(self, datasets: list[GPTDataset], weights: list[float] | list[int], size: int | None, split_name: str, config: DatasetConfig):
+    def __init__(
+        self,
+        datasets: list[GPTDataset],
+        weights: list[float] | list[int],
+        size: int | None,
+        split_name: str,
+        config: DatasetConfig,
+    ):
         self._datasets, self._split_name, self._config = datasets, split_name, config
         self._weights = normalize(weights) if size is not None else weights
         self._size = size
@@ -266,10 +290,13 @@ class BlendedDataset:
         if self._size is None:
             return build_exhaustive_index([len(dataset) for dataset in self._datasets])
         index = build_blend_index(self._weights, self._size)
-        for number, (taken, dataset) in enumerate(zip(np.bincount(index[0], minlength=len(self._datasets)), self._datasets)):
+        for number, (taken, dataset) in enumerate(
+            zip(np.bincount(index[0], minlength=len(self._datasets)), self._datasets)
+        ):
             if taken > len(dataset):
                 raise ValueError(
-                    f"blend ({self._split_name}): dataset {number}, {dataset.name}, gives {len(dataset)} samples, its weight needs {taken}; "
+                    f"blend ({self._split_name}): dataset {number}, {dataset.name}, gives {len(dataset)} samples, its "
+                    f"weight needs {taken}; "
                     "raise --mid-level-dataset-surplus"
                 )
         return index
@@ -277,7 +304,9 @@ class BlendedDataset:
     def _cache(self) -> IndexCache | None:
         if self._config.cache_path is None:
             return None
-        return IndexCache(self._config.cache_path, "BlendedDataset", self._split_name, self.identifiers, ("dataset", "dataset_sample"))
+        return IndexCache(
+            self._config.cache_path, "BlendedDataset", self._split_name, self.identifiers, ("dataset", "dataset_sample")
+        )
 
     def tokens(self, index: int) -> np.ndarray:
         dataset, inside = self.index
@@ -295,7 +324,8 @@ class BlendedDataset:
 class IndexCache:
     """The files of one index in a cache folder: `<md5>-<class>-<split>-{description.txt,<name>_index.npy}`.
 
-    The md5 is that of the description, the JSON text of everything the index depends on. Files are written under temporary names and
+    The md5 is that of the description, the JSON text of everything the index depends on. Files are written under
+    temporary names and
     renamed, the description last, so that a complete set is a correct set.
     """
 
@@ -307,7 +337,9 @@ class IndexCache:
         self._names = names
 
     def is_complete(self) -> bool:
-        return all(os.path.isfile(path) for path in (self._path("description.txt"), *map(self._array_path, self._names)))
+        return all(
+            os.path.isfile(path) for path in (self._path("description.txt"), *map(self._array_path, self._names))
+        )
 
     def write(self, arrays: dict[str, np.ndarray]) -> bool:
         """Write all files; False, with a warning, when the folder cannot be written."""
@@ -318,8 +350,11 @@ class IndexCache:
             self._write(self._path("description.txt"), lambda stream: stream.write(self.description.encode("utf-8")))
         except OSError as error:
             logger.warning(
-                "the index cache %s cannot be written (%s): every rank keeps its own copy in memory; --data-cache-path DIR "
-                "names another folder", self._folder, error.strerror,
+                "the index cache %s cannot be written (%s): every rank keeps its own copy in memory; "
+                "--data-cache-path DIR "
+                "names another folder",
+                self._folder,
+                error.strerror,
             )
             return False
         return True
@@ -334,7 +369,9 @@ class IndexCache:
             except (ValueError, EOFError, OSError) as error:
                 raise ValueError(f"index cache {path}: cannot be read ({error}); delete it and start again") from None
             if needed is not None and len(array) != needed:
-                raise ValueError(f"index cache {path}: found {len(array)} rows, needed {needed}; delete it and start again")
+                raise ValueError(
+                    f"index cache {path}: found {len(array)} rows, needed {needed}; delete it and start again"
+                )
             arrays.append(array)
         return tuple(arrays)
 

@@ -1,19 +1,21 @@
 """The three indices of a GPT dataset, equal to Megatron's to the last entry, built with whole-array operations.
 
-A split of a token file is a range of its sequences ("documents" below). Given lengths, sequence length L, requested samples N and a seed:
+A split of a token file is a range of its sequences ("documents" below). Given lengths, sequence length L, requested
+samples N and a seed:
 
-* document index: every document, once per epoch, in one shuffle over all epochs, or with the last epoch shuffled on its own when only a
-  small part of it (under 80 %) will be read, so that its documents do not thin out the earlier epochs;
-* sample index: sample s starts at token s*L of the concatenated documents and reads L+1 tokens, so neighbours share one token. Row s is
-  (position in the document index, offset in that document). The start of s > 0 is the last token its predecessor read, therefore never
-  the first token after a document's end;
+* document index: every document, once per epoch, in one shuffle over all epochs, or with the last epoch shuffled on
+  its own when only a small part of it (under 80 %) will be read, so that its documents do not thin out the earlier
+  epochs;
+* sample index: sample s starts at token s*L of the concatenated documents and reads L+1 tokens, so neighbours share
+  one token. Row s is (position in the document index, offset in that document). The start of s > 0 is the last token
+  its predecessor read, therefore never the first token after a document's end;
 * shuffle index: the order in which samples are read; with a separate last epoch, its samples come last.
 
 One `numpy.random.RandomState(seed)` is consumed by the document index, then by the shuffle index, and by nothing else.
 
-The sample index of the reference is a loop over documents. Here each chunk of documents contributes the multiples of L that fall between
-its cumulative token counts, so the whole is one cumulative sum, one division and one repeat per chunk: linear, without a Python loop over
-documents or samples. Chunks bound the memory beside the result.
+The sample index of the reference is a loop over documents. Here each chunk of documents contributes the multiples of
+L that fall between its cumulative token counts, so the whole is one cumulative sum, one division and one repeat per
+chunk: linear, without a Python loop over documents or samples. Chunks bound the memory beside the result.
 
 Source: Megatron-Core gpt_dataset semantics (snapshot v0.20).
 """
@@ -21,7 +23,7 @@ Source: Megatron-Core gpt_dataset semantics (snapshot v0.20).
 from __future__ import annotations
 
 import re
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -58,11 +60,13 @@ def parse_split(split: str) -> SplitMatrix:
     """
     numbers = [_split_number(text, split) for text in re.findall(r"[.0-9]+", split)]
     if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
-        raise ValueError(f'--split "{split}": needed one to three non-negative numbers with a positive sum, for example "969, 30, 1"')
+        raise ValueError(
+            f'--split "{split}": needed one to three non-negative numbers with a positive sum, for example "969, 30, 1"'
+        )
     weights = np.asarray(numbers + [0.0] * (3 - len(numbers)), dtype=np.float64)
     weights = (weights / weights.sum()).tolist()
     ends = [0, *accumulate(weights)]
-    return tuple(None if low == high else (low, high) for low, high in zip(ends[:-1], ends[1:]))
+    return tuple(None if low == high else (low, high) for low, high in pairwise(ends))
 
 
 def _split_number(text: str, split: str) -> float:
@@ -74,7 +78,7 @@ def _split_number(text: str, split: str) -> float:
 
 def split_range(share: tuple[float, float], num_sequences: int) -> tuple[int, int]:
     """Return the first and one-past-last sequence of a split share (ties round to even, as Python does)."""
-    return int(round(share[0] * float(num_sequences))), int(round(share[1] * float(num_sequences)))
+    return round(share[0] * float(num_sequences)), round(share[1] * float(num_sequences))
 
 
 def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | None) -> EpochPlan:
@@ -90,7 +94,9 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | 
     return EpochPlan(tokens, epochs, samples, before, separate)
 
 
-def build_indices(lengths: np.ndarray, begin: int, end: int, sequence_length: int, plan: EpochPlan, seed: int) -> GPTIndices:
+def build_indices(
+    lengths: np.ndarray, begin: int, end: int, sequence_length: int, plan: EpochPlan, seed: int
+) -> GPTIndices:
     """Build all three indices of the sequences [begin, end) of a token file."""
     random = np.random.RandomState(seed)
     document = build_document_index(begin, end, plan.epochs, plan.separate_last_epoch, random)
@@ -99,7 +105,9 @@ def build_indices(lengths: np.ndarray, begin: int, end: int, sequence_length: in
     return GPTIndices(document, sample, build_shuffle_index(first, plan.samples, random))
 
 
-def build_document_index(begin: int, end: int, epochs: int, separate: bool, random: np.random.RandomState) -> np.ndarray:
+def build_document_index(
+    begin: int, end: int, epochs: int, separate: bool, random: np.random.RandomState
+) -> np.ndarray:
     """Return the shuffled document order, int32 [epochs * (end - begin)]."""
     index = np.tile(np.arange(begin, end, dtype=np.int32), epochs)
     if not separate:

@@ -9,12 +9,13 @@ Layout of the index, little-endian, without padding between fields:
     8*D       document array, int64: 0, then the sequence index at which each document ends; the last entry is S
     S         one mode byte a sequence, multimodal files only (refused here)
 
-The arrays begin at byte 34, which is aligned for neither of them, so readers get unaligned numpy views of one memory map; numpy handles
-those on every platform. The .bin is memory-mapped, or read by positional reads (`mmap=False`), which need no shared file position and are
-therefore safe in threads and forked processes.
+The arrays begin at byte 34, which is aligned for neither of them, so readers get unaligned numpy views of one memory
+map; numpy handles those on every platform. The .bin is memory-mapped, or read by positional reads (`mmap=False`),
+which need no shared file position and are therefore safe in threads and forked processes.
 
-Writing goes to temporary files beside the targets; `finish` renames them, index last, so a reader never sees half a dataset and an
-interrupted run leaves existing files alone. Lengths are kept in compact arrays: 4 bytes a sequence while a corpus streams through.
+Writing goes to temporary files beside the targets; `finish` renames them, index last, so a reader never sees half a
+dataset and an interrupted run leaves existing files alone. Lengths are kept in compact arrays: 4 bytes a sequence
+while a corpus streams through.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ from types import MappingProxyType
 
 import numpy as np
 
+from moe_trainer.errors import InputError
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = MappingProxyType(
     {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 )
-# NOTE: 65500, not 65536: the preprocessing side keeps a margin, and byte equality with Megatron's files needs the same one.
+# NOTE: 65500, not 65536: Megatron's preprocessing keeps a margin, and byte-equal files need the same one.
 _UINT16_VOCAB_LIMIT = 65500
 
 
-class DataFileError(ValueError):
+class DataFileError(InputError):
     """A dataset file is missing, damaged or of a kind that cannot be read."""
 
 
@@ -61,7 +64,8 @@ def _dtype_names() -> str:
 class IndexedDataset:
     """Read one `<prefix>.bin/.idx` pair.
 
-    Attributes: sequence_lengths int32 [S] in tokens; sequence_pointers int64 [S] in bytes; document_indices int64 [D]; dtype.
+    Attributes: sequence_lengths int32 [S] in tokens; sequence_pointers int64 [S] in bytes; document_indices int64
+    [D]; dtype.
     Raises: DataFileError when a file is missing, shorter than it says, multimodal, or not an index at all.
     """
 
@@ -76,7 +80,9 @@ class IndexedDataset:
     def _read_index(self) -> None:
         size = _file_size(self.idx_path)
         if size < _HEADER.size:
-            raise DataFileError(f"{self.idx_path}: found {size} bytes, the header alone needs {_HEADER.size}; the index is truncated")
+            raise DataFileError(
+                f"{self.idx_path}: found {size} bytes, the header alone needs {_HEADER.size}; the index is truncated"
+            )
         raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(raw[: _HEADER.size].tobytes())
         if magic != _MAGIC:
@@ -88,13 +94,18 @@ class IndexedDataset:
         needed = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
         if size < needed:
             raise DataFileError(
-                f"{self.idx_path}: found {size} bytes, {num_sequences} sequences and {num_boundaries - 1} documents need "
+                f"{self.idx_path}: found {size} bytes, {num_sequences} sequences and {num_boundaries - 1} documents "
+                "need "
                 f"{needed}; the index is truncated"
             )
         if num_sequences and size == needed + num_sequences:
-            raise DataFileError(f"{self.idx_path}: a multimodal index (one mode byte a sequence); only text datasets can be read")
+            raise DataFileError(
+                f"{self.idx_path}: a multimodal index (one mode byte a sequence); only text datasets can be read"
+            )
         if size != needed:
-            raise DataFileError(f"{self.idx_path}: found {size} bytes, its header describes {needed}; the index is damaged")
+            raise DataFileError(
+                f"{self.idx_path}: found {size} bytes, its header describes {needed}; the index is damaged"
+            )
         self.dtype = np.dtype(_DTYPES[code])
         at = _HEADER.size
         self.sequence_lengths = np.frombuffer(raw, dtype="<i4", count=num_sequences, offset=at)
@@ -119,7 +130,9 @@ class IndexedDataset:
         if self._mmap:
             # A tail that is no whole token (which only a damaged file has) is left out of the view.
             whole = found - found % self.dtype.itemsize
-            flat = np.memmap(self.bin_path, dtype=np.uint8, mode="r", shape=(whole,)) if whole else np.empty(0, np.uint8)
+            flat = (
+                np.memmap(self.bin_path, dtype=np.uint8, mode="r", shape=(whole,)) if whole else np.empty(0, np.uint8)
+            )
             self._tokens = flat.view(self.dtype)
         else:
             self._fd = os.open(self.bin_path, os.O_RDONLY)
@@ -145,7 +158,9 @@ class IndexedDataset:
             length = int(self.sequence_lengths[index]) - offset
         start, rest = divmod(int(self.sequence_pointers[index]), self.dtype.itemsize)
         if rest:
-            raise DataFileError(f"{self.idx_path}: sequence {index} begins in the middle of a token; the index is damaged")
+            raise DataFileError(
+                f"{self.idx_path}: sequence {index} begins in the middle of a token; the index is damaged"
+            )
         if self._tokens is None:
             return self._positional_read(index, start + offset, length)
         tokens = self._tokens[start + offset : start + offset + length]
@@ -193,7 +208,8 @@ def _similar_prefixes(path: str) -> str:
 class IndexedDatasetBuilder:
     """Write one `<prefix>.bin/.idx` pair as a stream of sequences and document ends.
 
-    Use as a context manager: leaving it normally calls `finish`, an exception calls `abort` (temporary files removed, existing ones kept).
+    Use as a context manager: leaving it normally calls `finish`, an exception calls `abort` (temporary files removed,
+    existing ones kept).
     """
 
     def __init__(self, prefix: str, dtype):
@@ -204,11 +220,11 @@ class IndexedDatasetBuilder:
         suffix = f".tmp-{os.getpid()}"
         self._bin_temporary, self._idx_temporary = self.prefix + ".bin" + suffix, self.prefix + ".idx" + suffix
         try:
-            self._bin = open(self._bin_temporary, "wb")
+            self._bin = open(self._bin_temporary, "wb")  # noqa: SIM115  closed by finish or abort
         except OSError as error:
             raise DataFileError(f"{self.prefix}.bin: cannot be written ({error.strerror})") from None
 
-    def __enter__(self) -> IndexedDatasetBuilder:
+    def __enter__(self) -> IndexedDatasetBuilder:  # noqa: PYI034  Self needs Python 3.11
         return self
 
     def __exit__(self, kind, value, traceback) -> None:
@@ -229,7 +245,9 @@ class IndexedDatasetBuilder:
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
         """Append one document whose tokens are several sequences back to back."""
         if sum(lengths) != len(tokens):
-            raise ValueError(f"a document of {len(tokens)} tokens cannot have sequence lengths that sum to {sum(lengths)}")
+            raise ValueError(
+                f"a document of {len(tokens)} tokens cannot have sequence lengths that sum to {sum(lengths)}"
+            )
         self._bin.write(self._as_stored(tokens).tobytes())
         self._lengths.extend(lengths)
         self.end_document()

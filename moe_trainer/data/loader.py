@@ -1,12 +1,13 @@
 """From samples to batches: which samples a data-parallel rank reads, in which order, and the tensors made of them.
 
-Order is a pure function of (consumed samples, micro-batch size, data-parallel rank and size): a resumed run continues with the very sample
-the interrupted one would have read, on any number of ranks.
+Order is a pure function of (consumed samples, micro-batch size, data-parallel rank and size): a resumed run continues
+with the very sample the interrupted one would have read, on any number of ranks.
 
-Prefetching uses threads, not processes. Preparing a sample is copying some slices out of a memory map and numpy releases the interpreter
-lock while it copies (and while the kernel reads the pages), so threads keep up; they need no fork beside a process group, share the index
-maps, and raise the original exception in the main thread. Batches come back in order whatever the number of workers; no randomness lives
-in a worker, so the number changes nothing but speed.
+Prefetching uses threads, not processes. Preparing a sample is copying some slices out of a memory map and numpy
+releases the interpreter lock while it copies (and while the kernel reads the pages), so threads keep up; they need no
+fork beside a process group, share the index
+maps, and raise the original exception in the main thread. Batches come back in order whatever the number of workers;
+no randomness lives in a worker, so the number changes nothing but speed.
 
 Suffixes: B samples of a micro batch, S sequence length.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.data.dataset import NO_PAD, TokenDataset
+from moe_trainer.errors import InputError
 
 _BATCHES_AHEAD_PER_WORKER = 2
 
@@ -31,8 +33,8 @@ _BATCHES_AHEAD_PER_WORKER = 2
 class Batch:
     """One micro batch of one rank.
 
-    tokens_BS, labels_BS, position_ids_BS int64; loss_mask_BS float32; attention_mask bool [B, 1, S, S], True where attention is blocked, or
-    None for plain causal attention.
+    tokens_BS, labels_BS, position_ids_BS int64; loss_mask_BS float32; attention_mask bool [B, 1, S, S], True where
+    attention is blocked, or None for plain causal attention.
     """
 
     tokens_BS: Tensor
@@ -43,7 +45,9 @@ class Batch:
 
     def to(self, device, non_blocking: bool = True) -> Batch:
         """Return the batch on another device."""
-        fields = {name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items() if value is not None}
+        fields = {
+            name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items() if value is not None
+        }
         return replace(self, **fields)
 
     def pin_memory(self) -> Batch:
@@ -54,8 +58,9 @@ class Batch:
 class BatchFormat:
     """How samples become a batch.
 
-    pad: loss is masked where the label is this id, and the id is replaced by 0 (NO_PAD: nothing is masked). vocab_size: ids from there on
-    are an error (None: unchecked). separate_documents: positions restart and attention stops at every document of the file, not at eod.
+    pad: loss is masked where the label is this id, and the id is replaced by 0 (NO_PAD: nothing is masked).
+    vocab_size: ids from there on are an error (None: unchecked). separate_documents: positions restart and attention
+    stops at every document of the file, not at eod.
     """
 
     eod: int | None
@@ -70,7 +75,7 @@ class BatchFormat:
 def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) -> Batch:
     """Read samples and derive labels, masks and positions.
 
-    Raises: ValueError naming file, document and id when a token lies outside the vocabulary.
+    Raises: InputError naming file, document and id when a token lies outside the vocabulary.
     """
     ids = np.stack([dataset.tokens(index) for index in indices])
     if fmt.vocab_size is not None:
@@ -102,8 +107,9 @@ def _check_vocabulary(dataset, indices, ids, vocab_size) -> None:
     if outside.any():
         sample, position = np.argwhere(outside)[0].tolist()
         where = dataset.locate(indices[sample], position)
-        raise ValueError(
-            f"token id {ids[sample, position]} in {where} lies outside the vocabulary of {vocab_size} ids; the data was made with another "
+        raise InputError(
+            f"token id {ids[sample, position]} in {where} lies outside the vocabulary of {vocab_size} ids; the "
+            "data was made with another "
             "tokenizer, or --vocab-size / --tokenizer-model do not belong to it"
         )
 
@@ -119,7 +125,7 @@ def _positions(ends: np.ndarray, restart: bool) -> np.ndarray:
 
 
 def _blocked(ends: np.ndarray) -> np.ndarray:
-    """Attention mask [B, 1, S, S], True where row (query) must not see column (key): the future and earlier documents."""
+    """Attention mask [B, 1, S, S], True where a row (query) must not see a column (key)."""
     document = np.zeros(ends.shape, dtype=np.int32)
     np.cumsum(ends[:, :-1], axis=1, out=document[:, 1:])
     other = document[:, :, None] != document[:, None, :]
@@ -136,7 +142,10 @@ def _document_ends(dataset, indices, shape) -> np.ndarray:
 
 
 def single_order(total: int, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[int]]:
-    """Yield this rank's micro batches in file order: each chunk of mbs*dp samples is cut into dp pieces; an incomplete last one is dropped."""
+    """Yield this rank's micro batches in order.
+
+    Each chunk of micro_batch_size * dp_size samples is cut into dp_size pieces; an incomplete last chunk is dropped.
+    """
     chunk = micro_batch_size * dp_size
     for start in range(consumed, total - chunk + 1, chunk):
         first = start + dp_rank * micro_batch_size
@@ -159,7 +168,9 @@ def cyclic_order(
             bucket = total // chunk * micro_batch_size
             order = torch.randperm(bucket, generator=generator)[inside // dp_size :] + dp_rank * bucket
         else:
-            order = torch.randperm(total // micro_batch_size * micro_batch_size, generator=generator)[inside:][dp_rank::dp_size]
+            order = torch.randperm(total // micro_batch_size * micro_batch_size, generator=generator)[inside:][
+                dp_rank::dp_size
+            ]
         whole = (per_epoch - inside) // chunk
         for start in range(whole):
             yield order[start * micro_batch_size : (start + 1) * micro_batch_size].tolist()
@@ -172,7 +183,9 @@ class BatchLoader:
     `len(loader)`: micro batches from `consumed_samples` to the end of the dataset (of the current epoch, when cyclic).
     """
 
-    def __init__(self, dataset: TokenDataset, order, remaining: int, fmt: BatchFormat, num_workers: int, pin_memory: bool):
+    def __init__(
+        self, dataset: TokenDataset, order, remaining: int, fmt: BatchFormat, num_workers: int, pin_memory: bool
+    ):
         self.dataset = dataset
         self._order, self._remaining, self._format = order, remaining, fmt
         self._num_workers, self._pin = num_workers, pin_memory
@@ -197,7 +210,10 @@ class BatchLoader:
         executor = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data")
         try:
             while True:
-                while len(ahead) < _BATCHES_AHEAD_PER_WORKER * self._num_workers and (indices := next(order, None)) is not None:
+                while (
+                    len(ahead) < _BATCHES_AHEAD_PER_WORKER * self._num_workers
+                    and (indices := next(order, None)) is not None
+                ):
                     ahead.append(executor.submit(self._read, indices))
                 if not ahead:
                     return
@@ -222,17 +238,20 @@ def build_loader(
     """Make the loader of one rank over one dataset.
 
     consumed_samples counts samples over all ranks. fmt: from `build.batch_format`.
-    Raises: ValueError when more samples are consumed than a single-order dataset holds, or it holds less than one micro batch a rank.
+    Raises: ValueError when more samples are consumed than a single-order dataset holds, or it holds less than one
+    micro batch a rank.
     """
     total, chunk = len(dataset), micro_batch_size * dp_size
     if total < chunk:
         raise ValueError(
-            f"the dataset holds {total} samples, one step of {dp_size} data-parallel ranks with micro-batch size {micro_batch_size} needs {chunk}"
+            f"the dataset holds {total} samples, one step of {dp_size} data-parallel ranks with micro-batch size "
+            f"{micro_batch_size} needs {chunk}"
         )
     if dataloader_type == "single":
         if consumed_samples > total:
             raise ValueError(
-                f"{consumed_samples} samples are consumed already, the dataset holds {total}; raise --train-iters or --train-samples, or start "
+                f"{consumed_samples} samples are consumed already, the dataset holds {total}; raise --train-iters or "
+                "--train-samples, or start "
                 "the data afresh (--finetune)"
             )
         remaining = (total - consumed_samples) // chunk
@@ -247,5 +266,7 @@ def build_loader(
             return cyclic_order(total, consumed_samples, micro_batch_size, dp_rank, dp_size, sharded)
 
     else:
-        raise ValueError(f"--dataloader-type {dataloader_type}: needed single or cyclic (external loaders have no command-line form)")
+        raise ValueError(
+            f"--dataloader-type {dataloader_type}: needed single or cyclic (external loaders have no command-line form)"
+        )
     return BatchLoader(dataset, order, remaining, fmt, num_workers, pin_memory)

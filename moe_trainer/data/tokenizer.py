@@ -1,9 +1,10 @@
 """Tokenizers: one small interface over each library, and the choice among them by `--tokenizer-type`.
 
-A `Tokenizer` turns text into ids (`tokenize`) and back, and knows `vocab_size`, `eod` (appended to documents, and the token that the
-reset flags look for) and `pad`. `unique_identifiers` is what Megatron writes about its tokenizer into the description of an index cache;
-it is made from the flags, in Megatron's order, so that caches are shared. (The order is verified against recorded caches for
-HuggingFaceTokenizer; for the others it follows the same source's argument lists.)
+A `Tokenizer` turns text into ids (`tokenize`) and back, and knows `vocab_size`, `eod` (appended to documents, and the
+token that the reset flags look for) and `pad`. `unique_identifiers` is what Megatron writes about its tokenizer into
+the description of an index cache; it is made from the flags, in Megatron's order, so that caches are shared. (The
+order is verified against recorded caches for HuggingFaceTokenizer; for the others it follows the same source's
+argument lists.)
 
 The libraries live in `tokenizer_libraries.py` and are imported when chosen.
 """
@@ -19,7 +20,6 @@ from typing import Protocol
 from arguments.data import DataArgs
 
 _MEGATRON_CLASS = "megatron.core.tokenizers.text.text_tokenizer.MegatronTokenizerText"
-_SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _OTHER_PRODUCTS = MappingProxyType(
     {
         "BertWordPieceLowerCase": "BERT",
@@ -31,7 +31,9 @@ _OTHER_PRODUCTS = MappingProxyType(
 )
 _LIBRARY_OF_TYPE = MappingProxyType(
     {
-        **{name: "sentencepiece" for name in _SENTENCEPIECE},
+        "SentencePieceTokenizer": "sentencepiece",
+        "GPTSentencePieceTokenizer": "sentencepiece",
+        "Llama2Tokenizer": "sentencepiece",
         "HuggingFaceTokenizer": "huggingface",
         "TikTokenizer": "tiktoken",
         "GPT2BPETokenizer": "megatron",
@@ -55,13 +57,14 @@ class Tokenizer(Protocol):
 def build_tokenizer(data: DataArgs) -> Tokenizer:
     """Build the tokenizer that the flags describe.
 
-    Raises: ValueError naming the flag or file when it is missing, unreadable, or belongs to another product, and the install line of an
-    absent library.
+    Raises: ValueError naming the flag or file when it is missing, unreadable, or belongs to another product, and the
+    install line of an absent library.
     """
     kind = data.tokenizer_type or "GPT2BPETokenizer"
     if kind in _OTHER_PRODUCTS:
         raise ValueError(
-            f"--tokenizer-type {kind} belongs to {_OTHER_PRODUCTS[kind]}; for pretraining use one of {', '.join(_LIBRARY_OF_TYPE)}"
+            f"--tokenizer-type {kind} belongs to {_OTHER_PRODUCTS[kind]}; for pretraining use one of "
+            f"{', '.join(_LIBRARY_OF_TYPE)}"
         )
     if kind not in _LIBRARY_OF_TYPE:
         raise ValueError(f"--tokenizer-type {kind} is unknown; use one of {', '.join(_LIBRARY_OF_TYPE)}")
@@ -80,7 +83,9 @@ def _library(data: DataArgs, kind: str) -> str:
         with open(data.metadata_path, encoding="utf-8") as stream:
             named = json.load(stream)["library"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"--tokenizer-metadata {data.metadata_path}: needed a JSON file with the key library ({error})") from None
+        raise ValueError(
+            f"--tokenizer-metadata {data.metadata_path}: needed a JSON file with the key library ({error})"
+        ) from None
     if named not in _LIBRARY_OF_TYPE.values():
         raise ValueError(f"--tokenizer-metadata {data.metadata_path}: library {named} is not for text pretraining")
     return named
@@ -153,7 +158,9 @@ def _unique_identifiers(data: DataArgs, kind: str, library: str) -> OrderedDict:
         if data.null_tokenizer_eod_id is not None:
             arguments["eod_id"] = data.null_tokenizer_eod_id
         arguments["pad_id"] = data.null_tokenizer_pad_id
-    return OrderedDict([("class", _MEGATRON_CLASS), ("tokenizer_path", path), *((key, str(value)) for key, value in arguments.items())])
+    return OrderedDict(
+        [("class", _MEGATRON_CLASS), ("tokenizer_path", path), *((key, str(value)) for key, value in arguments.items())]
+    )
 
 
 def _null(data: DataArgs) -> NullTokenizer:

@@ -1,9 +1,10 @@
 """The tokenizer libraries behind the `Tokenizer` interface: tokenizers, transformers, sentencepiece, tiktoken.
 
-Hugging Face folders are read with the `tokenizers` library alone: `tokenizer.json` holds the whole encoder, `tokenizer_config.json` and
-`special_tokens_map.json` name eos and pad. What transformers adds on loading is repeated here: special tokens of the config that the file
-does not hold, and the begin/end tokens of Llama-style configs (`add_bos_token`, `add_eos_token`), which override the file's template.
-Folders without `tokenizer.json`, slow tokenizers and remote code go through transformers.
+Hugging Face folders are read with the `tokenizers` library alone: `tokenizer.json` holds the whole encoder,
+`tokenizer_config.json` and `special_tokens_map.json` name eos and pad. What transformers adds on loading is repeated
+here: special tokens of the config that the file does not hold, and the begin/end tokens of Llama-style configs
+(`add_bos_token`, `add_eos_token`), which override the file's template. Folders without `tokenizer.json`, slow
+tokenizers and remote code go through transformers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from types import MappingProxyType
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +26,13 @@ TIKTOKEN_VOCAB_SIZE = 1 << 17
 _TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 # Pre-tokenisation patterns v1 and v2 as the tokenizer files of these models were trained with; data, not code.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TIKTOKEN_PATTERNS = (
-    ("v1", r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"),
-    (
-        "v2",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
+_OTHER = r"[^\r\n\p{L}\p{N}]?"
+_TIKTOKEN_PATTERNS = MappingProxyType(
+    {
+        "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        "v2": f"{_OTHER}{_UPPER}*{_LOWER}+|{_OTHER}{_UPPER}+{_LOWER}*"
+        + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
 )
 _EXTRA_SPACE = "\u262f"  # stands for a blank that SentencePiece would drop; not a character of any vocabulary
 _SPACE_PIECE = "\u2581"
@@ -47,12 +49,21 @@ def _library(name: str, flag: str):
 class JsonTokenizer:
     """A `tokenizers.Tokenizer` with its special tokens.
 
-    bos, eos: tokens put around every text when `include_special_tokens`; None leaves that to the encoder's own template.
+    bos, eos: tokens put around every text when `include_special_tokens`; None leaves that to the encoder's own
+    template.
     """
 
     unique_identifiers: OrderedDict
 
-    def __init__(self, encoder, eod: int | None, pad: int | None, include_special_tokens: bool, prefix: Sequence[int] | None = None, suffix: Sequence[int] = ()):
+    def __init__(
+        self,
+        encoder,
+        eod: int | None,
+        pad: int | None,
+        include_special_tokens: bool,
+        prefix: Sequence[int] | None = None,
+        suffix: Sequence[int] = (),
+    ):
         self._encoder = encoder
         self.eod, self.pad = eod, pad
         self.vocab_size = encoder.get_vocab_size(with_added_tokens=True)
@@ -104,7 +115,10 @@ def open_hugging_face(
 
 
 def _fetch(name: str) -> str | None:
-    """Return the hub cache's folder of a repository's tokenizer files, downloading what is missing; None when it has no tokenizer.json."""
+    """Return the hub cache's folder with a repository's tokenizer files, downloaded where missing.
+
+    None when the repository has no tokenizer.json.
+    """
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"--tokenizer-model {name}: no such file or folder")
     hub = _library("huggingface_hub", f"--tokenizer-model {name} (a hub name)")
@@ -135,16 +149,20 @@ def _fetch_advice(name: str, reason: str) -> str:
     )
 
 
-def _open_json(path: str, folder: str, model: str, special_tokens: Sequence[str], include_special_tokens: bool) -> JsonTokenizer:
+def _open_json(
+    path: str, folder: str, model: str, special_tokens: Sequence[str], include_special_tokens: bool
+) -> JsonTokenizer:
     tokenizers = _library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
     try:
         encoder = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises plain Exception for every fault of the file
+    except Exception as error:  # noqa: BLE001  the library raises plain Exception for every fault of the file
         raise ValueError(f"--tokenizer-model {model}: {path} cannot be read ({error})") from None
     encoder.no_padding()
     encoder.no_truncation()
     config = _special_token_config(folder)
-    added = [tokenizers.AddedToken(**token) for token in config["added"] if encoder.token_to_id(token["content"]) is None]
+    added = [
+        tokenizers.AddedToken(**token) for token in config["added"] if encoder.token_to_id(token["content"]) is None
+    ]
     encoder.add_tokens([token for token in added if not token.special])
     names = [config[role] for role in ("eos_token", "sep_token", "pad_token", "bos_token") if config[role]]
     encoder.add_special_tokens([token for token in added if token.special] + names + list(special_tokens))
@@ -184,10 +202,16 @@ def _special_token_config(folder: str) -> dict:
     return result
 
 
-def _open_with_transformers(model, special_tokens, use_fast, trust_remote_code, include_special_tokens) -> TransformersTokenizer:
-    transformers = _library("transformers", f"--tokenizer-model {model} (no tokenizer.json, a slow tokenizer, or remote code)")
+def _open_with_transformers(
+    model, special_tokens, use_fast, trust_remote_code, include_special_tokens
+) -> TransformersTokenizer:
+    transformers = _library(
+        "transformers", f"--tokenizer-model {model} (no tokenizer.json, a slow tokenizer, or remote code)"
+    )
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, use_fast=use_fast, trust_remote_code=trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            model, use_fast=use_fast, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         if os.path.exists(model):
@@ -208,7 +232,7 @@ def open_gpt2(vocab_file: str | None, merge_file: str | None, special_tokens: Se
     tokenizers = _library("tokenizers", "--tokenizer-type GPT2BPETokenizer")
     try:
         model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
-    except Exception as error:  # the library raises plain Exception for every fault of the files
+    except Exception as error:  # noqa: BLE001  the library raises plain Exception for every fault of the files
         raise ValueError(f"--vocab-file {vocab_file} / --merge-file {merge_file}: cannot be read ({error})") from None
     encoder = tokenizers.Tokenizer(model)
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -220,13 +244,15 @@ def open_gpt2(vocab_file: str | None, merge_file: str | None, special_tokens: Se
 class SentencePieceTokenizer:
     """A SentencePiece model; no begin or end tokens are added to texts.
 
-    legacy: `special_tokens` may be given; they are cut out of texts before encoding, those without a piece get ids after the last one.
-    ignore_extra_whitespaces False: runs of blanks survive although the model would collapse them.
+    legacy: `special_tokens` may be given; they are cut out of texts before encoding, those without a piece get ids
+    after the last one. ignore_extra_whitespaces False: runs of blanks survive although the model would collapse them.
     """
 
     unique_identifiers: OrderedDict
 
-    def __init__(self, path: str, special_tokens: Sequence[str] = (), legacy: bool = False, ignore_extra_whitespaces: bool = True):
+    def __init__(
+        self, path: str, special_tokens: Sequence[str] = (), legacy: bool = False, ignore_extra_whitespaces: bool = True
+    ):
         if not os.path.isfile(path):
             raise ValueError(f"--tokenizer-model {path}: no such file")
         sentencepiece = _library("sentencepiece", "a SentencePiece tokenizer")
@@ -293,35 +319,49 @@ class SentencePieceTokenizer:
 
 
 class TikTokenizer:
-    """A tiktoken vocabulary: special tokens first (seven named ones, the rest fillers), then the file's byte sequences by rank.
+    """A tiktoken vocabulary: special tokens first, then the file's byte sequences by rank.
+
+    Seven special tokens have names, the rest are fillers.
 
     Files: the JSON list of {rank, token_bytes, token_str}, or tiktoken's own lines of base64 and rank. eod is `</s>`.
     """
 
     unique_identifiers: OrderedDict
 
-    def __init__(self, path: str, pattern: str, vocab_size: int, num_special_tokens: int, special_tokens: Sequence[str] | None = None):
+    def __init__(
+        self,
+        path: str,
+        pattern: str,
+        vocab_size: int,
+        num_special_tokens: int,
+        special_tokens: Sequence[str] | None = None,
+    ):
         names = list(_TIKTOKEN_SPECIAL if special_tokens is None else special_tokens)
         missing = [name for name in _TIKTOKEN_SPECIAL if name not in names]
         if missing or len(set(names)) != len(names):
-            raise ValueError(f"--tokenizer-special-tokens: tiktoken needs each of {', '.join(_TIKTOKEN_SPECIAL)} once; missing {missing}")
+            raise ValueError(
+                f"--tokenizer-special-tokens: tiktoken needs each of {', '.join(_TIKTOKEN_SPECIAL)} once; missing "
+                f"{missing}"
+            )
         if not len(names) <= num_special_tokens < vocab_size:
             raise ValueError(
-                f"--tiktoken-num-special-tokens {num_special_tokens}: needed at least {len(names)} and less than the vocabulary of {vocab_size}"
+                f"--tiktoken-num-special-tokens {num_special_tokens}: needed at least {len(names)} and less than the "
+                f"vocabulary of {vocab_size}"
             )
         if not os.path.isfile(path):
             raise ValueError(f"--tokenizer-model {path}: no such file")
         tokens = _read_tiktoken(path)[: vocab_size - num_special_tokens]
         if len(tokens) < vocab_size - num_special_tokens:
             raise ValueError(
-                f"--tokenizer-model {path}: found {len(tokens)} tokens, --vocab-size {vocab_size} with {num_special_tokens} special ones "
+                f"--tokenizer-model {path}: found {len(tokens)} tokens, --vocab-size {vocab_size} with "
+                f"{num_special_tokens} special ones "
                 f"needs {vocab_size - num_special_tokens}"
             )
         tiktoken = _library("tiktoken", "--tokenizer-type TikTokenizer")
         special = names + [f"<SPECIAL_{number}>" for number in range(len(names), num_special_tokens)]
         self._encoding = tiktoken.Encoding(
             name=os.path.basename(os.path.dirname(os.path.abspath(path))),
-            pat_str=dict(_TIKTOKEN_PATTERNS)[pattern],
+            pat_str=_TIKTOKEN_PATTERNS[pattern],
             mergeable_ranks={token: num_special_tokens + rank for rank, token in enumerate(tokens)},
             special_tokens={name: number for number, name in enumerate(special)},
         )
@@ -342,7 +382,10 @@ def _read_tiktoken(path: str) -> list[bytes]:
             if path.endswith(".json"):
                 ranked = [(int(entry["rank"]), base64.b64decode(entry["token_bytes"])) for entry in json.load(stream)]
             else:
-                ranked = [(int(rank), base64.b64decode(token)) for token, rank in (line.split() for line in stream if line.strip())]
+                ranked = [
+                    (int(rank), base64.b64decode(token))
+                    for token, rank in (line.split() for line in stream if line.strip())
+                ]
     except (OSError, ValueError, KeyError, TypeError, binascii.Error) as error:
         raise ValueError(f"--tokenizer-model {path}: not a tiktoken vocabulary ({error})") from None
     if [rank for rank, _ in ranked] != list(range(len(ranked))) or len({token for _, token in ranked}) != len(ranked):

@@ -1,0 +1,376 @@
+"""Text to token files: JSON lines or plain text in, `<prefix>_<key>_document.{bin,idx}` out.
+
+One process reads and writes, workers tokenize. The reader cuts the input into chunks of whole documents; each chunk
+travels to a worker and comes back as bytes in the file's dtype with its lengths and document ends; results are
+written in the order of the input. So the output does not depend on the number of workers, and memory holds only the
+chunks under way, however large the corpus.
+
+Every key is written through `IndexedDatasetBuilder`: temporary files, renamed when everything has succeeded.
+
+Source: Megatron-LM tools/preprocess_data.py (snapshot v0.20) for names, dtype, document boundaries and the place of
+eod.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from arguments.data import DataArgs
+from moe_trainer.data.indexed import IndexedDatasetBuilder, to_stored, token_dtype
+from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
+from moe_trainer.errors import InputError
+
+_CHUNK_DOCUMENTS, _CHUNK_BYTES = 256, 1 << 20
+TEXT_UNITS = ("paragraph", "line", "file")
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """What to read and how to cut it.
+
+    text_unit: what a document is in plain text files: lines between blank lines, one line, or the whole file.
+    """
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    workers: int = 1
+    text_unit: str = "paragraph"
+    log_interval: int = 1000
+
+
+class _Chunk(NamedTuple):
+    """Documents in a row of one file: their raw lines (JSON) or texts, and the number of the first line."""
+
+    path: str
+    first_line: int
+    line_numbers: list[int]
+    documents: list[bytes]
+    is_json: bool
+    bytes_read: int
+
+
+class _Encoded(NamedTuple):
+    """One key of one chunk in stored form."""
+
+    stored: bytes
+    lengths: array
+    document_ends: list[int]
+
+
+class Totals(NamedTuple):
+    """What was written."""
+
+    documents: int
+    tokens: int
+    seconds: float
+    prefixes: tuple[str, ...]
+
+
+def preprocess(options: PreprocessOptions, data: DataArgs, report=sys.stderr) -> Totals:
+    """Tokenize the inputs and write one dataset per key.
+
+    Raises: InputError or ValueError naming the file and line, flag or tokenizer at fault; nothing is left behind
+    then, and existing outputs are as they were.
+    """
+    paths = expand_inputs(options.inputs)
+    tokenizer = build_tokenizer(data)
+    if options.append_eod and tokenizer.eod is None:
+        raise InputError("--append-eod: this tokenizer has no end-of-document token")
+    prefixes = tuple(f"{options.output_prefix}_{key}_document" for key in options.json_keys)
+    os.makedirs(os.path.dirname(options.output_prefix) or ".", exist_ok=True)
+    dtype = token_dtype(tokenizer.vocab_size)
+    progress = _Progress(sum(os.path.getsize(path) for path in paths), options.log_interval, report)
+    with ExitStack() as stack:
+        chunks = _read_chunks(paths, options.text_unit)
+        encode = _Encoder(tokenizer, options.json_keys, options.append_eod, dtype.name)
+        results = _encoded(chunks, encode, options.workers, stack)
+        builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
+        documents = tokens = 0
+        for chunk_bytes, encoded in results:
+            for builder, part in zip(builders, encoded):
+                builder.add_raw(part.stored, part.lengths, part.document_ends)
+                tokens += len(part.stored) // dtype.itemsize
+            documents += len(encoded[0].document_ends)
+            progress.show(documents, tokens, chunk_bytes)
+        if not documents:
+            raise InputError(f"no documents in {', '.join(paths)}")
+    return Totals(documents, tokens, progress.finish(documents, tokens), prefixes)
+
+
+def expand_inputs(patterns: Sequence[str]) -> list[str]:
+    """Return the input files: names as given, patterns expanded in alphabetical order."""
+    paths: list[str] = []
+    for pattern in patterns:
+        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+        if not found:
+            raise InputError(f"--input {pattern}: no such file")
+        for path in found:
+            if os.path.isdir(path):
+                raise InputError(
+                    f'--input {path}: is a folder; give its files, for example "{os.path.join(path, "*.jsonl")}"'
+                )
+        paths.extend(found)
+    return paths
+
+
+class _Encoder:
+    """Chunk in, stored bytes out; runs in a worker process or in the main one."""
+
+    def __init__(self, tokenizer: Tokenizer, json_keys: Sequence[str], append_eod: bool, dtype: str):
+        self._tokenizer, self._keys, self._eod = tokenizer, json_keys, tokenizer.eod if append_eod else None
+        self._dtype = np.dtype(dtype)
+
+    def __call__(self, chunk: _Chunk) -> tuple[int, list[_Encoded]]:
+        ids: list[list[int]] = [[] for _ in self._keys]
+        encoded = [_Encoded(b"", array("i"), []) for _ in self._keys]
+        for line, document in zip(chunk.line_numbers, chunk.documents):
+            where = f"{chunk.path}, line {line}"
+            for number, texts in enumerate(self._texts(document, chunk.is_json, where)):
+                self._add(texts, ids[number], encoded[number], where)
+        return chunk.bytes_read, [part._replace(stored=self._stored(row, chunk)) for part, row in zip(encoded, ids)]
+
+    def _texts(self, document: bytes, is_json: bool, where: str) -> Iterator[list[str]]:
+        """Yield, per key, the sequences of one document."""
+        try:
+            text = document.decode("utf-8")
+            fields = json.loads(text) if is_json else {key: text for key in self._keys}
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: not UTF-8 ({error.reason})") from None
+        except json.JSONDecodeError as error:
+            raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+        if not isinstance(fields, dict):
+            raise InputError(f"{where}: needed a JSON object, found {type(fields).__name__}")
+        for key in self._keys:
+            if key not in fields:
+                raise InputError(
+                    f'{where}: no key "{key}" (--json-keys); found {", ".join(map(str, list(fields)[:8])) or "none"}'
+                )
+            texts = fields[key] if isinstance(fields[key], list) else [fields[key]]
+            if not all(isinstance(text, str) for text in texts):
+                raise InputError(f'{where}: the value of "{key}" must be a string or a list of strings')
+            yield texts
+
+    def _add(self, texts: list[str], ids: list[int], part: _Encoded, where: str) -> None:
+        first = len(part.lengths)
+        for text in texts:
+            try:
+                tokens = self._tokenizer.tokenize(text)
+            except ValueError as error:
+                raise InputError(f"{where}: {error}") from None
+            if tokens:
+                ids.extend(tokens)
+                part.lengths.append(len(tokens))
+        if self._eod is not None and len(part.lengths) > first:
+            ids.append(self._eod)
+            part.lengths[-1] += 1
+        part.document_ends.append(len(part.lengths))
+
+    def _stored(self, ids: list[int], chunk: _Chunk) -> bytes:
+        try:
+            return to_stored(ids, self._dtype).tobytes()
+        except ValueError as error:
+            raise InputError(f"{chunk.path}, line {chunk.first_line} and following: {error}") from None
+
+
+def _encoded(chunks: Iterator[_Chunk], encode: _Encoder, workers: int, stack: ExitStack):
+    """Yield the encoded chunks in input order; worker processes live as long as `stack`.
+
+    Chunk i belongs to worker i modulo `workers`, and a worker gets its next chunk right after its result was
+    received, so neither side ever waits to send while the other does.
+    """
+    if workers <= 1:
+        yield from map(encode, chunks)
+        return
+    pipes = _start_workers(encode, workers, stack)
+    busy: deque = deque()
+    for pipe in pipes:
+        if (chunk := next(chunks, None)) is not None:
+            pipe.send(chunk)
+            busy.append(pipe)
+    while busy:
+        pipe = busy.popleft()
+        try:
+            result = pipe.recv()
+            if isinstance(result, ValueError):
+                raise result
+            if (chunk := next(chunks, None)) is not None:
+                pipe.send(chunk)
+                busy.append(pipe)
+        except (EOFError, BrokenPipeError):
+            raise InputError(f"a worker process died (out of memory?); try fewer than --workers {workers}") from None
+        yield result
+
+
+def _start_workers(encode: _Encoder, workers: int, stack: ExitStack) -> list[Connection]:
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if "fork" in methods else None)
+    pipes: list[Connection] = []
+    for _ in range(workers):
+        ours, theirs = context.Pipe()
+        # A forked worker closes its copies of our ends, so that it ends when this process does.
+        inherited = [*pipes, ours] if context.get_start_method() == "fork" else []
+        process = context.Process(target=_work, args=(encode, theirs, inherited), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        stack.callback(process.terminate)
+        stack.callback(ours.close)
+    return pipes
+
+
+def _work(encode: _Encoder, pipe: Connection, inherited: list[Connection]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the main process decides
+    for other in inherited:
+        other.close()
+    while True:
+        try:
+            chunk = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = encode(chunk)
+        except ValueError as error:
+            result = error
+        pipe.send(result)
+
+
+def _read_chunks(paths: Sequence[str], text_unit: str) -> Iterator[_Chunk]:
+    for path in paths:
+        is_json = not _plain_name(path).endswith(".txt")
+        with open(path, "rb") as raw:
+            stream = _decompressed(raw, path)
+            documents = _json_lines(stream) if is_json else _text_documents(stream, text_unit)
+            numbers: list[int] = []
+            rows: list[bytes] = []
+            size, before = 0, 0
+            try:
+                for number, document in documents:
+                    numbers.append(number)
+                    rows.append(document)
+                    size += len(document)
+                    if len(rows) >= _CHUNK_DOCUMENTS or size >= _CHUNK_BYTES:
+                        at = raw.tell()
+                        yield _Chunk(path, numbers[0], numbers, rows, is_json, at - before)
+                        numbers, rows, size, before = [], [], 0, at
+            except (EOFError, OSError) as error:
+                raise InputError(f"{path}: cannot be read ({error})") from None
+            if rows:
+                yield _Chunk(path, numbers[0], numbers, rows, is_json, raw.tell() - before)
+
+
+def _plain_name(path: str) -> str:
+    for ending in (".gz", ".zst"):
+        path = path.removesuffix(ending)
+    return path
+
+
+def _decompressed(raw: BinaryIO, path: str) -> Iterable[bytes]:
+    """Lines of a file, through gzip or zstandard by its name."""
+    if path.endswith(".gz"):
+        return gzip.open(raw, "rb")
+    if path.endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError:
+            raise InputError(f"{path}: reading .zst needs the library zstandard: pip install zstandard") from None
+        return _zstandard_lines(raw, path, zstandard)
+    return raw
+
+
+def _zstandard_lines(raw: BinaryIO, path: str, zstandard) -> Iterator[bytes]:
+    try:
+        yield from io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20)
+    except zstandard.ZstdError as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
+
+
+def _json_lines(stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(stream, 1):
+        if not line.isspace():
+            yield number, line
+
+
+def _text_documents(stream: Iterable[bytes], unit: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (first line, text) of the documents of a plain text file; a text keeps its inner line ends."""
+    gathered: list[bytes] = []
+    first = 1
+    for number, line in enumerate(stream, 1):
+        blank = line.isspace()
+        if unit == "line":
+            if not blank:
+                yield number, line.rstrip(b"\r\n")
+            continue
+        if unit == "paragraph" and blank:
+            if gathered:
+                yield first, b"".join(gathered).rstrip(b"\r\n")
+            gathered = []
+            continue
+        if not gathered:
+            first = number
+        gathered.append(line)
+    if gathered and not all(line.isspace() for line in gathered):
+        yield first, b"".join(gathered).rstrip(b"\r\n")
+
+
+class _Progress:
+    """One line on stderr: documents, rates, share of the input read, time left. On a terminal it rewrites itself."""
+
+    def __init__(self, total_bytes: int, log_interval: int, stream):
+        self._total, self._interval, self._stream = max(total_bytes, 1), max(log_interval, 1), stream
+        self._start = self._shown_at = time.monotonic()
+        self._read, self._shown_documents = 0, 0
+        self._terminal = stream.isatty()
+
+    def show(self, documents: int, tokens: int, chunk_bytes: int) -> None:
+        self._read += chunk_bytes
+        now = time.monotonic()
+        due = documents // self._interval > self._shown_documents // self._interval
+        if due and now - self._shown_at >= (0.2 if self._terminal else 1.0):
+            elapsed = now - self._start
+            share = min(self._read / self._total, 1.0)
+            left = elapsed / max(share, 1e-9) - elapsed
+            self._print(
+                f"Processed {documents} documents ({documents / elapsed:.0f} docs/s, "
+                f"{self._read / elapsed / 2**20:.2f} MB/s, "
+                f"{tokens / elapsed:.0f} tokens/s, {share:.1%}, ETA {_clock(left)})",
+                end="\r" if self._terminal else "\n",
+            )
+            self._shown_at, self._shown_documents = now, documents
+
+    def finish(self, documents: int, tokens: int) -> float:
+        elapsed = time.monotonic() - self._start
+        self._print(
+            f"Processed {documents} documents, {tokens} tokens in {_clock(elapsed)} "
+            f"({documents / max(elapsed, 1e-9):.0f} docs/s)"
+        )
+        return elapsed
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        self._stream.write(f"{text:<100}{end}" if self._terminal else text + end)
+        self._stream.flush()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

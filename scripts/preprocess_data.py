@@ -1,0 +1,121 @@
+"""Turn text into token files for training: JSON lines or plain .txt (also .gz, .zst) in,
+<prefix>_<key>_document.{bin,idx} out.
+
+    python scripts/preprocess_data.py --input corpus.jsonl --output-prefix data/my --tokenizer-type
+    HuggingFaceTokenizer \\
+        --tokenizer-model path/or/name --append-eod --workers 8
+
+The result is byte-identical whatever the number of workers. Flags are those of Megatron-LM's tool of the same name.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from dataclasses import fields
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from arguments.data import DataArgs
+from moe_trainer.data.preprocess import TEXT_UNITS, PreprocessOptions, preprocess
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    text = parser.add_argument_group("input")
+    text.add_argument(
+        "--input", nargs="+", required=True, help="files or quoted patterns; .jsonl, .json, .txt, each also .gz or .zst"
+    )
+    text.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys to tokenize, one dataset each (default: text)"
+    )
+    text.add_argument(
+        "--text-unit",
+        choices=TEXT_UNITS,
+        default="paragraph",
+        help="what a document is in .txt files: text between blank lines (default), a line, or the file",
+    )
+    text.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
+    text.add_argument("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
+    text.add_argument("--lang", help=argparse.SUPPRESS)
+    add_tokenizer_flags(parser.add_argument_group("tokenizer"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-prefix", required=True, help="files are named <prefix>_<key>_document.bin and .idx")
+    runtime = parser.add_argument_group("runtime")
+    runtime.add_argument("--workers", type=int, default=1, help="tokenizing processes (default 1)")
+    runtime.add_argument(
+        "--partitions", type=int, default=1, help="accepted; the output is always one dataset in input order"
+    )
+    runtime.add_argument("--keep-sequential-samples", action="store_true", help="accepted; the order is always kept")
+    runtime.add_argument(
+        "--log-interval", type=int, default=1000, help="documents between progress lines (default 1000)"
+    )
+    return parser
+
+
+def add_tokenizer_flags(group) -> None:
+    """The tokenizer's flags; their destinations are fields of DataArgs."""
+    add = group.add_argument
+    add("--tokenizer-type", required=True, help="Llama2Tokenizer, HuggingFaceTokenizer, GPT2BPETokenizer, ...")
+    add("--tokenizer-model", help="model file, folder or hub name")
+    add("--tokenizer-metadata", dest="metadata_path", help="JSON file that names the tokenizer's library")
+    add("--tokenizer-special-tokens", dest="special_tokens", nargs="+", help="special tokens to add")
+    add("--vocab-file", help="vocabulary of GPT2BPETokenizer")
+    add("--merge-file", help="merges of GPT2BPETokenizer")
+    add("--vocab-size", type=int, help="for NullTokenizer and TikTokenizer")
+    add("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenisation pattern")
+    add("--tiktoken-num-special-tokens", type=int, default=1000, help="default 1000")
+    add("--tokenizer-sentencepiece-legacy", action="store_true", help="allow added tokens")
+    add(
+        "--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
+        dest="tokenizer_sentencepiece_ignore_extra_whitespaces",
+        action="store_false",
+        help="keep runs of blanks",
+    )
+    add("--tokenizer-hf-no-use-fast", action="store_true", help="slow implementation")
+    add("--tokenizer-hf-no-include-special-tokens", action="store_true", help="no begin and end tokens")
+    add("--trust-remote-code", action="store_true", help="run the tokenizer repository's own code")
+    add("--null-tokenizer-eod-id", type=int, help="default: vocabulary size - 1")
+    add("--null-tokenizer-pad-id", type=int, default=-1, help="default: none")
+    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    if args.split_sentences or args.keep_newlines or args.lang:
+        return fail(
+            "--split-sentences, --keep-newlines and --lang prepare data for BERT and T5, which this trainer does "
+            "not train"
+        )
+    if args.workers < 1:
+        return fail(f"--workers {args.workers}: needed at least 1")
+    options = PreprocessOptions(
+        inputs=tuple(args.input),
+        output_prefix=args.output_prefix,
+        json_keys=tuple(args.json_keys),
+        append_eod=args.append_eod,
+        workers=args.workers,
+        text_unit=args.text_unit,
+        log_interval=args.log_interval,
+    )
+    tokenizer = {field.name: getattr(args, field.name) for field in fields(DataArgs) if hasattr(args, field.name)}
+    # A stopped job leaves through the same door as a failed one: temporary files are removed, finished outputs stay.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        totals = preprocess(options, DataArgs(**tokenizer))
+    except (ValueError, OSError) as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        return fail("interrupted; no output was written", 130)
+    for prefix in totals.prefixes:
+        print(prefix)
+    return 0
+
+
+def fail(message: str, code: int = 2) -> int:
+    print(f"preprocess_data.py: error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
