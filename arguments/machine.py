@@ -11,8 +11,7 @@ Findings of kind "machine" are errors; those of kind "note" are said and the run
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from arguments import schema
-from arguments.container import SECTIONS, Arguments
+from arguments.container import OPTIONS, Arguments
 from arguments.rules.facts import Facts, gather, say
 from arguments.settings import Settings, Violation
 
@@ -69,8 +68,8 @@ def _flat(args: Arguments | Settings) -> Settings:
     """The same flags as flat settings."""
     if isinstance(args, Settings):
         return args
-    usual = {dest: option.spellings[0] for dest, option in schema.options(SECTIONS).items()}
-    s = Settings(args.as_dict(), usual)
+    s = Settings(OPTIONS)
+    s.values.update(args.as_dict())
     s.spelling.update(args.spelling)
     s.source.update(args.source)
     return s

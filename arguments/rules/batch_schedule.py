@@ -4,6 +4,7 @@ Entries `THRESHOLD:BATCH` separated by blanks or commas; a threshold is a number
 (thousands to trillions). The first threshold is 0, thresholds rise.
 """
 
+import itertools
 import re
 from decimal import Decimal
 from types import MappingProxyType
@@ -28,7 +29,7 @@ def read_batch_schedule(text: str) -> tuple[tuple[int, int], ...]:
         entries.append((int(threshold), int(match.group(3))))
     if not entries or entries[0][0] != 0:
         raise ValueError("the first entry must start at 0, for example 0:768")
-    if any(later[0] <= earlier[0] for earlier, later in zip(entries, entries[1:], strict=False)):
+    if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(entries)):
         raise ValueError("thresholds must rise from entry to entry")
     if any(batch < 1 for _, batch in entries):
         raise ValueError("batch sizes must be above 0")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, broken, say
+from arguments.rules.facts import Facts, as_list, broken, say
 from arguments.settings import Settings, Violation
 
 SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
@@ -80,15 +80,14 @@ def split_needs_one_corpus(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 def validation_names_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
-    if s.multiple_validation_sets and s.validation_set_names and s.valid_data_path:
-        if len(s.validation_set_names) != len(s.valid_data_path):
-            yield broken(
-                s,
-                f"{say(s, 'validation_set_names')} gives {len(s.validation_set_names)} names for "
-                f"{len(s.valid_data_path)} validation sets.",
-                "validation_set_names",
-                "valid_data_path",
-            )
+    names, paths = as_list(s.validation_set_names), as_list(s.valid_data_path)
+    if s.multiple_validation_sets and names and paths and len(names) != len(paths):
+        yield broken(
+            s,
+            f"{say(s, 'validation_set_names')} gives {len(names)} names for {len(paths)} validation sets.",
+            "validation_set_names",
+            "valid_data_path",
+        )
 
 
 RESOLVE = (legacy_split, tokenizer_and_loader)

@@ -24,14 +24,11 @@ def negative_capacity(s: Settings, _f: Facts) -> None:
 def old_deepep_flag(s: Settings, _f: Facts) -> None:
     if not s.moe_enable_deepep or s.moe_flex_dispatcher_backend == "hybridep":
         return
-    s.note(f"{s.flag('moe_enable_deepep')} is an old name: taken as --moe-flex-dispatcher-backend deepep.")
     s.set_derived(BACKEND, "deepep", "from --moe-enable-deepep")
 
 
 def old_sm_counts(s: Settings, _f: Facts) -> None:
     given = [dest for dest in OLD_SMS if getattr(s, dest) is not None]
-    if given:
-        s.note(f"{' and '.join(s.flag(d) for d in given)}: the flag is now --moe-flex-dispatcher-num-sms.")
     values = {getattr(s, dest) for dest in given}
     if len(values) == 1 and s.moe_flex_dispatcher_num_sms is None:
         s.set_derived("moe_flex_dispatcher_num_sms", values.pop(), f"from {s.flag(given[0])}")
@@ -46,15 +43,17 @@ def old_router_padding(s: Settings, _f: Facts) -> None:
 
 
 def deepep_probabilities(s: Settings, f: Facts) -> None:
-    if f.experts and s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "deepep":
-        if s.moe_router_dtype != "fp32":
-            s.note("DeepEP sends router probabilities in fp32: --moe-router-dtype fp32 avoids the cast.")
+    if f.experts and _deepep(s) and s.moe_router_dtype != "fp32":
+        s.note("DeepEP sends router probabilities in fp32: --moe-router-dtype fp32 avoids the cast.")
 
 
 def deepep_sms(s: Settings, _f: Facts) -> None:
-    if s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "deepep":
-        if s.moe_flex_dispatcher_num_sms is None and all(getattr(s, dest) is None for dest in OLD_SMS):
-            s.set_derived("moe_flex_dispatcher_num_sms", DEEPEP_SMS, "DeepEP's default")
+    if _deepep(s) and s.moe_flex_dispatcher_num_sms is None and all(getattr(s, dest) is None for dest in OLD_SMS):
+        s.set_derived("moe_flex_dispatcher_num_sms", DEEPEP_SMS, "DeepEP's default")
+
+
+def _deepep(s: Settings) -> bool:
+    return s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "deepep"
 
 
 # Checks.

@@ -21,7 +21,6 @@ def _names(value: object) -> list[str]:
 def old_switches(s: Settings, _f: Facts) -> None:
     for dest, impl in (("external_cuda_graph", "transformer_engine"), ("enable_cuda_graph", "local")):
         if getattr(s, dest) and s.cuda_graph_impl == "none":
-            s.note(f"{s.flag(dest)} is an old name: taken as --cuda-graph-impl {impl}.")
             s.set_derived(IMPL, impl, f"from {s.flag(dest)}")
 
 
@@ -29,7 +28,6 @@ def old_scope(s: Settings, _f: Facts) -> None:
     scope = _names(s.cuda_graph_scope_deprecated)
     if not scope or _names(s.cuda_graph_modules):
         return
-    s.note(f"{s.flag(OLD_SCOPE)} is an old name: taken as --cuda-graph-modules.")
     if "full_iteration" in scope and s.cuda_graph_impl == "local":
         s.set_derived(IMPL, "full_iteration", f"from {s.flag(OLD_SCOPE)}")
     s.set_derived(MODULES, [name for name in scope if name not in OLD_WHOLE], f"from {s.flag(OLD_SCOPE)}")

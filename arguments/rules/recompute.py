@@ -31,9 +31,6 @@ def recompute_activations_flag(s: Settings, _f: Facts) -> None:
 def moe_layer_recompute_flag(s: Settings, _f: Facts) -> None:
     if not s.moe_layer_recompute or s.recompute_granularity == "full":
         return
-    s.note(
-        f"{s.flag('moe_layer_recompute')} is an old name: taken as --recompute-granularity selective --recompute-modules moe."
-    )
     s.set_derived(GRANULARITY, "selective", "from --moe-layer-recompute")
     modules = as_list(s.recompute_modules) or ["core_attn"]
     if "moe" not in modules:

@@ -54,8 +54,6 @@ def head_size(s: Settings, _f: Facts) -> None:
 def query_groups(s: Settings, _f: Facts) -> None:
     if s.group_query_attention or not positive(s.num_attention_heads):
         return
-    if s.given("num_query_groups") and s.num_query_groups != s.num_attention_heads:
-        s.note(f"{s.shown('num_query_groups')} counts only with --group-query-attention; every head has its own group.")
     s.set_derived("num_query_groups", s.num_attention_heads, "no --group-query-attention: one group for each head")
 
 
