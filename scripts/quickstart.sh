@@ -58,9 +58,15 @@ EOF
 echo "[4/5] training mixtral_tiny on $ranks ranks ($([ "$gpus" -gt 0 ] && echo GPU || echo "CPU, $threads thread(s) each"))"
 grep '^export' "$run/train.sh"
 rm -rf "$run/checkpoints" "$run/tensorboard"
-bash "$run/train.sh" "$@" 2>&1 | tee "$run/train.log" | grep --line-buffered -E '^ \[20.*iteration|loss at iteration|rror' | cut -c1-220 ||
-    true
-[ "${PIPESTATUS[0]}" = 0 ] || fail "training failed; the whole output is in $run/train.log"
+set +e
+bash "$run/train.sh" "$@" 2>&1 | tee "$run/train.log" | grep --line-buffered -E '^ \[20.*iteration|loss at iteration' | cut -c1-200
+status=${PIPESTATUS[0]}
+set -e
+if [ "$status" != 0 ]; then
+    # What the run itself said; the launcher's traceback about it is left out.
+    sed '/^[EW][0-9]* .*torch.distributed/,$d' "$run/train.log" | tail -n 20 >&2
+    fail "training failed; the whole output is in $run/train.log"
+fi
 
 echo "[5/5] result"
 "$PYTHON_BIN" - "$run/checkpoints/metrics.jsonl" "$unigram" <<'EOF'
