@@ -48,9 +48,10 @@ def loss_of(model, seed, rows=8):
     return nn.functional.cross_entropy(model(tokens), labels)
 
 
-def machinery(model, *, parallel=ParallelArgs(), precision=PrecisionArgs(), ps=None, per_token_loss=False, check_for_nan=True,
-              count_zeros=False, **optimizer):
-    ps = ps or ParallelState.single()
+def machinery(model, *, parallel=None, precision=None, ps=None, per_token_loss=False, check_for_nan=True, count_zeros=False,
+              **optimizer):
+    """(grads, optimizer) of a model; everything not given is a default."""
+    parallel, precision, ps = parallel or ParallelArgs(), precision or PrecisionArgs(), ps or ParallelState.single()
     grads = DataParallelGrads(model.parameters(), ps, parallel, precision, per_token_loss=per_token_loss)
     built = build_optimizer([model], grads, OptimizerArgs(**optimizer), precision, parallel, ps, check_for_nan=check_for_nan,
                             count_zeros=count_zeros)
