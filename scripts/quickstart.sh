@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 run=${RUN:-runs/quickstart}
 vocab_size=4096
-split=95,5,0
+split=90,5,5
 
 echo "[1/5] environment"
 make_environment base
