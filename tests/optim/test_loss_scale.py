@@ -1,0 +1,48 @@
+"""The dynamic loss scale's sequence by hand, and its choice by the flags."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arguments.precision import PrecisionArgs
+from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale, build_loss_scale
+
+
+def test_sequence_by_hand():
+    """hysteresis 2: the first overflow is forgiven, every further one halves; three clean iterations double and forgive."""
+    scale = DynamicLossScale(16.0, minimum=2.0, window=3, hysteresis=2)
+    story = [(True, 16), (True, 8), (False, 8), (True, 4), (True, 2), (True, 2), (False, 2), (False, 2), (False, 4),
+             (True, 4), (True, 2), (False, 2), (False, 2), (False, 4), (False, 4), (False, 4), (False, 8)]
+    for overflow, expected in story:
+        scale.update(overflow)
+        assert scale.scale == expected
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, 60))
+def test_state_resumes_the_sequence(story, cut):
+    straight = DynamicLossScale(2.0**16, window=4, hysteresis=3)
+    resumed = DynamicLossScale(2.0**16, window=4, hysteresis=3)
+    for index, overflow in enumerate(story):
+        if index == cut:
+            state, resumed = resumed.state(), DynamicLossScale(1.0, window=4, hysteresis=3)
+            resumed.load_state(state)
+        straight.update(overflow)
+        resumed.update(overflow)
+        assert resumed.scale == straight.scale >= 1.0
+
+
+def test_choice():
+    assert build_loss_scale(PrecisionArgs()) == LossScale(1.0)
+    assert build_loss_scale(PrecisionArgs(loss_scale=8.0)) == LossScale(1.0)  # fp32 has no scale, as in Megatron-LM
+    assert build_loss_scale(PrecisionArgs(bf16=True)) == LossScale(1.0)
+    assert build_loss_scale(PrecisionArgs(bf16=True, loss_scale=8.0)) == LossScale(8.0)
+    assert build_loss_scale(PrecisionArgs(fp16=True, loss_scale=8.0)) == LossScale(8.0)
+    dynamic = build_loss_scale(PrecisionArgs(fp16=True))
+    assert (dynamic.scale, dynamic.minimum, dynamic.window, dynamic.hysteresis) == (2.0**32, 1.0, 1000, 2)
+
+
+@pytest.mark.parametrize("bad", [{"loss_scale": -1.0}, {"min_loss_scale": 0.0}, {"initial_loss_scale": 0.5},
+                                 {"hysteresis": 0}, {"loss_scale_window": 0.0}])
+def test_impossible_scales_are_named(bad):
+    with pytest.raises(ValueError, match="--" + next(iter(bad)).replace("_", "-")):
+        build_loss_scale(PrecisionArgs(fp16=True, **bad))
