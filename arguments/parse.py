@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Mapping
 
-from arguments import recipe as recipes
 from arguments import rules, standing
 from arguments.container import OPTIONS, Arguments, freeze
 from arguments.settings import ArgumentError, Settings, Violation
@@ -46,6 +45,8 @@ def understand(
     unread = set(line.unread)
     preset = line.last("preset")
     if preset is not None:
+        from arguments import recipe as recipes  # (only now: a plain command line needs no YAML)
+
         recipe = recipes.load(preset, os.environ if environ is None else environ)
         recipe.reading.apply(settings, recipe.source)
         settings.recipe_env.update(recipe.env)

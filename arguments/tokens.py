@@ -7,7 +7,6 @@ collected, old spellings are read as what they became, flags of other products a
 value are dropped, and `--flag: value` from YAML-like documents is understood.
 """
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -137,7 +136,7 @@ class _Reader:
             try:
                 values.append(option.convert(new or bare))
             except ValueError as error:
-                close = difflib.get_close_matches(bare, [str(c) for c in option.choices or ()], n=1)
+                close = _close(bare, [str(choice) for choice in option.choices or ()], 1)
                 hint = f" (did you mean {close[0]}?)" if close else ""
                 self.refuse(name, f"{name} {text}: the value must be {error}{hint}", "value", option.dest)
                 return
@@ -213,5 +212,11 @@ class _Reader:
     def hint(name: str) -> str:
         shown = [spelling for spelling, option in FIELDS.items() if not option.hidden]
         starts = [spelling for spelling in shown if spelling.startswith(name)] if len(name) > 4 else []
-        close = (starts or difflib.get_close_matches(name.replace("_", "-"), shown, n=3))[:3]
+        close = (starts or _close(name.replace("_", "-"), shown, 3))[:3]
         return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _close(word: str, words: list[str], count: int) -> list[str]:
+    import difflib  # (only for a mistake)
+
+    return difflib.get_close_matches(word, words, n=count)

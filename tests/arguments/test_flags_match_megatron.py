@@ -1,0 +1,133 @@
+"""Every recorded flag of Megatron-LM is known, with its spelling, type, default and choices."""
+
+import pytest
+
+from arguments import parse_args, products, retired
+from arguments.container import OPTIONS
+from arguments.settings import Settings
+from arguments.tokens import FIELDS, read
+from tests.arguments.recorded import load, megatron_flags, megatron_parser
+
+FLAGS = megatron_flags()
+OWN = {
+    "preset", "validate_only", "report", "metrics_file", "init_from", "export_weights", "dump_step", "world_size",
+    "on_missing_backend",
+}  # fmt: skip
+
+
+def test_the_record_is_whole():
+    assert len(FLAGS) == 862
+    assert sum(record["moe_relevant"] for record in FLAGS) == 579
+
+
+def test_every_spelling_is_known():
+    unknown = [
+        spelling
+        for record in FLAGS
+        for spelling in record["flags"]
+        if spelling not in FIELDS and spelling not in products.BY_SPELLING and spelling not in retired.BY_SPELLING
+    ]
+    assert unknown == []
+
+
+def test_retired_and_dev_branch_spellings_are_known():
+    record = load("retired_flags")
+    names = [flag.rstrip(":") for flag, *_ in record["retired"]] + [
+        name for names, *_ in record["dev_only"] for name in names
+    ]
+    known = {*FIELDS, *products.BY_SPELLING, *retired.BY_SPELLING}
+    assert [name for name in names if name not in known] == []
+
+
+def test_fields_are_exactly_the_relevant_flags():
+    assert set(OPTIONS) == {record["dest"] for record in FLAGS if record["moe_relevant"]} | OWN
+
+
+def test_no_spelling_is_in_two_tables():
+    assert not set(FIELDS) & set(products.BY_SPELLING)
+    assert not set(FIELDS) & set(retired.BY_SPELLING)
+    assert not set(products.BY_SPELLING) & set(retired.BY_SPELLING)
+
+
+RELEVANT = [record for record in FLAGS if record["moe_relevant"]]
+
+
+@pytest.mark.parametrize("record", RELEVANT, ids=[record["flags"][0] for record in RELEVANT])
+def test_flag(record):
+    option = OPTIONS[record["dest"]]
+    side = option.off if record["action"] == "store_false" else option.on
+    assert side == tuple(record["flags"])
+    assert option.hidden == record["hidden"]
+    if record["dest"] == "yarn_correction_range_round_to_int":  # (two records for one destination)
+        assert option.default is None
+    else:
+        assert option.default == record["default"]
+        assert isinstance(option.default, bool) == isinstance(record["default"], bool)
+    if record["action"] != "store":
+        assert option.takes == 0
+        return
+    assert option.takes == (1 if record["nargs"] is None else record["nargs"])
+    assert (None if option.choices is None else list(option.choices)) == record["choices"]
+    if record["type"] in ("int", "float"):
+        assert option.type_name == record["type"]
+
+
+def values_of_megatron(argv):
+    values, unknown = megatron_parser().parse_known_args(argv)
+    assert unknown == []
+    return vars(values)
+
+
+def values_of_ours(argv):
+    settings = Settings(OPTIONS)
+    reading = read(argv)
+    assert [v.message for v in reading.violations if v.kind != "product"] == []
+    reading.apply(settings, "command line")
+    return settings.values
+
+
+PARSED = {  # (destination: how Megatron turns the text into a value, which the records do not hold)
+    "moe_layer_freq", "linear_attention_freq", "no_rope_freq", "window_size", "window_attn_skip_freq",
+    "experimental_attention_variant", "yarn_correction_range_round_to_int",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--num-layers 4 --hidden-size=128 --lr 1e-3 --bf16",
+        "--data-path 0.3 a 0.7 b --split 9,1,0",
+        "--data-path --num-layers 3",
+        "--moe-aux-loss-coeff 1e-2 -1 --window-attn-skip-freq 2",
+        "--moe-expert-capacity-factor -1.0 --seed -5",
+        "--rampup-batch-size 8 8 100 --rampup-batch-size 1 2 3",
+        "--disable-bias-linear --no-fp8-wgrad --disable-fp8-wgrad",
+        "--lr 1 --lr 2 --recompute-modules moe_act layernorm",
+        "--inference-max-requests 3 --rl-default-top-k -1 --no-rl-skip-bos-token --num-layers 7",
+        "--profile-ranks 0 1 --cp-comm-type a2a p2p --persistent-save-interval 9",
+        "--wandb-exp-name=a=b --tensorboard-dir - ",
+    ],
+)
+def test_tokens_are_read_as_argparse_reads_them(line):
+    megatron, ours = values_of_megatron(line.split()), values_of_ours(line.split())
+    assert {dest: megatron[dest] for dest in ours if dest in megatron and dest not in PARSED} == {
+        dest: ours[dest] for dest in ours if dest in megatron and dest not in PARSED
+    }
+
+
+def test_recipes_are_read_as_argparse_reads_them(shared):
+    import json
+
+    for recipe in json.loads((shared / "reference" / "recipes.json").read_text()):
+        argv = [token for token in recipe["argv"] if not token.endswith(":")]
+        if len(argv) != len(recipe["argv"]):
+            continue
+        megatron, ours = values_of_megatron(argv), values_of_ours(argv)
+        differ = {dest for dest in ours if dest in megatron and dest not in PARSED and megatron[dest] != ours[dest]}
+        assert differ <= {"dist_ckpt_format_deprecated"}, f"{recipe['name']}: {differ}"
+
+
+def test_there_are_no_abbreviations():
+    with pytest.raises(ValueError, match="--num-laye: this flag is unknown; did you mean --num-layers"):
+        parse_args(["--num-laye", "3"])

@@ -1,0 +1,214 @@
+"""Every flag has one standing, and says so when it matters."""
+
+import pytest
+
+from arguments import ArgumentError, parse_args, products, retired, standing
+from arguments.container import OPTIONS
+from arguments.settings import Settings
+from arguments.tokens import FIELDS, read
+from tests.arguments.test_tokens import TOY
+
+MOE = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear".split()
+
+
+def parse(*argv, world_size=1):
+    return parse_args([*TOY, *MOE, *argv], world_size)
+
+
+def violations(*argv, world_size=1):
+    with pytest.raises(ArgumentError) as caught:
+        parse(*argv, world_size=world_size)
+    return caught.value.violations
+
+
+def test_tables_name_flags():
+    children = [dest for text in standing.PART_OF.values() for dest in text.split()]
+    needs = [dest for parents, text in standing.NEEDS for dest in (*parents, *text.split())]
+    tables = [standing.LATER, standing.PART_OF, standing.IDLE, standing.OTHER, standing.OLD, children, needs]
+    assert [dest for table in tables for dest in table if dest not in OPTIONS] == []
+    assert [dest for dest, _ in standing.VALUES if dest not in OPTIONS] == []
+
+
+def test_every_parent_is_refused_by_itself():
+    assert [parent for parent in standing.PART_OF if parent not in standing.LATER] == []
+
+
+def test_tables_do_not_contradict_each_other():
+    whole = {dest for dest, entry in standing.LATER.items() if entry.values is None}
+    assert not whole & set(standing.IDLE)
+    assert not whole & set(standing.PARENT)
+    assert not set(standing.IDLE) & set(standing.PARENT)
+
+
+def test_refused_values_are_choices():
+    for dest, entry in standing.LATER.items():
+        if entry.values is not None and OPTIONS[dest].choices is not None:
+            assert set(entry.values) < set(OPTIONS[dest].choices), dest
+    for dest, values in standing.OTHER_VALUES.items():
+        assert set(values) < set(OPTIONS[dest].choices), dest
+
+
+def test_defaults_ask_for_nothing():
+    settings = Settings(OPTIONS)
+    assert standing.check(settings) == []
+
+
+@pytest.mark.parametrize("dest", [dest for dest, entry in standing.LATER.items() if entry.values is None])
+def test_what_comes_later_is_refused_by_name(dest):
+    option = OPTIONS[dest]
+    settings = Settings(OPTIONS)
+    value = True if option.takes == 0 else option.choices[-1] if option.choices else [2] if option.is_list else 2
+    settings.set_given(dest, value, "command line", option.spellings[0])
+    found = standing.check(settings)
+    assert [violation.kind for violation in found] == ["later"]
+    assert option.spellings[0] in found[0].message and standing.LATER[dest].feature in found[0].message
+
+
+def test_the_message_names_flag_value_and_feature():
+    found = violations("--tensor-model-parallel-size", "2", world_size=2)
+    later = [violation for violation in found if violation.kind == "later"]
+    assert len(later) == 1 and later[0].flags == ("--tensor-model-parallel-size",)
+    assert later[0].message == (
+        "--tensor-model-parallel-size 2: this version does not have tensor parallelism yet (feature: parallel dimensions)"
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--tensor-model-parallel-size", "1", "--context-parallel-size", "1", "--expert-model-parallel-size", "1"],
+        ["--expert-tensor-parallel-size", "1"],
+        ["--optimizer", "sgd"],
+        ["--moe-token-dispatcher-type", "alltoall"],
+        ["--cuda-graph-impl", "none"],
+        ["--rerun-mode", "disabled"],
+        ["--main-grads-dtype", "fp32"],
+    ],
+)
+def test_values_that_ask_for_nothing_pass(argv):
+    parse(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--recompute-activations"], "--recompute-activations"),
+        (["--moe-layer-recompute"], "--moe-layer-recompute"),
+        (["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"], "--moe-token-dispatcher-type flex"),
+        (["--enable-cuda-graph"], "--enable-cuda-graph"),
+        (["--fp8-e4m3", "--bf16"], "--fp8-e4m3"),
+        (["--optimizer", "muon"], "--optimizer muon"),
+    ],
+)
+def test_the_spelling_the_user_typed_is_named(argv, flag):
+    later = [violation for violation in violations(*argv) if violation.kind == "later"]
+    assert any(flag in violation.message for violation in later)
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "dest", "value"),
+    [
+        (["--layernorm-epsilon", "1e-6"], "model", "layernorm_epsilon", 1e-6),
+        (["--te-rng-track"], "training", "te_rng_tracker", True),
+        (["--moe-loss-coeff", "0.1"], "moe", "moe_aux_loss_coeff", 0.1),
+        (["--moe-frequency", "2"], "moe", "moe_layer_freq", 2),
+        (["--local_rank", "3"], "parallel", "local_rank", 3),
+        (["--moe-token-dispatcher-type", "alltoall_seq"], "moe", "moe_token_dispatcher_type", "alltoall"),
+        (["--expert-parallel", "1"], "parallel", "expert_model_parallel_size", 1),
+        (["--use-rotary-position-embeddings"], "model", "position_embedding_type", "rope"),
+        (["--no-weight-decay-cond-type", "qwen3_next"], "optimizer", "apply_wd_to_qk_layernorm", True),
+        (["--grad-reduce-in-fp32", "false", "--bf16"], "precision", "grad_reduce_in_bf16", True),
+        (["--moe-router-type", "top1", "--moe-router-pre-softmax"], "moe", "moe_router_topk", 1),
+    ],
+)
+def test_renamed(argv, section, dest, value):
+    args = parse(*argv)
+    assert getattr(getattr(args, section), dest) == value
+    assert any(argv[0] in line and "is now" in line for line in args.notes)
+
+
+def test_a_renamed_flag_keeps_the_spelling_in_messages():
+    found = violations("--layernorm-epsilon", "small")
+    assert found[0].flags == ("--layernorm-epsilon",) and "--norm-epsilon small" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--expert-parallel"], "--expert-model-parallel-size"),
+        (["--moe-extended-tp"], "--expert-tensor-parallel-size"),
+        (["--moe-token-dropping"], "--moe-expert-capacity-factor"),
+        (["--moe-router-topk-limited-devices", "3"], "--moe-router-group-topk"),
+        (["--fp8"], "--fp8-format"),
+        (["--moe-router-type", "magic"], "--moe-router-load-balancing-type"),
+        (["--spec", "a", "b"], "layers are chosen by flags"),
+        (["--transformer-impl", "inference_optimized"], "this program trains"),
+    ],
+)
+def test_refused_with_what_to_use_instead(argv, text):
+    assert any(argv[0] in violation.message and text in violation.message for violation in violations(*argv))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--moe-permute-fusion"],
+        ["--use-flash-attn"],
+        ["--tp-comm-overlap"],
+        ["--no-gradient-accumulation-fusion"],
+        ["--use-mcore-models"],
+        ["--moe-n-hash-layers", "0", "--no-one-logger"],
+        ["--DDP-impl", "local"],
+    ],
+)
+def test_idle_flags_say_why_once(argv):
+    args = parse(*argv, *argv)
+    name = next(token for token in reversed(argv) if token.startswith("--"))
+    lines = [line for line in args.notes if name in line]
+    assert len(lines) == len(set(lines)) >= 1
+
+
+def test_a_part_without_its_parent_is_said_to_be_idle():
+    args = parse("--muon-momentum", "0.8", "--mtp-loss-scaling-factor", "0.3")
+    assert any("--muon-momentum 0.8 is idle: no effect without --optimizer muon" in line for line in args.notes)
+    assert any(
+        "--mtp-loss-scaling-factor 0.3 is idle: no effect without --mtp-num-layers" in line for line in args.notes
+    )
+
+
+def test_flags_of_other_products_are_read_over_with_their_values():
+    found = violations(
+        "--inference-max-requests", "4", "--rl-inference-parsers", "a", "b", "--img-h", "224", "--perform-rl-step"
+    )
+    assert [violation.kind for violation in found] == ["product"] * 4
+    assert "serving" in found[0].message and "reinforcement" in found[1].message and "vision" in found[2].message
+
+
+def test_every_spelling_reads_without_derailing():
+    """Each known spelling, given as many values as it takes, leaves the flag after it intact."""
+    for spelling in [*FIELDS, *products.BY_SPELLING, *retired.BY_SPELLING]:
+        if spelling in FIELDS:
+            option = FIELDS[spelling]
+            takes, word = option.takes, str(option.choices[0]) if option.choices else "1"
+            word = "1,1" if option.dest == "window_size" else word
+        else:
+            takes = (
+                products.BY_SPELLING[spelling][1]
+                if spelling in products.BY_SPELLING
+                else retired.BY_SPELLING[spelling].takes
+            )
+            word = "1"
+        count = {"?": 1, "+": 2, "*": 2}.get(takes, takes)
+        reading = read([spelling, *[word] * count, "--exit-interval", "77"])
+        assert reading.last("exit_interval") == 77, spelling
+        assert all(violation.flags == (spelling,) for violation in reading.violations), spelling
+        assert [v for v in reading.violations if "belongs to no flag" in v.message] == [], spelling
+
+
+def test_every_field_has_exactly_one_standing():
+    counts = {}
+    for dest in OPTIONS:
+        kind, reason = standing.standing_of(dest)
+        assert kind == "acts" or reason, dest
+        counts[kind] = counts.get(kind, 0) + 1
+    assert set(counts) == {"acts", "idle", "later", "renamed", "refused"}

@@ -1,0 +1,121 @@
+"""Every mistake of a command line is found at once, and named."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arguments import ArgumentError, parse_args
+from arguments.container import OPTIONS
+from arguments.settings import Settings
+from arguments.tokens import FIELDS, is_value, read
+
+TOY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --train-iters 3 --lr 1e-3 --eval-interval 10 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 100"
+).split()
+
+
+def messages(argv, kind=None):
+    with pytest.raises(ArgumentError) as caught:
+        parse_args(argv, world_size=1)
+    return [violation.message for violation in caught.value.violations if kind in (None, violation.kind)]
+
+
+def test_a_good_line_parses():
+    args = parse_args(TOY, world_size=1)
+    assert args.model.num_layers == 2 and args.data.mock_data and args.optimizer.lr == 1e-3
+    assert args.source["num_layers"] == "command line" and args.source["adam_beta1"] == "default"
+    assert args.source["ffn_hidden_size"] == "derived" and args.model.ffn_hidden_size == 256
+    assert "num_layers" in args.typed and "adam_beta1" not in args.typed
+    assert args.as_dict()["hidden_size"] == 64 and set(args.as_dict()) == set(OPTIONS)
+
+
+def test_sections_are_frozen():
+    args = parse_args(TOY, world_size=1)
+    with pytest.raises(AttributeError):
+        args.model.num_layers = 3
+
+
+def test_all_mistakes_at_once():
+    found = messages(
+        [*TOY, "--lr", "fast", "--num-layer", "3", "--normalization", "RMSnorm", "--min-lr", "--clip-grad", "1", "2"]
+    )
+    assert len(found) == 5
+    assert "--lr fast: the value must be a number" in found[0]
+    assert "--num-layer: this flag is unknown; did you mean --num-layers" in found[1]
+    assert "--normalization RMSnorm: the value must be one of LayerNorm, RMSNorm (did you mean RMSNorm?)" in found[2]
+    assert "--min-lr: needs a value" in found[3]
+    assert "'2' belongs to no flag" in found[4]
+
+
+def test_the_error_shows_every_message_and_keeps_what_was_resolved():
+    with pytest.raises(ArgumentError) as caught:
+        parse_args([*TOY, "--lr", "fast", "--bogus"], world_size=1)
+    assert all(violation.message in str(caught.value) for violation in caught.value.violations)
+    assert "2 problems" in str(caught.value) and caught.value.settings.hidden_size == 64
+
+
+def test_a_value_that_cannot_be_read_is_not_also_reported_as_missing():
+    argv = ["--num-layers", "two", *TOY[2:]]
+    assert len(messages(argv)) == 1
+
+
+def test_integers_take_no_exponent():
+    assert "an integer (digits only" in messages([*TOY, "--train-iters", "1e3"])[0]
+
+
+def test_a_fixed_number_of_values():
+    assert "needs 3 values, 2 given" in messages([*TOY, "--rampup-batch-size", "1", "2"])[0]
+
+
+def test_switch_values():
+    assert parse_args([*TOY, "--bf16", "--bf16=false"], 1).precision.bf16 is False
+    assert parse_args([*TOY, "--disable-bias-linear=false"], 1).model.add_bias_linear is True
+    assert "takes no value" in messages([*TOY, "--bf16=maybe"])[0]
+
+
+def test_yaml_like_tokens_are_understood():
+    args = parse_args([*TOY, "--manual-gc:", "true", "--manual-gc-interval:", "5"], 1)
+    assert args.training.manual_gc is True and args.training.manual_gc_interval == 5
+    assert any("--manual-gc: is now --manual-gc" in line for line in args.notes)
+    assert parse_args([*TOY, "--manual-gc:", "false"], 1).training.manual_gc is False
+
+
+def test_quotes_left_by_a_launcher_are_dropped():
+    moe = "--num-experts 2 --moe-router-topk 2 --disable-bias-linear --moe-layer-freq '([0]*1+[1]*1)'".split()
+    args = parse_args([*TOY, *moe], 1)
+    assert args.moe.moe_layer_freq == [0, 1]
+    assert any("quotes" in line for line in args.notes)
+
+
+def test_help_prints_and_ends(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--num-layers", "2", "--help"])
+    assert caught.value.code == 0 and "--moe-router-topk" in capsys.readouterr().out
+
+
+def test_unknown_ranks_are_said():
+    args = parse_args([*TOY, "--global-batch-size", "7"], world_size=None)
+    assert any("number of ranks" in line for line in args.notes)
+    with pytest.raises(ArgumentError, match="--global-batch-size 7"):
+        parse_args([*TOY, "--global-batch-size", "7"], world_size=1)
+
+
+@given(
+    st.lists(
+        st.sampled_from([*FIELDS, "1", "-1", "x", "1e-3", "fp32", "--nope", "--fp8", "--lr=", "a b", "-", ""]),
+        max_size=12,
+    )
+)
+def test_any_tokens_are_read_without_a_crash(tokens):
+    reading = read(tokens)
+    settings = Settings(OPTIONS)
+    reading.apply(settings, "command line")
+    for violation in reading.violations:
+        assert violation.message and violation.kind in ("unknown", "value", "product", "later")
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_negative_numbers_are_values(number):
+    assert is_value(repr(number))
