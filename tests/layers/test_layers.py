@@ -132,7 +132,8 @@ def test_a_window_joins_an_explicit_mask():
 
 
 @pytest.mark.parametrize("change, flag", [
-    (dict(softmax_type="learnable"), "--softmax-type learnable"), (dict(attention_output_gate=True), "--attention-output-gate")])
+    (dict(softmax_type="learnable"), "--softmax-type learnable"),
+    (dict(attention_output_gate=True), "--attention-output-gate")])
 def test_what_is_not_built_is_refused_by_name(change, flag):
     with pytest.raises(ValueError, match=flag):
         SelfAttention(replace(MODEL, **change), SINGLE, name="a", layer_number=1, kit=LOCAL)

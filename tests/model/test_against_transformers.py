@@ -14,9 +14,10 @@ SEQ, VOCAB, HIDDEN, LAYERS, HEADS, FFN = 48, 96, 32, 3, 4, 56
 COMMON = dict(hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=FFN,
               vocab_size=VOCAB, max_position_embeddings=SEQ, initializer_range=0.3, attn_implementation="eager")
 ARGV = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS} "
-        f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 2 --global-batch-size 2 --train-iters 1 "
+        f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 2 --global-batch-size 2 "
+        "--train-iters 1 "
         "--lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --transformer-impl local --mock-data "
-        "--tokenizer-type NullTokenizer --vocab-size 95").split()
+        "--eval-iters 0 --no-rope-fusion --tokenizer-type NullTokenizer --vocab-size 95").split()
 LLAMA = "--normalization RMSNorm --norm-epsilon 1e-6 --swiglu --position-embedding-type rope".split()
 UNTIED = ["--untie-embeddings-and-output-weights"]
 GQA = "--group-query-attention --num-query-groups 2 --kv-channels 8".split()

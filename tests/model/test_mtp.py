@@ -10,7 +10,7 @@ from moe_trainer.parallel.state import ParallelState
 
 BASE = ("--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --seq-length 16 "
         "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 "
-        "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 95 "
+        "--transformer-impl local --mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 95 "
         "--attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu --position-embedding-type rope "
         "--disable-bias-linear --mtp-loss-scaling-factor 0.3").split()
 
