@@ -28,7 +28,7 @@ from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.parallel.state import ParallelState
 
 
-class NonFiniteGradientError(ArithmeticError):
+class NonFiniteGradientError(FloatingPointError):
     """A gradient is NaN or infinite and nothing (no dynamic loss scale) is there to skip the iteration."""
 
 

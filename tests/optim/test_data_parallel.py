@@ -11,7 +11,6 @@ from toy import Toy, loss_of, machinery, one_step
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.distributed_optimizer import ParamGather
-from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
@@ -189,7 +188,8 @@ def _per_token(rank, n, distributed):
     grads.zero()
     rows = 8 if rank == 0 else 3
     (loss_of(model, rank, rows) * rows).backward()
-    finalize_grads(grads, ps, torch.tensor(rows))
+    grads.finish()
+    grads.scale(1 / collectives.all_reduce(torch.tensor(float(rows)), ps.dp_cp).item())
     grads.gather()
     return [p.main_grad.clone() for p in model.parameters()]
 

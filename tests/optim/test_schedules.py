@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from arguments.optimizer import OptimizerArgs
 from arguments.training import TrainingArgs
+from moe_trainer.optim.schedule_record import resume_schedules, schedule_record
 from moe_trainer.optim.schedules import (
     BatchSizeSchedule,
     LrSchedule,
@@ -187,3 +188,29 @@ def test_stages_behind_need_not_fit():
     assert schedule.iterations_for(164) == 29
     with pytest.raises(ValueError, match="not divisible"):
         schedule.global_batch_size(0)
+
+
+def _recorded():
+    lr, decay = _lr("cosine"), WeightDecaySchedule(0.1, 0.1, 800)
+    return lr, decay, schedule_record(lr, decay, 24)
+
+
+def test_record_has_megatrons_names():
+    assert _recorded()[2] == {
+        "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 20, "lr_decay_steps": 100, "lr_decay_style": "cosine", "num_steps": 24,
+        "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 800, "wd_incr_style": "constant"}
+
+
+def test_resuming_with_the_same_schedules_changes_nothing():
+    lr, decay, saved = _recorded()
+    assert resume_schedules(lr, decay, saved, override=False, use_saved=False) == (lr, decay)
+    assert resume_schedules(lr, decay, {"num_steps": 3}, override=False, use_saved=False) == (lr, decay)
+
+
+def test_resuming_with_other_schedules_needs_a_decision():
+    _, _, saved = _recorded()
+    lr, decay = _lr("linear", max_lr=2.0), WeightDecaySchedule(0.1, 0.1, 900)
+    with pytest.raises(ValueError, match=r"--lr is 2.0 here and 1.0 .*--lr-decay-style .*the length of the training is 900"):
+        resume_schedules(lr, decay, saved, override=False, use_saved=False)
+    assert resume_schedules(lr, decay, saved, override=True, use_saved=False) == (lr, decay)
+    assert resume_schedules(lr, decay, saved, override=False, use_saved=True) == _recorded()[:2]
