@@ -248,7 +248,7 @@ class ModelArgs:
     masked_softmax_fusion: bool = flag(True, off=("--no-masked-softmax-fusion",))
     """Fuse scaling, masking and softmax of attention."""
     bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",))
-    """Fuse bias and GELU."""
+    """Fuse bias and GELU; with biases this is the tanh approximation of GELU, as in Megatron."""
     bias_swiglu_fusion: bool = flag(True, off=("--no-bias-swiglu-fusion",))
     """Fuse bias and SwiGLU."""
     bias_dropout_fusion: bool = flag(True, off=("--no-bias-dropout-fusion",))

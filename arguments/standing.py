@@ -273,7 +273,6 @@ IDLE = MappingProxyType(
         "use_flash_attn": "every backend computes the same attention; nothing reads this flag any more",
         "attention_softmax_in_fp32": "the attention softmax is always taken in fp32",
         "apply_query_key_layer_scaling": "its two factors cancel, and the softmax is always taken in fp32 here",
-        "add_position_embedding": "rotary positions have no table to switch off",
         "perform_initialization": "weights are always initialised; a checkpoint then replaces them",
         "use_cpu_initialization": "initial weights depend on the seed and the parameter's name, not on the device",
         "deprecated_use_mcore_models": "there is one kind of models",
@@ -286,7 +285,6 @@ IDLE = MappingProxyType(
         # ---- communication
         "tp_comm_overlap": "without tensor parallelism there is nothing to overlap",
         "clone_scatter_output_in_embedding": "without sequence parallelism the embedding is not scattered",
-        "ddp_pad_buckets_for_high_nccl_busbw": "it changes the speed of NCCL only",
         "gradient_reduce_div_fusion": "the division is exact in either place",
         "use_gloo_process_groups": "gloo groups are made where they are needed",
         "lazy_mpu_init": "no outer framework takes part",

@@ -1,0 +1,80 @@
+"""--validate-only: what it prints, writes and returns."""
+
+import json
+
+import pytest
+
+from arguments.container import OPTIONS
+from arguments.report import run_validate_only
+from tests.arguments.test_tokens import TOY
+
+COUNTS = {"total": 10, "mtp": 0, "active": 8, "active_no_embedding": 5}
+
+
+@pytest.fixture(autouse=True)
+def no_world_size(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def run(tmp_path, *argv, count=lambda args: COUNTS):
+    path = tmp_path / "report.json"
+    code = run_validate_only([*TOY, "--validate-only", "--report", str(path), *argv], count)
+    return code, json.loads(path.read_text())
+
+
+def test_a_valid_line(tmp_path, capsys):
+    code, report = run(tmp_path, "--world-size", "4", "--use-flash-attn", "--layernorm-epsilon", "1e-6")
+    assert code == 0 and report["violations"] == [] and report["params"] == COUNTS and report["world_size"] == 4
+    assert set(report["settings"]) == set(OPTIONS)
+    assert report["settings"]["num_layers"] == {"value": 2, "source": "command line"}
+    assert report["settings"]["adam_beta1"] == {"value": 0.9, "source": "default"}
+    assert report["settings"]["global_batch_size"]["value"] == 8
+    assert report["settings"]["global_batch_size"]["source"] == "derived"
+    assert [item["flag"] for item in report["renamed"]] == ["--layernorm-epsilon 1e-6"]
+    assert [item["flag"] for item in report["idle"]] == ["--use-flash-attn"]
+    shown = capsys.readouterr().out
+    assert "num_layers" in shown and "(command line)" in shown and "(default)" in shown and "(derived" in shown
+    assert "valid for 4 ranks" in shown
+
+
+def test_violations_are_written_too(tmp_path, capsys):
+    code, report = run(tmp_path, "--tensor-model-parallel-size", "2", "--bogus", "--world-size", "2")
+    assert code == 2
+    assert {violation["kind"] for violation in report["violations"]} == {"unknown", "later"}
+    assert all(violation["flags"] and violation["message"] for violation in report["violations"])
+    assert report["settings"]["tensor_model_parallel_size"]["value"] == 2
+    assert "2 problems:" in capsys.readouterr().out
+
+
+def test_parameters_are_counted_when_only_a_later_feature_is_missing(tmp_path):
+    _, report = run(tmp_path, "--recompute-activations")
+    assert report["params"] == COUNTS
+    _, report = run(tmp_path, "--num-attention-heads", "0")
+    assert report["params"]["total"] is None
+
+
+def test_world_size_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    code, report = run(tmp_path, "--global-batch-size", "8")
+    assert code == 2 and report["world_size"] == 3
+    assert "--global-batch-size 8" in report["violations"][0]["message"]
+    code, report = run(tmp_path, "--global-batch-size", "8", "--world-size", "2")
+    assert code == 0 and report["world_size"] == 2
+
+
+def test_without_a_world_size_its_rules_are_left_out_and_it_says_so(tmp_path, capsys):
+    code, report = run(tmp_path, "--global-batch-size", "7")
+    assert code == 0 and report["world_size"] is None
+    assert any("number of ranks" in line for line in report["notes"])
+    assert "number of ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["0", "-2"])
+def test_impossible_world_sizes(tmp_path, size):
+    code, report = run(tmp_path, "--world-size", size)
+    assert code == 2 and "--world-size" in report["violations"][0]["message"]
+
+
+def test_a_report_that_cannot_be_written(tmp_path, capsys):
+    code = run_validate_only([*TOY, "--report", str(tmp_path / "none" / "x.json")], lambda args: COUNTS)
+    assert code == 2 and "--report" in capsys.readouterr().err
