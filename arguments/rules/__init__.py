@@ -13,6 +13,7 @@ from arguments.rules import (
     dispatcher,
     graphs,
     kinder,
+    numbers,
     optimizer,
     overlap,
     parallel,
@@ -31,7 +32,7 @@ from arguments.settings import Settings, Violation
 __all__ = ["AREAS", "check", "derived", "resolve"]
 
 AREAS = (
-    sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs, training,
+    numbers, sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs, training,
     data, checkpoint,
 )  # fmt: skip
 

@@ -75,8 +75,6 @@ def prediction_heads_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
     count = s.mtp_num_layers
     if count is None:
         return
-    if count < 0:
-        yield broken(s, f"{say(s, 'mtp_num_layers')} must not be negative.", "mtp_num_layers")
     if count and s.position_embedding_type not in MTP_POSITIONS:
         yield broken(
             s,
@@ -84,8 +82,6 @@ def prediction_heads_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
             "mtp_num_layers",
             "position_embedding_type",
         )
-    if s.mtp_loss_scaling_factor is not None and s.mtp_loss_scaling_factor < 0:
-        yield broken(s, f"{say(s, 'mtp_loss_scaling_factor')} must not be negative.", "mtp_loss_scaling_factor")
 
 
 def no_position_embedding_is_meant(s: Settings, _f: Facts) -> Iterator[Violation]:
@@ -97,14 +93,6 @@ def no_position_embedding_is_meant(s: Settings, _f: Facts) -> Iterator[Violation
             "add_position_embedding",
             "position_embedding_type",
         )
-
-
-def rotary_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
-    if not 0 < s.rotary_percent <= 1:
-        yield broken(s, f"{say(s, 'rotary_percent')} must be above 0 and at most 1.", "rotary_percent")
-    for dest in ("rotary_scaling_factor", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"):
-        if getattr(s, dest) is not None and getattr(s, dest) <= 0:
-            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
 
 
 def qk_clip_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
@@ -169,7 +157,6 @@ CHECKS = (
     latent_options_need_latent_attention,
     prediction_heads_fit,
     no_position_embedding_is_meant,
-    rotary_numbers,
     qk_clip_numbers,
     delta_net_fits,
     layer_lists_fit,

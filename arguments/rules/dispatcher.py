@@ -36,9 +36,6 @@ def old_sm_counts(s: Settings, _f: Facts) -> None:
 
 def old_router_padding(s: Settings, _f: Facts) -> None:
     if s.moe_router_padding_for_fp8 and not s.moe_router_padding_for_quantization:
-        s.note(
-            f"{s.flag('moe_router_padding_for_fp8')} is an old name: taken as --moe-router-padding-for-quantization."
-        )
         s.set_derived("moe_router_padding_for_quantization", True, "from --moe-router-padding-for-fp8")
 
 

@@ -70,9 +70,6 @@ def learning_rate_is_given(s: Settings, _f: Facts) -> Iterator[Violation]:
 def learning_rates_are_ordered(s: Settings, _f: Facts) -> Iterator[Violation]:
     for rate, least in (("lr", "min_lr"), ("decoupled_lr", "decoupled_min_lr")):
         high, low = getattr(s, rate), getattr(s, least)
-        for dest in (rate, least):
-            if getattr(s, dest) is not None and getattr(s, dest) < 0:
-                yield broken(s, f"{say(s, dest)} must not be negative.", dest)
         if high is not None and low is not None and low > high:
             yield broken(s, f"{say(s, least)} must not be above {say(s, rate)}: rates decay towards it.", least, rate)
 
@@ -108,15 +105,6 @@ def weight_decay_schedule(s: Settings, _f: Facts) -> Iterator[Violation]:
             f"{say(s, ends[0])} and {say(s, ends[1])}: weight decay must start at 0 or above and not fall.",
             *ends,
         )
-
-
-def adam_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
-    for dest in ("adam_beta1", "adam_beta2", "sgd_momentum"):
-        if not 0 <= getattr(s, dest) < 1:
-            yield broken(s, f"{say(s, dest)} must be at least 0 and below 1.", dest)
-    for dest in ("adam_eps", "clip_grad", "weight_decay"):
-        if getattr(s, dest) is not None and getattr(s, dest) < 0:
-            yield broken(s, f"{say(s, dest)} must not be negative.", dest)
 
 
 def unusual_optimizer_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
@@ -196,7 +184,6 @@ CHECKS = (
     learning_rates_are_ordered,
     warmup_start_below_peak,
     weight_decay_schedule,
-    adam_numbers,
     unusual_optimizer_fits,
     one_kind_of_fsdp,
     megatron_fsdp_fits,

@@ -67,8 +67,10 @@ def world_divides(s: Settings, f: Facts) -> Iterator[Violation]:
 
 
 def expert_world_divides(s: Settings, f: Facts) -> Iterator[Violation]:
-    size = f.etp * f.ep * f.pp
-    if f.world is not None and f.world % size:
+    size, model_size = f.etp * f.ep * f.pp, f.tp * f.pp * f.cp
+    if f.world is None or (f.world % model_size and model_size % size == 0):
+        return  # unknown, or the same mismatch that the dense replicas report
+    if f.world % size:
         yield broken(
             s,
             f"{f.world} ranks cannot be divided into expert replicas of {size} ranks ({say(s, 'expert_tensor_parallel_size')} "

@@ -114,13 +114,6 @@ def half_precision_features(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
-def loss_scales_are_positive(s: Settings, _f: Facts) -> Iterator[Violation]:
-    for dest in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"):
-        value = getattr(s, dest)
-        if value is not None and value <= 0:
-            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
-
-
 def deterministic_mode_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
     for dest in ("cross_entropy_loss_fusion", "tp_comm_overlap"):
         if s.deterministic_mode and getattr(s, dest):
@@ -141,6 +134,5 @@ CHECKS = (
     buffer_reuse_needs_gather,
     narrow_state_needs_precision_aware_optimizer,
     half_precision_features,
-    loss_scales_are_positive,
     deterministic_mode_excludes,
 )

@@ -208,12 +208,6 @@ def quantile_balancing_stands_alone(s: Settings, f: Facts) -> Iterator[Violation
             )
 
 
-def coefficients_are_not_negative(s: Settings, _f: Facts) -> Iterator[Violation]:
-    for dest in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_bias_update_rate"):
-        if any(value is not None and value < 0 for value in as_list(getattr(s, dest))):
-            yield broken(s, f"{say(s, dest)} must not be negative.", dest)
-
-
 RESOLVE = (single_values, precise_router, groups_without_choice)
 CHECKS = (
     layer_frequency_fits,
@@ -225,5 +219,4 @@ CHECKS = (
     selecting_kinds_stand_alone,
     selecting_kinds_have_no_loss,
     quantile_balancing_stands_alone,
-    coefficients_are_not_negative,
 )

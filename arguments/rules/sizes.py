@@ -7,22 +7,6 @@ from arguments.settings import Settings, Violation
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 REQUIRED = (*SHAPE, "seq_length", "micro_batch_size")
-POSITIVE = (
-    *REQUIRED,
-    "ffn_hidden_size",
-    "moe_ffn_hidden_size",
-    "kv_channels",
-    "vocab_size",
-    "padded_vocab_size",
-    "make_vocab_size_divisible_by",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "rotary_base",
-)
-FRACTIONS = ("hidden_dropout", "attention_dropout")
 
 
 # Derived and normalised values.
@@ -89,21 +73,6 @@ def required_are_given(s: Settings, _f: Facts) -> Iterator[Violation]:
             yield broken(s, f"{s.flag(dest)} is missing; there is no default for it.", dest)
 
 
-def sizes_are_positive(s: Settings, _f: Facts) -> Iterator[Violation]:
-    for dest in POSITIVE:
-        value = getattr(s, dest)
-        if value is not None and value <= 0:
-            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
-
-
-def dropouts_are_fractions(s: Settings, _f: Facts) -> Iterator[Violation]:
-    for dest in FRACTIONS:
-        if not 0 <= getattr(s, dest) < 1:
-            yield broken(
-                s, f"{say(s, dest)} must be at least 0 and below 1: it is the share of values set to zero.", dest
-            )
-
-
 def positions_cover_sequence(s: Settings, _f: Facts) -> Iterator[Violation]:
     if positive(s.seq_length) and positive(s.max_position_embeddings) and s.seq_length > s.max_position_embeddings:
         yield broken(
@@ -143,22 +112,13 @@ def groups_divide_heads(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 def expert_width_needs_experts(s: Settings, f: Facts) -> Iterator[Violation]:
-    if s.moe_ffn_hidden_size is not None and f.experts is None and not _bad_experts(s):
+    if s.moe_ffn_hidden_size is not None and s.num_experts is None:
         yield broken(
             s,
             f"{say(s, 'moe_ffn_hidden_size')} needs --num-experts; for a dense model use --ffn-hidden-size.",
             "moe_ffn_hidden_size",
             "num_experts",
         )
-
-
-def experts_not_negative(s: Settings, _f: Facts) -> Iterator[Violation]:
-    if _bad_experts(s):
-        yield broken(s, f"{say(s, 'num_experts')} must be at least 1 (0 means a dense model).", "num_experts")
-
-
-def _bad_experts(s: Settings) -> bool:
-    return s.num_experts is not None and s.num_experts < 0
 
 
 def widths_divide_over_ranks(s: Settings, f: Facts) -> Iterator[Violation]:
@@ -192,13 +152,10 @@ def one_activation(s: Settings, _f: Facts) -> Iterator[Violation]:
 RESOLVE = (no_experts, ffn_size, moe_ffn_size, head_size, query_groups, biases, embedding_std, softmax_in_fp32)
 CHECKS = (
     required_are_given,
-    sizes_are_positive,
-    dropouts_are_fractions,
     positions_cover_sequence,
     heads_divide_hidden,
     groups_divide_heads,
     expert_width_needs_experts,
-    experts_not_negative,
     widths_divide_over_ranks,
     padded_vocabulary_holds_vocabulary,
     one_activation,

@@ -9,11 +9,6 @@ from arguments.settings import Settings, Violation
 GBS, MBS = "global_batch_size", "micro_batch_size"
 ITERATIONS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
-NOT_NEGATIVE = (
-    "train_iters", "train_samples", *ITERATIONS, *SAMPLES, "eval_iters", "manual_gc_interval", "exit_duration_in_mins",
-    "num_workers",
-)  # fmt: skip
-POSITIVE = ("log_interval", "eval_interval", "tensorboard_log_interval", "exit_interval")
 
 
 def _per_microstep(s: Settings, f: Facts, micro: object) -> int | None:
@@ -174,8 +169,6 @@ def schedule_uses_the_training_unit(s: Settings, _f: Facts) -> Iterator[Violatio
 def one_warmup(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.lr_warmup_fraction is None:
         return
-    if not 0 <= s.lr_warmup_fraction < 1:
-        yield broken(s, f"{say(s, 'lr_warmup_fraction')} must be at least 0 and below 1.", "lr_warmup_fraction")
     for dest in ("lr_warmup_iters", "lr_warmup_samples"):
         if getattr(s, dest):
             yield broken(
@@ -228,17 +221,6 @@ def memory_log_follows_log(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
-def counts_are_sensible(s: Settings, _f: Facts) -> Iterator[Violation]:
-    for dest in NOT_NEGATIVE:
-        value = getattr(s, dest)
-        if value is not None and value < 0:
-            yield broken(s, f"{say(s, dest)} must not be negative.", dest)
-    for dest in POSITIVE:
-        value = getattr(s, dest)
-        if value is not None and value < 1:
-            yield broken(s, f"{say(s, dest)} must be at least 1.", dest)
-
-
 RESOLVE = (batch_size, eval_batch_sizes, iterations_of_samples, decay_length)
 CHECKS = (
     batch_divides,
@@ -253,5 +235,4 @@ CHECKS = (
     wsd_has_a_decay,
     evaluation_is_scheduled,
     memory_log_follows_log,
-    counts_are_sensible,
 )

@@ -1,0 +1,73 @@
+"""Ranges of single flags: what no value of another flag can make right.
+
+Rules between flags leave values out of range alone, so that each mistake is reported once, here.
+"""
+
+import math
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, as_list, broken, say
+from arguments.settings import Settings, Violation
+
+POSITIVE = (
+    # sizes
+    "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length", "micro_batch_size",
+    "ffn_hidden_size", "moe_ffn_hidden_size", "kv_channels", "vocab_size", "padded_vocab_size",
+    "make_vocab_size_divisible_by", "kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim", "dsa_indexer_topk", "ddp_num_buckets", "ddp_bucket_size", "max_seqlen_per_dp_cp_rank",
+    # factors
+    "rotary_base", "rotary_scaling_factor", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
+    "rotary_percent", "moe_router_topk_scaling_factor", "layernorm_epsilon", "loss_scale", "initial_loss_scale", "min_loss_scale",
+    "loss_scale_window", "hysteresis", "seed", "moe_upcycling_granularity",
+    # intervals and times
+    "log_interval", "eval_interval", "tensorboard_log_interval", "exit_interval", "log_memory_interval",
+    "distributed_timeout_minutes", "tensorboard_queue_size",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "train_iters", "train_samples", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "lr_decay_samples",
+    "lr_warmup_samples", "lr_wsd_decay_samples", "eval_iters", "manual_gc_interval", "exit_duration_in_mins",
+    "num_workers", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init", "adam_eps", "clip_grad",
+    "weight_decay", "init_method_std", "embedding_init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "moe_input_jitter_eps", "moe_router_bias_update_rate", "mtp_loss_scaling_factor", "mtp_num_layers", "ckpt_step",
+    "profile_step_start", "profile_step_end", "dsa_indexer_loss_coeff", "wgrad_deferral_limit",
+    "cuda_graph_warmup_steps", "num_experts", "optimizer_offload_fraction", "activation_offload_fraction", "start_eval_at_iter", "iterations_to_skip",
+)  # fmt: skip
+BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction")
+AT_MOST_ONE = ("rotary_percent", "optimizer_offload_fraction", "activation_offload_fraction")
+
+
+def _numbers(s: Settings, dest: str) -> list:
+    """The values of a flag that can be compared; NaN is reported by `numbers_are_finite`."""
+    return [v for v in as_list(getattr(s, dest)) if isinstance(v, int | float) and not math.isnan(v)]
+
+
+def positive_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in POSITIVE:
+        if any(value <= 0 for value in _numbers(s, dest)):
+            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
+
+
+def numbers_without_sign(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in NOT_NEGATIVE:
+        if any(value < 0 for value in _numbers(s, dest)):
+            yield broken(s, f"{say(s, dest)} must not be negative.", dest)
+
+
+def shares(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in BELOW_ONE:
+        if not all(0 <= value < 1 for value in _numbers(s, dest)):
+            yield broken(s, f"{say(s, dest)} must be at least 0 and below 1.", dest)
+    for dest in AT_MOST_ONE:
+        if any(value > 1 for value in _numbers(s, dest)):
+            yield broken(s, f"{say(s, dest)} must be at most 1.", dest)
+
+
+def numbers_are_finite(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest, value in s.values.items():
+        if any(isinstance(item, float) and not math.isfinite(item) for item in as_list(value)):
+            yield broken(s, f"{say(s, dest)} must be a finite number.", dest)
+
+
+RESOLVE = ()
+CHECKS = (positive_numbers, numbers_without_sign, shares, numbers_are_finite)
