@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from arguments.schema import Option
 
 SOURCES = ("default", "preset", "recipe", "command line", "derived")
-KINDS = ("rule", "unknown", "value", "product", "later", "recipe", "machine")
+KINDS = ("rule", "unknown", "value", "product", "later", "recipe", "machine", "note")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Violation:
     """One reason why a command line cannot run.
 
     `flags` as the user typed them (or their usual spelling), `message` a whole sentence with values, need and reason;
-    `kind` one of KINDS: "later" names a feature that this version does not have yet, "product" a flag of another product.
+    `kind` one of KINDS: "later" names a feature that this version does not have yet, "product" a flag of another product,
+    "machine" and "note" come from machine.py (a note is said, and the run goes on).
     """
 
     flags: tuple[str, ...]

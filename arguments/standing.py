@@ -96,7 +96,6 @@ LATER = MappingProxyType(
         "moe_expert_rank_capacity_factor": Later("a limit on the rows a rank receives", MEMORY),
         "moe_shared_expert_glu_interleave_size": Later("interleaved gate channels", MEMORY),
         "moe_mlp_glu_interleave_size": Later("interleaved gate channels", MEMORY),
-        "moe_router_force_biased": Later("skewed routing for benchmarks", MEMORY),
         # ---- planning, launch and survival
         "fake_process_group": Later("a dry run without other ranks", CLUSTER),
         "check_for_large_grads": Later("the check for large gradients", CLUSTER),
@@ -124,7 +123,6 @@ LATER = MappingProxyType(
         "moe_latent_size": Later("LatentMoE", MODELS),
         "moe_use_upcycling": Later("upcycling", MODELS),
         "moe_enable_routing_replay": Later("routing replay", MODELS),
-        "moe_apply_probs_on_input": Later("probabilities applied to the expert's input", MODELS),
         "moe_router_load_balancing_type": Later("quantile balancing", MODELS, values=("quantile_balancing",)),
         "mtp_detach_heads": Later("detached multi-token prediction", MODELS),
         "mtp_hsm": Later("hidden-state matching", MODELS),
@@ -134,13 +132,11 @@ LATER = MappingProxyType(
         "attention_output_gate": Later("gated attention", MODELS),
         "freeze_all_layers": Later("frozen layers", MODELS),
         "hybrid_context_parallel": Later("hybrid context parallelism", MODELS),
-        "dataloader_inter_document_masking": Later("packed sequences", MODELS),
         "phase_transition_iterations": Later("data blends that change during the run", MODELS),
         "position_embedding_type": Later("this kind of positions", MODELS, values=("mrope", "relative")),
         "ckpt_format": Later("this checkpoint format", MODELS, values=("torch", "torch_dcp", "fsdp_dtensor")),
         "ckpt_convert_format": Later("checkpoint conversion", MODELS),
         "ckpt_convert_save": Later("checkpoint conversion", MODELS),
-        "load_main_params_from_ckpt": Later("main parameters from another checkpoint", MODELS),
         "non_persistent_save_interval": Later("non-persistent checkpoints", MODELS),
         "non_persistent_ckpt_type": Later("non-persistent checkpoints", MODELS),
         "replication": Later("replicated local checkpoints", MODELS),
@@ -271,6 +267,7 @@ IDLE = MappingProxyType(
         "attention_backend": "every backend computes the same attention; this version picks one for the device itself",
         "flash_attention_version": "every version computes the same attention",
         "use_flash_attn": "every backend computes the same attention; nothing reads this flag any more",
+        "accumulate_allreduce_grads_in_fp32": "gradients are always accumulated in fp32, unless --grad-reduce-in-bf16",
         "attention_softmax_in_fp32": "the attention softmax is always taken in fp32",
         "apply_query_key_layer_scaling": "its two factors cancel, and the softmax is always taken in fp32 here",
         "perform_initialization": "weights are always initialised; a checkpoint then replaces them",
@@ -368,10 +365,6 @@ OLD = MappingProxyType(
         "batch_size": "--micro-batch-size",
         "model_parallel_size": "--tensor-model-parallel-size",
         "warmup": "--lr-warmup-fraction",
-        "use_dist_ckpt_deprecated": "--ckpt-format torch_dist (the default)",
-        "dist_ckpt_format_deprecated": "--ckpt-format",
-        "ckpt_fully_parallel_save_deprecated": "the default",
-        "deprecated_use_mcore_models": "the default",
     }
 )
 
@@ -429,7 +422,7 @@ def standing_of(dest: str) -> tuple[str, str]:
 
 def check(s: Settings) -> list[Violation]:
     """Violations by standing: what comes later, what will not come. Call it on resolved settings."""
-    return [*_later(s), *_other(s)]
+    return [*_later(s), *_other(s), *_missing_backend(s)]
 
 
 def _later(s: Settings) -> Iterator[Violation]:
@@ -453,6 +446,13 @@ def _other(s: Settings) -> Iterator[Violation]:
             yield Violation((s.flag(dest),), f"{s.shown(dest)}: {text}", "product")
 
 
+def _missing_backend(s: Settings) -> Iterator[Violation]:
+    if s.on_missing_backend == "error" and s.given("transformer_impl") and s.transformer_impl == "transformer_engine":
+        text = f"{s.shown('transformer_impl')}: this version does not have TransformerEngine layers yet (feature: {MEMORY})"
+        flags = (s.flag("transformer_impl"), s.flag("on_missing_backend"))
+        yield Violation(flags, f"{text}, and {s.shown('on_missing_backend')} forbids to fall back", "later")
+
+
 def announce(s: Settings) -> None:
     """Write one line for every given flag that was renamed or has no effect here into `s.renamed` and `s.idle`."""
     refused = {dest for dest, entry in LATER.items() if entry.refuses(s.values[dest], s.default(dest))}
@@ -471,7 +471,9 @@ def announce(s: Settings) -> None:
             if s.given(dest) and s.values[dest] != s.default(dest):
                 s.say_idle(s.shown(dest), f"no effect without {wanted}")
     if s.transformer_impl == "transformer_engine":
-        s.note("layers: local; TransformerEngine layers are not in this version, the local ones compute the same")
+        s.note(
+            "Layers are the local ones: this version has no TransformerEngine layers; they compute the same functions."
+        )
 
 
 def _parent_text(s: Settings, parent: str) -> str:
