@@ -52,6 +52,7 @@ exec "$PYTHON_BIN" -m torch.distributed.run --standalone --nproc-per-node $ranks
     --preset mixtral_tiny \\
     --data-path "$run/data/text_text_document" --split $split \\
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" \\
+    --micro-batch-size $((16 / ranks)) \\
     --save "$run/checkpoints" --tensorboard-dir "$run/tensorboard" "\$@"
 EOF
 
@@ -59,7 +60,9 @@ echo "[4/5] training mixtral_tiny on $ranks ranks ($([ "$gpus" -gt 0 ] && echo G
 grep '^export' "$run/train.sh"
 rm -rf "$run/checkpoints" "$run/tensorboard"
 set +e
-bash "$run/train.sh" "$@" 2>&1 | tee "$run/train.log" | grep --line-buffered -E '^ \[20.*iteration|loss at iteration' | cut -c1-200
+bash "$run/train.sh" "$@" 2>&1 | tee "$run/train.log" |
+    sed -nE -e 's/^ \[20.* iteration +([0-9]+)\/ +([0-9]+) .*iteration \(ms\): ([0-9.]+) .*lm loss: ([0-9.E+-]+) .*/  iteration \1 of \2 | \3 ms | loss \4/p' \
+        -e 's/^ (validation loss at iteration .*) lm loss PPL.*/  \1/p'
 status=${PIPESTATUS[0]}
 set -e
 if [ "$status" != 0 ]; then
@@ -73,7 +76,7 @@ echo "[5/5] result"
 import json, sys
 
 records = [json.loads(line) for line in open(sys.argv[1])]
-losses = [record["lm loss"] for record in records if "validation" in record]
+losses = [record["lm loss"] for record in records if record.get("validation") == "validation"]
 unigram = float(sys.argv[2])
 print(f"validation loss {losses[-1]:.3f} nats per token; the unigram model's is {unigram:.3f}")
 sys.exit(0 if losses[-1] < unigram - 0.5 else "error: the model has not learned clearly more than the unigram model")
