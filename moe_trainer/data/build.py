@@ -128,7 +128,7 @@ class _Plan:
         if self._per_split is not None and data.split is not None:
             raise ValueError(
                 f'--split "{data.split}" cannot be combined with data paths per split; every file belongs to one '
-                'split already'
+                "split already"
             )
         split = None
         if self._per_split is None:

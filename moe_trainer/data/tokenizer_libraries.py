@@ -1,10 +1,10 @@
 """The tokenizer libraries behind the `Tokenizer` interface: tokenizers, transformers, sentencepiece, tiktoken.
 
 Hugging Face folders are read with the `tokenizers` library alone: `tokenizer.json` holds the whole encoder,
-`tokenizer_config.json` and `special_tokens_map.json` name eos and pad. What transformers adds on loading is repeated
-here: special tokens of the config that the file does not hold, and the begin/end tokens of Llama-style configs
-(`add_bos_token`, `add_eos_token`), which override the file's template. Folders without `tokenizer.json`, slow
-tokenizers and remote code go through transformers.
+`tokenizer_config.json` and `special_tokens_map.json` name eos and pad. Special tokens that only the config knows are
+added, as transformers does on loading. Begin and end tokens of texts are the file's template's business, as in
+transformers 5 (older versions let `add_bos_token` of Llama-style configs override it; a disagreement is logged).
+Folders without `tokenizer.json`, slow tokenizers and remote code go through transformers.
 """
 
 from __future__ import annotations
@@ -47,32 +47,17 @@ def _library(name: str, flag: str):
 
 
 class JsonTokenizer:
-    """A `tokenizers.Tokenizer` with its special tokens.
-
-    bos, eos: tokens put around every text when `include_special_tokens`; None leaves that to the encoder's own
-    template.
-    """
+    """A `tokenizers.Tokenizer` with its special tokens; `include_special_tokens` applies the encoder's own template."""
 
     unique_identifiers: OrderedDict
 
-    def __init__(
-        self,
-        encoder,
-        eod: int | None,
-        pad: int | None,
-        include_special_tokens: bool,
-        prefix: Sequence[int] | None = None,
-        suffix: Sequence[int] = (),
-    ):
-        self._encoder = encoder
+    def __init__(self, encoder, eod: int | None, pad: int | None, include_special_tokens: bool):
+        self._encoder, self._include = encoder, include_special_tokens
         self.eod, self.pad = eod, pad
         self.vocab_size = encoder.get_vocab_size(with_added_tokens=True)
-        self._template = include_special_tokens and prefix is None
-        self._prefix = list(prefix or ()) if include_special_tokens else []
-        self._suffix = list(suffix) if include_special_tokens else []
 
     def tokenize(self, text: str) -> list[int]:
-        return self._prefix + self._encoder.encode(text, add_special_tokens=self._template).ids + self._suffix
+        return self._encoder.encode(text, add_special_tokens=self._include).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._encoder.decode(list(ids), skip_special_tokens=False)
@@ -160,22 +145,34 @@ def _open_json(
     encoder.no_padding()
     encoder.no_truncation()
     config = _special_token_config(folder)
-    added = [
-        tokenizers.AddedToken(**token) for token in config["added"] if encoder.token_to_id(token["content"]) is None
-    ]
-    encoder.add_tokens([token for token in added if not token.special])
-    names = [config[role] for role in ("eos_token", "sep_token", "pad_token", "bos_token") if config[role]]
-    encoder.add_special_tokens([token for token in added if token.special] + names + list(special_tokens))
+    for token in (tokenizers.AddedToken(**fields) for fields in config["added"]):  # in the order of their ids
+        if encoder.token_to_id(token.content) is None:
+            (encoder.add_special_tokens if token.special else encoder.add_tokens)([token])
+    roles = [config[role] for role in ("eos_token", "sep_token", "pad_token", "bos_token") if config[role]]
+    encoder.add_special_tokens([*roles, *special_tokens])
 
     def id_of(role: str) -> int | None:
         return None if config[role] is None else encoder.token_to_id(config[role])
 
     eod = id_of("eos_token") if config["eos_token"] is not None else id_of("sep_token")
-    prefix, suffix = None, ()
-    if config["add_bos_token"] is not None or config["add_eos_token"] is not None:
-        prefix = [id_of("bos_token")] if config["add_bos_token"] and id_of("bos_token") is not None else []
-        suffix = [eod] if config["add_eos_token"] and eod is not None else []
-    return JsonTokenizer(encoder, eod, id_of("pad_token"), include_special_tokens, prefix, suffix)
+    tokenizer = JsonTokenizer(encoder, eod, id_of("pad_token"), include_special_tokens)
+    if include_special_tokens:
+        _warn_of_template(model, config, tokenizer.tokenize("a"), id_of("bos_token"), eod)
+    return tokenizer
+
+
+def _warn_of_template(model: str, config: dict, ids: list[int], bos: int | None, eod: int | None) -> None:
+    """Say where the config's begin/end switches and the encoder's template disagree."""
+    for switch, wanted, found in (("add_bos_token", bos, ids[:1]), ("add_eos_token", eod, ids[-1:])):
+        if config[switch] is not None and wanted is not None and config[switch] != (found == [wanted]):
+            logger.warning(
+                "--tokenizer-model %s: tokenizer_config.json says %s = %s, but tokenizer.json decides, and it does "
+                "%sadd the token",
+                model,
+                switch,
+                config[switch],
+                "not " if config[switch] else "",
+            )
 
 
 def _special_token_config(folder: str) -> dict:
@@ -196,10 +193,7 @@ def _special_token_config(folder: str) -> dict:
     keys = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     by_id = sorted(merged.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     result["added"] = [{key: token[key] for key in keys if key in token} for _, token in by_id]
-    llama_style = re.match(r"(Code)?Llama|Gemma|Cohere", str(merged.get("tokenizer_class", ""))) is not None
-    for switch in ("add_bos_token", "add_eos_token"):
-        result[switch] = merged.get(switch) if llama_style else None
-    return result
+    return result | {switch: merged.get(switch) for switch in ("add_bos_token", "add_eos_token")}
 
 
 def _open_with_transformers(

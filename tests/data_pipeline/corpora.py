@@ -21,9 +21,7 @@ class FixedTokenizer:
     eod: int | None = 0
     pad: int | None = 1
     unique_identifiers: OrderedDict = field(
-        default_factory=lambda: OrderedDict(
-            [("class", RECORDED_CLASS), ("tokenizer_path", "golden/dataset/tokenizer")]
-        )
+        default_factory=lambda: OrderedDict([("class", RECORDED_CLASS), ("tokenizer_path", "golden/dataset/tokenizer")])
     )
 
 

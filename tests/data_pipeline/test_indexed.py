@@ -1,5 +1,6 @@
 """Token files: byte-equal to the recorded ones, every dtype, both readers, and what damaged files say."""
 
+import itertools
 import json
 import struct
 
@@ -63,7 +64,7 @@ def test_recorded_files(shared, tmp_path, name):
 
 def documents_of(data):
     ends = data.document_indices.tolist()
-    return [[data[i] for i in range(begin, end)] for begin, end in zip(ends[:-1], ends[1:])]
+    return [[data[i] for i in range(begin, end)] for begin, end in itertools.pairwise(ends)]
 
 
 def test_merging_equals_writing_at_once(tmp_path, documents):
@@ -78,9 +79,9 @@ def test_merging_equals_writing_at_once(tmp_path, documents):
 
 def test_merging_refuses_another_dtype(tmp_path, documents):
     write(tmp_path / "part", documents, np.int32)
-    with pytest.raises(ValueError, match="int32.*uint16"):
-        with IndexedDatasetBuilder(str(tmp_path / "merged"), np.uint16) as builder:
-            builder.add_dataset(str(tmp_path / "part"))
+    merged = IndexedDatasetBuilder(str(tmp_path / "merged"), np.uint16)
+    with pytest.raises(ValueError, match="int32.*uint16"), merged as builder:
+        builder.add_dataset(str(tmp_path / "part"))
 
 
 def test_an_interrupted_writer_keeps_what_was_there(tmp_path, documents):
@@ -94,9 +95,9 @@ def test_an_interrupted_writer_keeps_what_was_there(tmp_path, documents):
 
 @pytest.mark.parametrize(("dtype", "token"), [(np.uint16, 65536), (np.uint8, -1), (np.int32, 1 << 31)])
 def test_ids_that_do_not_fit(tmp_path, dtype, token):
-    with pytest.raises(ValueError, match=f"{token} does not fit.*{np.dtype(dtype).name}"):
-        with IndexedDatasetBuilder(str(tmp_path / "x"), dtype) as builder:
-            builder.add_sequence([1, token])
+    writer = IndexedDatasetBuilder(str(tmp_path / "x"), dtype)
+    with pytest.raises(ValueError, match=f"{token} does not fit.*{np.dtype(dtype).name}"), writer as builder:
+        builder.add_sequence([1, token])
     assert not list(tmp_path.iterdir())
 
 

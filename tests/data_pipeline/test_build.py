@@ -1,0 +1,189 @@
+"""Data flags to datasets: sources, sizes, splits, validation sets, mock data, shared caches."""
+
+import json
+import logging
+import os
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from data_pipeline.corpora import FixedTokenizer, data_args, training_args, write_corpus
+from harness import run_ranks
+
+from moe_trainer.data import dataset as dataset_module
+from moe_trainer.data.build import batch_format, build_datasets, requested_sizes
+from moe_trainer.data.dataset import NO_PAD, BlendedDataset, MockTokens
+
+
+@pytest.fixture
+def prefixes(tmp_path):
+    return [write_corpus(tmp_path / name, [20] * size, seed=size) for name, size in (("a", 40), ("b", 60))]
+
+
+def build(sizes=(10, 0, 0), training=None, **flags):
+    return build_datasets(data_args(**flags), training_args(**training or {}), FixedTokenizer(), sizes)
+
+
+def test_requested_sizes():
+    base = {"global_batch_size": 8, "train_iters": 100, "eval_iters": 5, "eval_interval": 30}
+    assert requested_sizes(training_args(**base)) == (800, 160, 40)
+    assert requested_sizes(training_args(**base, eval_global_batch_size=2)) == (800, 40, 10)
+    assert requested_sizes(training_args(**base, full_validation=True)) == (800, None, 40)
+    samples = {"global_batch_size": 8, "train_samples": 1000, "eval_iters": 5, "eval_interval": 30}
+    assert requested_sizes(training_args(**samples)) == (1000, 200, 40)
+
+
+def test_one_prefix(prefixes):
+    datasets = build((10, 3, 0), data_path=prefixes[:1], split="90,10,0")
+    assert len(datasets.train) == (36 * 20 - 1) // 16 and len(datasets.valid[0]) == (4 * 20 - 1) // 16
+    assert datasets.test is None and datasets.valid_names == ("",)
+
+
+def test_the_default_split(prefixes):
+    assert build((10, 1, 0), data_path=prefixes[:1]).train._config.split == "969, 30, 1"
+
+
+@pytest.mark.parametrize("split", ["100,0,0", "1"])
+def test_samples_of_an_empty_split_are_refused(prefixes, split):
+    with pytest.raises(ValueError, match=f'3 samples are asked of the valid split.*--split "{split}".*--eval-iters 0'):
+        build((10, 3, 0), data_path=prefixes[:1], split=split)
+
+
+def test_a_split_that_rounds_to_nothing_is_refused(prefixes):
+    with pytest.raises(ValueError, match=r"a: the test split \(sequences 40 to 40 of 40\) holds no tokens"):
+        build((10, 1, 1), data_path=prefixes[:1], split="969,30,1")
+
+
+def test_blends_from_every_source_agree(prefixes, tmp_path):
+    a, b = prefixes
+    words = tmp_path / "words"
+    words.write_text(f"0.25 {a} 0.75 {b}")
+    first = build(data_path=["0.25", a, "0.75", b], split="1")
+    second = build(data_args_path=str(words), split="1")
+    for i in range(len(first.train)):
+        np.testing.assert_array_equal(first.train.tokens(i), second.train.tokens(i))
+    assert np.bincount(first.train.index[0]).tolist() == [3, 8]  # 11: every share rounded up
+
+
+def test_data_per_split(prefixes, tmp_path):
+    a, b = prefixes
+    paths = tmp_path / "splits.json"
+    paths.write_text(json.dumps({"train": [a], "valid": f"0.5 {a} 0.5 {b}", "test": None}))
+    from_file = build((10, 4, 0), per_split_data_args_path=str(paths))
+    from_flags = build((10, 4, 0), train_data_path=[a], valid_data_path=["0.5", a, "0.5", b])
+    for datasets in (from_file, from_flags):
+        assert len(datasets.train) == (40 * 20 - 1) // 16
+        assert isinstance(datasets.valid[0], BlendedDataset) and len(datasets.valid[0]) == 4
+        assert '"split": null' in json.dumps(datasets.train.identifiers)
+    with pytest.raises(ValueError, match="test split, which has no data .--test-data-path."):
+        build((10, 4, 2), train_data_path=[a], valid_data_path=[b])
+
+
+def test_contradictory_sources(prefixes):
+    a, b = prefixes
+    with pytest.raises(ValueError, match="one data source is needed, given were --mock-data and --data-path"):
+        build(mock_data=True, data_path=[a])
+    with pytest.raises(ValueError, match="--data-path and --data-args-path"):
+        build(data_path=[a], data_args_path="x")
+    with pytest.raises(ValueError, match="one data source"):
+        build(data_path=[a], train_data_path=[b])
+    with pytest.raises(ValueError, match="--split .* cannot be combined"):
+        build(train_data_path=[a], split="1")
+
+
+def test_missing_data_names_the_file(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing\.idx: no such file"):
+        build(data_path=[str(tmp_path / "nothing")])
+
+
+def test_files_without_token_ids(tmp_path):
+    prefix = write_corpus(tmp_path / "x", [5], dtype=np.float32)
+    with pytest.raises(ValueError, match="holds float32 values, token ids are integers"):
+        build(data_path=[prefix])
+
+
+def test_validation_sets(prefixes):
+    a, b = prefixes
+    flags = {"train_data_path": [a], "valid_data_path": [a, b]}
+    several = build((10, None, 0), {"multiple_validation_sets": True, "full_validation": True}, **flags)
+    assert [len(dataset) for dataset in several.valid] == [(40 * 20 - 1) // 16, (60 * 20 - 1) // 16]
+    assert several.valid_names == ("0", "1")
+    named = build((10, 4, 0), {"multiple_validation_sets": True, "validation_set_names": ["x", "y"]}, **flags)
+    assert named.valid_names == ("x", "y")
+    with pytest.raises(ValueError, match="1 names for 2 validation sets"):
+        build((10, 4, 0), {"multiple_validation_sets": True, "validation_set_names": ["x"]}, **flags)
+    one = build((10, None, 0), {"full_validation": True}, **flags)
+    assert len(one.valid) == 1 and len(one.valid[0]) == 49 + 74
+
+
+def test_full_validation_of_a_weighted_blend_reads_everything_once(prefixes):
+    a, b = prefixes
+    valid = build((10, None, 0), train_data_path=[a], valid_data_path=["0.9", a, "0.1", b]).valid[0]
+    assert np.bincount(valid.index[0]).tolist() == [len(dataset) for dataset in valid.datasets]
+
+
+def test_mock_data(caplog):
+    datasets = build((30, 10, 10), mock_data=True, seq_length=64)
+    low = MockTokens(500, 0)
+    document = low.get(5)
+    assert len(low) == 100_000 and len(document) == low.sequence_lengths[5]
+    expected = [i % 500 for i in range(1, len(document))] + [0]
+    assert document.tolist() == expected
+    assert low.get(5, 3, 4).tolist() == expected[3:7] and low.get(5, 3).tolist() == expected[3:]
+    assert datasets.train.class_name == "MockGPTDataset" and datasets.train.tokens(0).max() < 500
+    with caplog.at_level(logging.WARNING):
+        build((3, 0, 0))
+    assert "training on mock data" in caplog.text
+
+
+def test_pad_that_is_also_eod_masks_nothing():
+    same = FixedTokenizer(eod=3, pad=3)
+    assert batch_format(data_args(), same).pad == NO_PAD
+    assert batch_format(data_args(allow_ambiguous_pad_tokens=True), same).pad == 3
+    assert batch_format(data_args(), FixedTokenizer(pad=None)).pad == NO_PAD
+
+
+def test_the_default_cache_lies_under_the_prefix(prefixes):
+    build(data_path=prefixes[:1], split="1")
+    names = os.listdir(os.path.join(prefixes[0], "cache", "GPTDataset_indices"))
+    assert len(names) == 4 and all("-GPTDataset-train-" in name for name in names)
+    assert not [name for name in names if name.startswith(".")]
+
+
+def test_unwritable_cache_falls_back_to_memory(prefixes, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        datasets = build(data_path=prefixes[:1], split="1", data_cache_path=str(tmp_path / "file" / "cache"))
+    assert "--data-cache-path" in caplog.text and len(datasets.train.tokens(0)) == 17
+
+
+def test_damaged_cache_is_named(prefixes, tmp_path):
+    flags = {"data_path": prefixes[:1], "split": "1", "data_cache_path": str(tmp_path / "cache")}
+    build(**flags)
+    sample = next((tmp_path / "cache").glob("*sample_index.npy"))
+    whole = sample.read_bytes()
+    sample.write_bytes(whole[:-4])
+    with pytest.raises(ValueError, match=f"index cache .*{sample.name}: cannot be read"):
+        build(**flags)
+    np.save(sample, np.zeros((3, 2), np.int32))
+    with pytest.raises(ValueError, match="found 3 rows, needed 50"):
+        build(**flags)
+
+
+def _rank_builds(rank, world_size, prefixes, cache):
+    built = []
+    original = dataset_module.build_indices
+    dataset_module.build_indices = lambda *args: built.append(1) or original(*args)
+    data = data_args(data_path=["0.5", prefixes[0], "0.5", prefixes[1]], split="1", data_cache_path=cache)
+    datasets = build_datasets(
+        data, training_args(), FixedTokenizer(), (30, 0, 0), is_builder=rank == 0, barrier=dist.barrier
+    )
+    return len(built), [datasets.train.tokens(i).tolist() for i in range(30)]
+
+
+def test_one_rank_builds_and_all_read(prefixes, tmp_path):
+    first, second = run_ranks(_rank_builds, 2, prefixes, str(tmp_path / "cache"))
+    assert (first[0], second[0]) == (2, 0)
+    assert first[1] == second[1]
+    alone = build((30, 0, 0), data_path=["0.5", prefixes[0], "0.5", prefixes[1]], split="1")
+    assert [alone.train.tokens(i).tolist() for i in range(30)] == first[1]

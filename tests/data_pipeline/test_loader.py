@@ -1,0 +1,188 @@
+"""Which samples a rank reads, resuming in the middle, and the tensors of a batch."""
+
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from data_pipeline.corpora import FixedTokenizer, data_args, training_args, write_corpus
+
+from moe_trainer.data.build import batch_format, build_datasets
+from moe_trainer.data.loader import BatchFormat, build_loader, cyclic_order, make_batch, single_order
+
+
+class Rows:
+    """A dataset whose sample i is given."""
+
+    def __init__(self, rows, parts=None):
+        self.rows, self.parts = [np.array(row, dtype=np.int64) for row in rows], parts
+
+    def __len__(self):
+        return len(self.rows)
+
+    def tokens(self, index):
+        return self.rows[index]
+
+    def part_lengths(self, index):
+        return self.parts[index]
+
+    def locate(self, index, position):
+        return f"row {index}, token {position}"
+
+
+def counting(total):
+    return Rows([[i, i] for i in range(total)])
+
+
+FORMAT = BatchFormat(eod=None)
+
+
+def test_recorded_orders(shared):
+    samplers = json.loads((shared / "golden" / "dataset" / "summary.json").read_text())["samplers"]
+    for key, expected in samplers.items():
+        kind, total, consumed, mbs, *rest = key.split("_")
+        assert (total, consumed, mbs) == ("total103", "consumed16", "mbs2")
+        dp, rank = int(rest[-2][2:]), int(rest[-1][4:])
+        if kind == "single":
+            order = single_order(103, 16, 2, rank, dp)
+        else:
+            order = cyclic_order(103, 16, 2, rank, dp, sharded=rest[0] == "sharding1")
+        assert list(islice(order, len(expected))) == expected, key
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize(("mbs", "dp", "sharded"), [(1, 1, True), (2, 3, True), (3, 2, False)])
+def test_resuming_continues_the_order(kind, mbs, dp, sharded):
+    """Stopping after any batch and starting with the consumed samples gives the uninterrupted order, across epochs."""
+    data, step = counting(40), mbs * dp
+
+    def order(rank, consumed, count):
+        loader = build_loader(data, mbs, rank, dp, consumed, kind, fmt=FORMAT, sharded=sharded)
+        return list(islice(loader.indices(), count))
+
+    for rank in range(dp):
+        whole = order(rank, 0, 20)
+        for done in range(len(whole)):
+            assert order(rank, done * step, len(whole) - done) == whole[done:], (rank, done)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_cyclic_epoch_reads_everything_once(sharded):
+    ranks = [list(islice(cyclic_order(40, 0, 2, rank, 4, sharded), 10)) for rank in range(4)]
+    for epoch in range(2):
+        seen = sorted(i for rank in ranks for batch in rank[epoch * 5 : epoch * 5 + 5] for i in batch)
+        assert seen == list(range(40))
+    assert ranks[0][:5] != ranks[0][5:]
+
+
+def test_single_order_deals_a_global_batch_out():
+    ranks = [list(single_order(25, 4, 2, rank, 2)) for rank in range(2)]
+    assert ranks[0] == [[4, 5], [8, 9], [12, 13], [16, 17], [20, 21]]
+    assert ranks[1] == [[6, 7], [10, 11], [14, 15], [18, 19], [22, 23]]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_workers_change_nothing(workers):
+    loader = build_loader(counting(50), 3, 1, 2, 6, num_workers=workers, fmt=FORMAT)
+    assert len(loader) == 7
+    batches = list(loader)
+    assert [batch.tokens_BS[:, 0].tolist() for batch in batches] == list(loader.indices())
+    assert len(list(loader)) == 7  # a loader can be walked again
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_errors_of_workers_arrive_as_they_are(workers):
+    data = Rows([[1, 2], [3, 700]])
+    loader = build_loader(data, 1, 0, 1, num_workers=workers, fmt=BatchFormat(eod=None, vocab_size=500))
+    batches = iter(loader)
+    assert next(batches).labels_BS.tolist() == [[2]]
+    with pytest.raises(ValueError, match="token id 700 in row 1, token 1 lies outside the vocabulary of 500"):
+        next(batches)
+
+
+def test_abandoned_iterators_end(recwarn):
+    batches = iter(build_loader(counting(1000), 1, 0, 1, num_workers=2, fmt=FORMAT))
+    next(batches)
+    batches.close()
+    assert next(batches, None) is None
+
+
+def test_bad_loaders():
+    with pytest.raises(ValueError, match="holds 5 samples.*needs 6"):
+        build_loader(counting(5), 2, 0, 3, fmt=FORMAT)
+    with pytest.raises(ValueError, match="11 samples are consumed already, the dataset holds 10"):
+        build_loader(counting(10), 1, 0, 1, 11, fmt=FORMAT)
+    with pytest.raises(ValueError, match="--dataloader-type external"):
+        build_loader(counting(10), 1, 0, 1, 0, "external", fmt=FORMAT)
+    assert list(build_loader(counting(10), 1, 0, 1, 10, fmt=FORMAT)) == []
+
+
+def reference_sample(ids, eod, pad, reset_positions, reset_attention, mask_eod):
+    """Masks and positions of one sample, token by token."""
+    tokens, labels = ids[:-1], ids[1:]
+    size = len(tokens)
+    loss = [0.0 if (mask_eod and tokens[i] == eod) or labels[i] == pad else 1.0 for i in range(size)]
+    start = document = 0
+    positions, documents = [], []
+    for i in range(size):
+        positions.append(i - start)
+        documents.append(document)
+        if tokens[i] == eod:
+            document += 1
+            if reset_positions:
+                start = i + 1
+    blocked = [[c > r or (reset_attention and documents[c] != documents[r]) for c in range(size)] for r in range(size)]
+    clean = lambda row: [0 if token == pad else token for token in row]
+    return clean(tokens), clean(labels), loss, positions, blocked
+
+
+@pytest.mark.parametrize(
+    "flags", [(False, False, False), (True, False, True), (False, True, False), (True, True, True)]
+)
+@pytest.mark.parametrize("pad", [-1, 1])
+def test_batches_equal_the_token_by_token_definition(flags, pad):
+    random = np.random.default_rng(0)
+    rows = random.choice([0, 0, 1, 7, 8, 9], size=(6, 24)).tolist()
+    fmt = BatchFormat(0, pad, 10, reset_position_ids=flags[0], reset_attention_mask=flags[1], eod_mask_loss=flags[2])
+    batch = make_batch(Rows(rows), range(6), fmt)
+    for i, row in enumerate(rows):
+        tokens, labels, loss, positions, blocked = reference_sample(row, 0, pad, *flags)
+        assert batch.tokens_BS[i].tolist() == tokens
+        assert batch.labels_BS[i].tolist() == labels
+        assert batch.loss_mask_BS[i].tolist() == loss
+        assert batch.position_ids_BS[i].tolist() == positions
+        if flags[1]:
+            assert batch.attention_mask[i, 0].tolist() == blocked
+    assert batch.attention_mask is None or batch.attention_mask.shape == (6, 1, 23, 23)
+    assert (batch.attention_mask is None) == (not flags[1])
+    assert [t.dtype for t in (batch.tokens_BS, batch.labels_BS, batch.position_ids_BS)] == [torch.int64] * 3
+    assert batch.loss_mask_BS.dtype == torch.float32
+
+
+def test_documents_kept_apart():
+    """--dataloader-inter-document-masking follows the file's documents, whatever their last token is."""
+    batch = make_batch(Rows([[5, 6, 7, 8, 9]], parts=[[2, 3]]), [0], BatchFormat(eod=5, separate_documents=True))
+    assert batch.position_ids_BS.tolist() == [[0, 1, 0, 1]]
+    T, F = True, False
+    assert batch.attention_mask[0, 0].tolist() == [[F, T, T, T], [F, F, T, T], [T, T, F, T], [T, T, F, F]]
+
+
+def test_foreign_token_is_located(tmp_path):
+    prefix = write_corpus(tmp_path / "x", [9, 30, 12, 40], vocab_size=400)
+    raw = np.fromfile(tmp_path / "x.bin", dtype=np.uint16)
+    raw[9 + 17] = 499
+    raw.tofile(tmp_path / "x.bin")
+    data, tokenizer = data_args(data_path=[prefix], split="1,0,0"), FixedTokenizer(vocab_size=450)
+    dataset = build_datasets(data, training_args(), tokenizer, (None, 0, 0)).train
+    loader = build_loader(dataset, 1, 0, 1, fmt=batch_format(data, tokenizer))
+    with pytest.raises(
+        ValueError, match=r"token id 499 in .*x\.bin, sequence 1, token 17 lies outside the vocabulary of 450"
+    ):
+        list(loader)
+    list(build_loader(dataset, 1, 0, 1, fmt=batch_format(data, tokenizer, vocab_size=512)))
+
+
+def test_batch_moves():
+    batch = make_batch(counting(2), [0, 1], FORMAT).to("meta")
+    assert batch.tokens_BS.is_meta and batch.attention_mask is None

@@ -1,0 +1,323 @@
+"""Every tokenizer against its own library; clear errors; the description that enters cache names."""
+
+import base64
+import json
+
+import pytest
+from data_pipeline.corpora import data_args
+
+from moe_trainer.data.tokenizer import build_tokenizer
+
+TEXTS = [
+    "The red boat counts to 593.",
+    "  two  blanks ",
+    "",
+    "tab\tand\nnewline",
+    "\u00e9\u00df\u4e2d\U0001f600 <|endoftext|> x",
+]
+CORPUS = [f"the quick brown fox number {i} jumps over the lazy dog and the river" for i in range(300)]
+
+
+def build(kind, model=None, **flags):
+    return build_tokenizer(
+        data_args(tokenizer_type=kind, tokenizer_model=None if model is None else str(model), **flags)
+    )
+
+
+def write_json_tokenizer(folder, config, template=None):
+    """A small byte-level BPE folder, as Hugging Face models have it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>", "<pad>", "<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    encoder.train_from_iterator(CORPUS, trainer)
+    if template:
+        encoder.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0)])
+    folder.mkdir()
+    encoder.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+CONFIGS = {
+    "plain": ({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}, None),
+    "template": ({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}, "<s> $A"),
+    "no_eos": ({"tokenizer_class": "PreTrainedTokenizerFast", "sep_token": "</s>"}, None),
+    "objects": (
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": {
+                "__type": "AddedToken",
+                "content": "<|new_eos|>",
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+            },
+            "pad_token": "<|new_pad|>",
+            "added_tokens_decoder": {
+                "400": {"content": "<|new_eos|>", "special": True},
+                "401": {"content": "<|new_pad|>", "special": True},
+                "402": {"content": "<tool>", "special": False},
+            },
+        },
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("include_special", [True, False])
+def test_hugging_face_folder_equals_transformers(tmp_path, name, include_special):
+    transformers = pytest.importorskip("transformers")
+    folder = write_json_tokenizer(tmp_path / "tok", *CONFIGS[name])
+    ours = build("HuggingFaceTokenizer", folder, tokenizer_hf_no_include_special_tokens=not include_special)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    for text in [*TEXTS, "a <tool> b"]:
+        assert ours.tokenize(text) == theirs(text, add_special_tokens=include_special).input_ids, text
+    assert ours.vocab_size == len(theirs)
+    assert ours.eod == (theirs.eos_token_id if theirs.eos_token_id is not None else theirs.sep_token_id)
+    assert ours.pad == theirs.pad_token_id
+    assert ours.detokenize(ours.tokenize("the lazy dog")).endswith("the lazy dog")
+
+
+def test_recorded_tokenizer_equals_transformers(shared):
+    transformers = pytest.importorskip("transformers")
+    folder = shared / "golden" / "dataset" / "tokenizer"
+    for path in (folder, folder / "tokenizer.json"):
+        ours = build("HuggingFaceTokenizer", path)
+        theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+        assert [ours.tokenize(text) for text in TEXTS] == [theirs(text).input_ids for text in TEXTS]
+        assert (ours.vocab_size, ours.eod, ours.pad) == (500, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "switch", "warned"), [(None, True, "not add"), ("<s> $A", True, None), ("<s> $A", False, "does add")]
+)
+def test_the_file_decides_about_begin_tokens(tmp_path, caplog, template, switch, warned):
+    config = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": switch}
+    folder = write_json_tokenizer(tmp_path / "a", config, template)
+    assert (build("HuggingFaceTokenizer", folder).tokenize("the")[0] == 0) == (template is not None)
+    assert caplog.text == "" if warned is None else warned in caplog.text
+
+
+def test_slow_hugging_face_tokenizers_go_through_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    folder = write_json_tokenizer(tmp_path / "tok", *CONFIGS["plain"])
+    slow = build("HuggingFaceTokenizer", folder, tokenizer_hf_no_use_fast=True)
+    fast = build("HuggingFaceTokenizer", folder)
+    assert [slow.tokenize(text) for text in TEXTS] == [fast.tokenize(text) for text in TEXTS]
+    assert (slow.vocab_size, slow.eod, slow.pad) == (fast.vocab_size, fast.eod, fast.pad)
+
+
+def test_added_special_tokens(tmp_path):
+    folder = write_json_tokenizer(tmp_path / "tok", *CONFIGS["plain"])
+    plain, more = build("HuggingFaceTokenizer", folder), build("HuggingFaceTokenizer", folder, special_tokens=["<x>"])
+    assert more.vocab_size == plain.vocab_size + 1
+    assert more.tokenize("the<x>dog") == [*plain.tokenize("the"), plain.vocab_size, *plain.tokenize("dog")]
+
+
+def test_unreadable_hugging_face_tokenizers(tmp_path, monkeypatch):
+    folder = tmp_path / "tok"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"--tokenizer-model .*tokenizer\.json cannot be read"):
+        build("HuggingFaceTokenizer", folder)
+    write_json_tokenizer(tmp_path / "other", {})
+    (tmp_path / "other" / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: cannot be read"):
+        build("HuggingFaceTokenizer", tmp_path / "other")
+    with pytest.raises(ValueError, match="no such file or folder"):
+        build("HuggingFaceTokenizer", tmp_path / "absent")
+    with pytest.raises(ValueError, match="needs --tokenizer-model"):
+        build("HuggingFaceTokenizer")
+
+
+def test_hub_name_offline_says_what_to_fetch(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"not in the local cache(.|\n)*hf download nobody/nothing tokenizer\.json"):
+        build("HuggingFaceTokenizer", "nobody/nothing")
+
+
+def test_hub_name_from_the_local_cache(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    folder = write_json_tokenizer(tmp_path / "tok", *CONFIGS["plain"])
+    monkeypatch.setattr(hub, "hf_hub_download", lambda name, file: cached(hub, folder / file))
+    ours = build("HuggingFaceTokenizer", "some/model")
+    assert ours.tokenize("the") == build("HuggingFaceTokenizer", folder).tokenize("the")
+    assert ours.unique_identifiers["tokenizer_path"] == "some/model"
+
+
+def cached(hub, path):
+    if not path.exists():
+        raise hub.errors.LocalEntryNotFoundError("offline")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    library = pytest.importorskip("sentencepiece")
+    prefix = tmp_path_factory.mktemp("sp") / "m"
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_prefix=str(prefix),
+        vocab_size=120,
+        model_type="bpe",
+        pad_id=3,
+        minloglevel=2,
+    )
+    return f"{prefix}.model"
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
+def test_sentencepiece_equals_the_library(sentencepiece_model, kind):
+    import sentencepiece
+
+    ours, theirs = (
+        build(kind, sentencepiece_model),
+        sentencepiece.SentencePieceProcessor(model_file=sentencepiece_model),
+    )
+    assert [ours.tokenize(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
+    assert (ours.vocab_size, ours.eod, ours.pad) == (120, theirs.eos_id(), 3)
+    assert ours.detokenize(ours.tokenize("the lazy dog")) == "the lazy dog"
+
+
+def test_sentencepiece_special_tokens_need_legacy(sentencepiece_model):
+    with pytest.raises(ValueError, match="--tokenizer-sentencepiece-legacy"):
+        build("Llama2Tokenizer", sentencepiece_model, special_tokens=["<x>"])
+    plain = build("Llama2Tokenizer", sentencepiece_model)
+    ours = build(
+        "Llama2Tokenizer",
+        sentencepiece_model,
+        special_tokens=["<x>", "<xy>", "</s>"],
+        tokenizer_sentencepiece_legacy=True,
+    )
+    assert ours.vocab_size == 122
+    the, dog = plain.tokenize("the"), plain.tokenize("dog")
+    joined = ours.tokenize("the<xy>dog</s>")
+    assert joined[: len(the)] == the and joined[len(the)] == 121 and joined[-1] == plain.eod
+    assert joined[len(the) + 1 : -1] in (dog, dog[1:])
+    assert ours.detokenize(joined) == "the <xy> dog </s>"
+
+
+def test_sentencepiece_keeps_blanks_on_demand(sentencepiece_model):
+    keep = build("Llama2Tokenizer", sentencepiece_model, tokenizer_sentencepiece_ignore_extra_whitespaces=False)
+    drop = build("Llama2Tokenizer", sentencepiece_model)
+    assert drop.tokenize("the   dog") == drop.tokenize("the dog") == keep.tokenize("the dog")
+    assert len(keep.tokenize("the   dog")) == len(drop.tokenize("the dog")) + 2
+
+
+def test_unreadable_sentencepiece(tmp_path):
+    (tmp_path / "m.model").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"m\.model: not a SentencePiece model"):
+        build("Llama2Tokenizer", tmp_path / "m.model")
+    with pytest.raises(ValueError, match="no such file"):
+        build("Llama2Tokenizer", tmp_path / "absent")
+
+
+def write_tiktoken(path, extra):
+    tokens = [bytes([i]) for i in range(256)] + extra
+    if path.suffix == ".json":
+        rows = [
+            {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": t.decode("latin-1")}
+            for i, t in enumerate(tokens)
+        ]
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(tokens)))
+    return path
+
+
+@pytest.mark.parametrize("name", ["v.json", "v.tiktoken"])
+@pytest.mark.parametrize("pattern", ["v1", "v2", None])
+def test_tiktoken(tmp_path, name, pattern):
+    pytest.importorskip("tiktoken")
+    path = write_tiktoken(tmp_path / name, [b"th", b"the", b" t", b"12"])
+    flags = {"tiktoken_num_special_tokens": 10, "vocab_size": 270, "tiktoken_pattern": pattern}
+    ours = build("TikTokenizer", path, **flags)
+    assert (ours.vocab_size, ours.eod, ours.pad) == (270, 2, 4)
+    assert ours.tokenize("the") == [10 + 257]
+    assert ours.tokenize("<s>12</s>") == [1, 10 + ord("1"), 10 + ord("2"), 2]  # digits stay single in both patterns
+    assert all(ours.detokenize(ours.tokenize(text)) == text for text in TEXTS)
+    with pytest.raises(ValueError, match="found 260 tokens.*needs 1000"):
+        build("TikTokenizer", path, tiktoken_num_special_tokens=10, vocab_size=1010)
+    with pytest.raises(ValueError, match="missing .'<unk>'"):
+        build("TikTokenizer", path, special_tokens=["<s>"])
+
+
+def test_unreadable_tiktoken(tmp_path):
+    (tmp_path / "v.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"v\.json: not a tiktoken vocabulary"):
+        build("TikTokenizer", tmp_path / "v.json")
+    (tmp_path / "v.tiktoken").write_text("QQ== 1\n")
+    with pytest.raises(ValueError, match="ranks must count up"):
+        build("TikTokenizer", tmp_path / "v.tiktoken", vocab_size=1001)
+
+
+def test_gpt2_equals_the_library(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator(CORPUS, vocab_size=330, special_tokens=["<|endoftext|>"], show_progress=False)
+    trained.save_model(str(tmp_path))
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    ours = build("GPT2BPETokenizer", **files)
+    theirs = tokenizers.ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    theirs.add_special_tokens(["<|endoftext|>"])
+    assert [ours.tokenize(text) for text in TEXTS] == [theirs.encode(text).ids for text in TEXTS]
+    assert ours.eod == trained.token_to_id("<|endoftext|>") and ours.vocab_size == trained.get_vocab_size()
+    assert ours.detokenize(ours.tokenize("the lazy dog")) == "the lazy dog"
+    assert build(None, **files).vocab_size == ours.vocab_size  # Megatron's default type
+    with pytest.raises(ValueError, match="needs --merge-file"):
+        build("GPT2BPETokenizer", vocab_file=files["vocab_file"])
+    with pytest.raises(ValueError, match="--vocab-file .*absent: no such file"):
+        build("GPT2BPETokenizer", vocab_file=str(tmp_path / "absent"), merge_file=files["merge_file"])
+    (tmp_path / "vocab.json").write_text("nonsense")
+    with pytest.raises(ValueError, match="cannot be read"):
+        build("GPT2BPETokenizer", **files)
+
+
+def test_null_tokenizer():
+    ours = build("NullTokenizer", vocab_size=511)
+    assert (ours.vocab_size, ours.eod, ours.pad) == (511, 510, -1)
+    assert ours.tokenize("3 1 2") == [3, 1, 2] and ours.detokenize([3, 1]) == "3 1"
+    assert build("NullTokenizer", vocab_size=511, null_tokenizer_eod_id=7).eod == 7
+    with pytest.raises(ValueError, match="ids separated by single blanks"):
+        ours.tokenize("a b")
+    with pytest.raises(ValueError, match="needs --vocab-size"):
+        build("NullTokenizer")
+    with pytest.raises(ValueError, match="--null-tokenizer-eod-id 511 lies outside --vocab-size 511"):
+        build("NullTokenizer", vocab_size=511, null_tokenizer_eod_id=511)
+
+
+@pytest.mark.parametrize(
+    ("kind", "product"),
+    [("BertWordPieceCase", "BERT"), ("MultimodalTokenizer", "multimodal"), ("SFTTokenizer", "supervised fine-tuning")],
+)
+def test_other_products_are_named(kind, product):
+    with pytest.raises(ValueError, match=f"--tokenizer-type {kind} belongs to {product}"):
+        build(kind)
+
+
+def test_description_of_the_tokenizer(shared, monkeypatch):
+    monkeypatch.chdir(shared)
+    recorded = json.loads(next((shared / "golden/dataset/train_cache").glob("*description.txt")).read_text())
+    ours = build("HuggingFaceTokenizer", "golden/dataset/tokenizer").unique_identifiers
+    assert json.dumps(ours) == json.dumps(recorded["tokenizer"])
+
+
+def test_metadata_names_another_library(tmp_path, sentencepiece_model):
+    (tmp_path / "meta.json").write_text('{"library": "sentencepiece"}')
+    ours = build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / "meta.json"))
+    assert ours.vocab_size == 120
+    (tmp_path / "meta.json").write_text('{"library": "multimodal"}')
+    with pytest.raises(ValueError, match="library multimodal is not for text"):
+        build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / "meta.json"))
+    with pytest.raises(ValueError, match="--tokenizer-metadata .*absent"):
+        build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / "absent"))
