@@ -1,7 +1,7 @@
 """argv -> Arguments: read, take over the recipe, resolve, judge, freeze.
 
 The steps, each in its own file: tokens.py reads flags; recipe.py reads a preset under them; rules/ derives values and finds
-contradictions; standing.py refuses what this version does not do and says what has no effect; container.py freezes. Every
+contradictions; verdict.py refuses what this version does not do and says what has no effect; container.py freezes. Every
 step adds to one list of violations, and the user sees all of them at once. Nothing here looks at the machine except at the
 environment variables a recipe names.
 """
@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from arguments import rules, standing
+from arguments import rules, verdict
 from arguments.container import OPTIONS, Arguments, freeze
 from arguments.settings import ArgumentError, Settings, Violation
 from arguments.tokens import read
@@ -60,8 +60,8 @@ def understand(
     rules.resolve(settings, world_size)
     names = {spelling for dest in unread for spelling in OPTIONS[dest].spellings}
     violations += [v for v in rules.check(settings, world_size) if not names.intersection(v.flags)]
-    violations += standing.check(settings)
-    standing.announce(settings)
+    violations += verdict.check(settings)
+    verdict.announce(settings)
     return settings, violations
 
 

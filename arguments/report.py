@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from arguments.container import OPTIONS, SECTIONS, Arguments, freeze
 from arguments.parse import understand
 from arguments.settings import Settings, Violation
-
-_COUNTABLE = ("later", "product", "machine")
-"""Kinds of violations that leave the architecture well defined."""
+from arguments.verdict import countable
 
 
 def run_validate_only(argv: list[str], count_params: Callable[[Arguments], Mapping[str, int | None]]) -> int:
@@ -28,7 +26,7 @@ def run_validate_only(argv: list[str], count_params: Callable[[Arguments], Mappi
     settings, found = understand(argv, world_size)
     violations += found
     params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
-    if all(violation.kind in _COUNTABLE for violation in violations):
+    if countable(settings, violations):
         params |= count_params(freeze(settings, world_size))
     print("\n".join(table(settings)))
     print("\n".join(summary(settings, violations, params, world_size)))

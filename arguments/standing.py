@@ -12,13 +12,12 @@ products.py (flags of other products).
 * OTHER: will not come; the text says what to use instead.
 * OLD: old spellings that are still fields, because rules judge them; the text says what they became.
 * NEEDS: flags that act, but only together with another one.
+
+The tables are read by verdict.py.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-
-from arguments.settings import Settings, Violation
 
 PARALLEL = "parallel dimensions"
 MEMORY = "memory, precision and kernels"
@@ -378,6 +377,7 @@ VALUES = MappingProxyType(
 """(destination, old value) -> the value it became."""
 
 NEEDS = (
+    (("validate_only",), "report world_size"),
     (("mtp_num_layers",), "mtp_loss_scaling_factor"),
     (("moe_router_enable_expert_bias",), "moe_router_bias_update_rate"),
     (("group_query_attention",), "num_query_groups"),
@@ -401,6 +401,15 @@ NEEDS = (
 )
 """(any of these must be on, for these to have an effect)."""
 
+ARCHITECTURE = (
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "moe_latent_size",
+    "mtp_hsm",
+    "softmax_type",
+)
+"""What comes later and changes the number of parameters."""
+
 PARENT = MappingProxyType({child: parent for parent, children in PART_OF.items() for child in children.split()})
 
 
@@ -418,66 +427,3 @@ def standing_of(dest: str) -> tuple[str, str]:
     if dest in OTHER and dest not in OTHER_VALUES:
         return "refused", OTHER[dest]
     return "acts", ""
-
-
-def check(s: Settings) -> list[Violation]:
-    """Violations by standing: what comes later, what will not come. Call it on resolved settings."""
-    return [*_later(s), *_other(s), *_missing_backend(s)]
-
-
-def _later(s: Settings) -> Iterator[Violation]:
-    for dest, entry in LATER.items():
-        value = s.values[dest]
-        if not entry.refuses(value, s.default(dest)):
-            continue
-        given = [name for name in (dest, *entry.also) if s.given(name)]
-        if not given and (s.source[dest] == "default" or dest == "expert_tensor_parallel_size"):
-            continue  # (the expert tensor-parallel size follows from the tensor-parallel one, which is refused itself)
-        shown = [s.shown(name) for name in given] or [s.shown(dest)]
-        text = f"{' and '.join(shown)}: this version does not have {entry.what} yet (feature: {entry.feature})"
-        yield Violation(tuple(s.flag(name) for name in given) or (s.flag(dest),), text, "later")
-
-
-def _other(s: Settings) -> Iterator[Violation]:
-    for dest, text in OTHER.items():
-        refused = OTHER_VALUES.get(dest)
-        value = s.values[dest]
-        if value in refused if refused else value != s.default(dest):
-            yield Violation((s.flag(dest),), f"{s.shown(dest)}: {text}", "product")
-
-
-def _missing_backend(s: Settings) -> Iterator[Violation]:
-    if s.on_missing_backend == "error" and s.given("transformer_impl") and s.transformer_impl == "transformer_engine":
-        text = f"{s.shown('transformer_impl')}: this version does not have TransformerEngine layers yet (feature: {MEMORY})"
-        flags = (s.flag("transformer_impl"), s.flag("on_missing_backend"))
-        yield Violation(flags, f"{text}, and {s.shown('on_missing_backend')} forbids to fall back", "later")
-
-
-def announce(s: Settings) -> None:
-    """Write one line for every given flag that was renamed or has no effect here into `s.renamed` and `s.idle`."""
-    refused = {dest for dest, entry in LATER.items() if entry.refuses(s.values[dest], s.default(dest))}
-    for dest in s.given_dests():
-        if dest in OLD:
-            s.say_renamed(s.flag(dest), OLD[dest])
-        elif dest in IDLE and dest not in refused:
-            s.say_idle(s.shown(dest), IDLE[dest])
-        elif dest in PARENT and PARENT[dest] not in refused:
-            s.say_idle(s.shown(dest), f"no effect without {_parent_text(s, PARENT[dest])}")
-    for parents, dests in NEEDS:
-        if any(s.values[parent] for parent in parents):
-            continue
-        wanted = " or ".join(s.flag(parent) for parent in parents)
-        for dest in dests.split():
-            if s.given(dest) and s.values[dest] != s.default(dest):
-                s.say_idle(s.shown(dest), f"no effect without {wanted}")
-    if s.transformer_impl == "transformer_engine":
-        s.note(
-            "Layers are the local ones: this version has no TransformerEngine layers; they compute the same functions."
-        )
-
-
-def _parent_text(s: Settings, parent: str) -> str:
-    if parent in ("optimizer", "moe_token_dispatcher_type", "moe_router_load_balancing_type"):
-        return f"{s.flag(parent)} {LATER[parent].values[0]}"
-    value = s.default(parent)
-    return f"{s.flag(parent)} above 1" if isinstance(value, int) and not isinstance(value, bool) else s.flag(parent)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from arguments import ArgumentError, parse_args, products, retired, standing
+from arguments import ArgumentError, parse_args, products, retired, standing, verdict
 from arguments.container import OPTIONS
 from arguments.settings import Settings
 from arguments.tokens import FIELDS, read
@@ -50,7 +50,7 @@ def test_refused_values_are_choices():
 
 def test_defaults_ask_for_nothing():
     settings = Settings(OPTIONS)
-    assert standing.check(settings) == []
+    assert verdict.check(settings) == []
 
 
 @pytest.mark.parametrize("dest", [dest for dest, entry in standing.LATER.items() if entry.values is None])
@@ -59,7 +59,7 @@ def test_what_comes_later_is_refused_by_name(dest):
     settings = Settings(OPTIONS)
     value = True if option.takes == 0 else option.choices[-1] if option.choices else [2] if option.is_list else 2
     settings.set_given(dest, value, "command line", option.spellings[0])
-    found = standing.check(settings)
+    found = verdict.check(settings)
     assert [violation.kind for violation in found] == ["later"]
     assert option.spellings[0] in found[0].message and standing.LATER[dest].feature in found[0].message
 

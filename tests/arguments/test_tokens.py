@@ -1,7 +1,7 @@
 """Every mistake of a command line is found at once, and named."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arguments import ArgumentError, parse_args
@@ -102,6 +102,7 @@ def test_unknown_ranks_are_said():
         parse_args([*TOY, "--global-batch-size", "7"], world_size=1)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from([*FIELDS, "1", "-1", "x", "1e-3", "fp32", "--nope", "--fp8", "--lr=", "a b", "-", ""]),
@@ -110,12 +111,12 @@ def test_unknown_ranks_are_said():
 )
 def test_any_tokens_are_read_without_a_crash(tokens):
     reading = read(tokens)
-    settings = Settings(OPTIONS)
-    reading.apply(settings, "command line")
+    reading.apply(Settings(OPTIONS), "command line")
     for violation in reading.violations:
         assert violation.message and violation.kind in ("unknown", "value", "product", "later")
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_negative_numbers_are_values(number):
     assert is_value(repr(number))

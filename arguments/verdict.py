@@ -1,0 +1,75 @@
+"""What the standings mean for one command line: refusals, and one line for every flag that was renamed or has no effect."""
+
+from collections.abc import Iterator
+
+from arguments import standing
+from arguments.settings import Settings, Violation
+
+
+def check(s: Settings) -> list[Violation]:
+    """Violations by standing: what comes later, what will not come. Call it on resolved settings."""
+    return [*_later(s), *_other(s), *_missing_backend(s)]
+
+
+def _later(s: Settings) -> Iterator[Violation]:
+    for dest, entry in standing.LATER.items():
+        value = s.values[dest]
+        if not entry.refuses(value, s.default(dest)):
+            continue
+        given = [name for name in (dest, *entry.also) if s.given(name)]
+        if not given and (s.source[dest] == "default" or dest == "expert_tensor_parallel_size"):
+            continue  # (the expert tensor-parallel size follows from the tensor-parallel one, which is refused itself)
+        shown = [s.shown(name) for name in given] or [s.shown(dest)]
+        text = f"{' and '.join(shown)}: this version does not have {entry.what} yet (feature: {entry.feature})"
+        yield Violation(tuple(s.flag(name) for name in given) or (s.flag(dest),), text, "later")
+
+
+def _other(s: Settings) -> Iterator[Violation]:
+    for dest, text in standing.OTHER.items():
+        refused = standing.OTHER_VALUES.get(dest)
+        value = s.values[dest]
+        if value in refused if refused else value != s.default(dest):
+            yield Violation((s.flag(dest),), f"{s.shown(dest)}: {text}", "product")
+
+
+def _missing_backend(s: Settings) -> Iterator[Violation]:
+    if s.on_missing_backend == "error" and s.given("transformer_impl") and s.transformer_impl == "transformer_engine":
+        what = f"this version does not have TransformerEngine layers yet (feature: {standing.MEMORY})"
+        flags = (s.flag("transformer_impl"), s.flag("on_missing_backend"))
+        text = f"{s.shown('transformer_impl')}: {what}, and {s.shown('on_missing_backend')} forbids to fall back"
+        yield Violation(flags, text, "later")
+
+
+def announce(s: Settings) -> None:
+    """Write one line for every given flag that was renamed or has no effect here into `s.renamed` and `s.idle`."""
+    refused = {dest for dest, entry in standing.LATER.items() if entry.refuses(s.values[dest], s.default(dest))}
+    for dest in s.given_dests():
+        if dest in standing.OLD:
+            s.say_renamed(s.flag(dest), standing.OLD[dest])
+        elif dest in standing.IDLE and dest not in refused:
+            s.say_idle(s.shown(dest), standing.IDLE[dest])
+        elif dest in standing.PARENT and standing.PARENT[dest] not in refused:
+            s.say_idle(s.shown(dest), f"no effect without {_parent_text(s, standing.PARENT[dest])}")
+    for parents, dests in standing.NEEDS:
+        if any(s.values[parent] for parent in parents):
+            continue
+        wanted = " or ".join(s.flag(parent) for parent in parents)
+        for dest in dests.split():
+            if s.given(dest) and s.values[dest] != s.default(dest):
+                s.say_idle(s.shown(dest), f"no effect without {wanted}")
+    if s.transformer_impl == "transformer_engine":
+        s.note("Layers are the local ones, which compute the same functions: this version has no TransformerEngine layers.")
+
+
+def _parent_text(s: Settings, parent: str) -> str:
+    if parent in ("optimizer", "moe_token_dispatcher_type", "moe_router_load_balancing_type"):
+        return f"{s.flag(parent)} {standing.LATER[parent].values[0]}"
+    value = s.default(parent)
+    return f"{s.flag(parent)} above 1" if isinstance(value, int) and not isinstance(value, bool) else s.flag(parent)
+
+
+def countable(s: Settings, violations: list[Violation]) -> bool:
+    """Is the model well defined, so that its parameters can be counted although the line is refused?"""
+    if any(violation.kind not in ("later", "product", "machine", "note") for violation in violations):
+        return False
+    return all(s.values[dest] == s.default(dest) for dest in standing.ARCHITECTURE)
