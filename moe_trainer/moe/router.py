@@ -117,20 +117,22 @@ def score_topk(
     return probs_TE, routing_TE
 
 
-def sinkhorn(cost_TE: Tensor, tolerance: float = 1e-4) -> Tensor:
+def sinkhorn(cost_TE: Tensor, tolerance: float = 1e-4, max_rounds: int = 1000) -> Tensor:
     """Scale exp(cost) so that all tokens weigh the same and all experts get the same total.
 
-    Source: Sinkhorn's iteration, stopped when the column factors move by less than `tolerance` on average.
+    Source: Sinkhorn's iteration, stopped when the column factors move by less than `tolerance` on average. The tolerance is
+    absolute, so factors too large for it in fp32 would never stop: hence the bound.
     """
     cost_TE = torch.exp(cost_TE)
     rows_T = torch.ones(cost_TE.shape[0], device=cost_TE.device, dtype=cost_TE.dtype)
     cols_E = torch.ones(cost_TE.shape[1], device=cost_TE.device, dtype=cost_TE.dtype)
-    eps, change = 1e-8, math.inf
-    while change > tolerance:
+    eps = 1e-8
+    for _ in range(max_rounds):
         previous_E = cols_E
         rows_T = (1.0 / rows_T.numel()) / ((cols_E * cost_TE).sum(1) + eps)
         cols_E = (1.0 / cols_E.numel()) / ((rows_T.unsqueeze(1) * cost_TE).sum(0) + eps)
-        change = (previous_E - cols_E).abs().mean().item()
+        if (previous_E - cols_E).abs().mean().item() <= tolerance:
+            break
     return cols_E * cost_TE * rows_T.unsqueeze(1)
 
 
@@ -218,7 +220,7 @@ class TopKRouter(nn.Module):
         counts("dropped", shape=())
         self.fixed_bias = None
         if self.moe.moe_router_force_biased is not None:
-            self.bias_stream = torch.Generator().manual_seed(self.layer_number)
+            self.bias_stream = torch.Generator(device="cpu").manual_seed(self.layer_number)
             if self.moe.moe_router_force_biased < 0:
                 self.fixed_bias = self._draw_bias()
 

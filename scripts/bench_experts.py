@@ -1,0 +1,101 @@
+"""Measure the experts' forward and backward: a loop of products against one grouped product.
+
+    python scripts/bench_experts.py [--threads 1 2] [--write]
+
+Prints milliseconds (lower quartile) and the share of this machine's GEMM rate for a few shapes; --write also records the table in
+scripts/bench_results/experts.md. The rule in moe_trainer/ops/grouped_gemm.py (prefer_grouped) rests on it.
+"""
+
+import argparse
+import datetime
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from moe_trainer.ops import expert_mlp as module
+from moe_trainer.ops.pointwise import Activation
+
+# tokens, hidden, expert ffn width, experts, top-k
+SHAPES = (
+    (1024, 256, 512, 8, 2),
+    (1024, 256, 512, 32, 4),
+    (2048, 512, 1024, 8, 2),
+    (2048, 512, 256, 64, 8),
+    (512, 512, 256, 64, 8),
+)
+
+
+def lower_quartile(fn, rounds: int) -> float:
+    for _ in range(2):
+        fn()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        fn()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[rounds // 4]
+
+
+def gemm_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a large square product."""
+    n = 1536
+    a, b = torch.randn(n, n, dtype=dtype), torch.randn(n, n, dtype=dtype)
+    return 2 * n**3 / lower_quartile(lambda: a @ b.t(), 12)
+
+
+def measure(shape, dtype: torch.dtype, grouped: bool, rounds: int) -> float:
+    """Seconds of one forward and backward."""
+    tokens, hidden, ffn, num_experts, topk = shape
+    chosen = torch.rand(tokens, num_experts).topk(topk)[1]
+    counts = tuple(torch.bincount(chosen.flatten(), minlength=num_experts).tolist())
+    x = torch.randn(tokens * topk, hidden).to(dtype).requires_grad_()
+    p = torch.rand(tokens * topk).requires_grad_()
+    w1 = (torch.randn(num_experts, 2 * ffn, hidden) * 0.02).to(dtype).requires_grad_()
+    w2 = (torch.randn(num_experts, hidden, ffn) * 0.02).to(dtype).requires_grad_()
+    grad = torch.randn(tokens * topk, hidden).to(dtype)
+    block = module._choose_block(Activation("silu", gated=True))
+
+    def step():
+        y = module._ExpertMLP.apply(x, p, w1, None, w2, None, counts, block, grouped)
+        torch.autograd.grad(y, (x, p, w1, w2), grad)
+
+    return lower_quartile(step, rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    lines = ["| threads | dtype | tokens x hidden, ffn, experts/top-k | rows per expert | loop ms (share) | grouped ms (share) |", "|---|---|---|---|---|---|"]
+    for threads in given.threads:
+        torch.set_num_threads(threads)
+        for dtype in (torch.float32, torch.bfloat16):
+            rate = gemm_rate(dtype)
+            for shape in SHAPES:
+                tokens, hidden, ffn, num_experts, topk = shape
+                flops = 3 * 2 * tokens * topk * hidden * ffn * 3
+                cells = []
+                for grouped in (False, True):
+                    seconds = measure(shape, dtype, grouped, given.rounds)
+                    cells.append(f"{seconds * 1e3:.1f} ({flops / seconds / rate:.0%})")
+                lines.append(
+                    f"| {threads} | {str(dtype)[6:]} | {tokens} x {hidden}, {ffn}, {num_experts}/{topk} "
+                    f"| {tokens * topk // num_experts} | {cells[0]} | {cells[1]} |"
+                )
+                print(lines[-1], flush=True)
+    if given.write:
+        head = f"# Experts, forward and backward\n\n{datetime.date.today()}, {platform.processor() or platform.machine()}, torch {torch.__version__}.\n\n"
+        path = ROOT / "scripts" / "bench_results" / "experts.md"
+        path.write_text(head + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

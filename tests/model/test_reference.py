@@ -1,0 +1,49 @@
+"""The whole model against the plain transformer of tests/reference.py, in fp64: loss, balance and every gradient."""
+
+import pytest
+import torch
+from reference import transformer
+
+import arguments
+from moe_trainer.model.build import build_chunks
+from moe_trainer.moe.balancing import start_iteration
+from moe_trainer.parallel.state import ParallelState
+
+COMMON = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 12 "
+    "--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear --init-method-std 0.3 "
+    "--untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 --seq-length 10 --max-position-embeddings 10 "
+    "--micro-batch-size 2 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 31 --train-iters 1 --lr 1e-3 --transformer-impl local"
+).split()
+KINDS = {
+    "aux loss": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1",
+    "several losses, z-loss, drops": "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2 "
+    "--moe-z-loss-coeff 0.01 --moe-expert-capacity-factor 1.0",
+    "sigmoid, shared expert": "--moe-router-score-function sigmoid --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 8",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_equals_plain_transformer(kind):
+    args = arguments.parse_args(COMMON + KINDS[kind].split(), world_size=1)
+    model, = build_chunks(args, ParallelState.single(), 32)
+    model = model.double()
+    params = {}
+    for param in model.parameters():
+        for name, piece in zip(param.info.names, param.detach().unbind(0) if param.info.stacked else (param.detach(),)):
+            params[name] = piece.clone().requires_grad_()
+    start_iteration([model])
+    earlier = {}
+    for _ in range(2):
+        tokens, labels = torch.randint(0, 32, (2, 2, 10))
+        positions = torch.arange(10).expand(2, -1)
+        loss = model(tokens, positions, labels, torch.ones(2, 10), grad_scale=0.5)
+        (0.5 * loss.mean()).backward()
+        expected, balance = transformer(tokens, labels, params, args, earlier)
+        (0.5 * (expected.mean() + balance.total)).backward()
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)  # the loss is fp32
+    for param in model.parameters():
+        for name, grad in zip(param.info.names, param.grad.unbind(0) if param.info.stacked else (param.grad,)):
+            want = params[name].grad
+            assert (grad - want).norm() <= 1e-6 * want.norm() + 1e-12, name

@@ -1,0 +1,61 @@
+"""Small MoE layers for tests: sections from keyword arguments, layers in fp64 with weights large enough to matter."""
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import torch
+
+from arguments.model import ModelArgs
+from arguments.moe import MoEArgs
+from arguments.training import TrainingArgs
+from moe_trainer.layers.kit import LOCAL
+from moe_trainer.moe.layer import MoELayer
+from moe_trainer.parallel.state import ParallelState
+
+HIDDEN, FFN, EXPERTS = 16, 24, 8
+
+
+def sections(**changes) -> SimpleNamespace:
+    """model, moe and training sections of a small layer; every change goes to the section that has the field."""
+    made = SimpleNamespace(
+        model=ModelArgs(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=FFN, swiglu=True, add_bias_linear=False),
+        moe=MoEArgs(num_experts=EXPERTS),
+        training=TrainingArgs(),
+    )
+    for name, value in changes.items():
+        section = next(key for key, owner in vars(made).items() if name in {f.name for f in fields(owner)})
+        setattr(made, section, replace(getattr(made, section), **{name: value}))
+    return made
+
+
+def build_layer(args, ps=None, dtype=torch.float64, layer_number=1, seed=0) -> MoELayer:
+    """A layer with random weights and, if it has one, a random expert bias."""
+    layer = MoELayer(args, ps or ParallelState.single(), f"decoder.layers.{layer_number - 1}.mlp", layer_number, LOCAL)
+    layer = layer.to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.5)
+        if layer.router.expert_bias is not None:
+            layer.router.expert_bias.copy_(torch.randn(args.moe.num_experts, generator=generator) * 0.2)
+    return layer
+
+
+def by_name(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the parameters under their global names, with gradients on."""
+    named = {}
+    for param in layer.parameters():
+        pieces = param.detach().unbind(0) if param.info.stacked else (param.detach(),)
+        for name, piece in zip(param.info.names, pieces):
+            named[name] = piece.clone().requires_grad_()
+    return named
+
+
+class Chunk:
+    """The part of a model chunk that balancing.py reads."""
+
+    def __init__(self, *layers: MoELayer):
+        self.layers = layers
+
+    def moe_layers(self) -> list[MoELayer]:
+        return list(self.layers)

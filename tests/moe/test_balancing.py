@@ -1,0 +1,159 @@
+"""Expert bias and balancing losses across iterations and data-parallel ranks."""
+
+import torch
+from harness import run_ranks
+from moe.layers import Chunk, build_layer, sections
+from reference import Balance, add_balance
+
+from moe_trainer.moe.balancing import collect_moe_metrics, logged_losses, start_iteration, update_expert_bias
+from moe_trainer.parallel.state import ParallelState
+
+SIGMOID_BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01}
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3}
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_bias_moves_towards_balance_and_counts_start_again():
+    layer = build_layer(sections(**SIGMOID_BIAS))
+    before = layer.router.expert_bias.clone()
+    counts = torch.zeros(8)
+    for seed in range(3):
+        counts += layer.router(tokens(seed), 1.0)[1].sum(0)
+    update_expert_bias([Chunk(layer)], ParallelState.single())
+    moved = layer.router.expert_bias - before
+    torch.testing.assert_close(moved, 0.01 * torch.sign(counts.mean() - counts))
+    assert layer.router.local_tokens_per_expert.eq(0).all()
+
+
+def test_bias_evens_out_the_load():
+    layer = build_layer(sections(**dict(SIGMOID_BIAS, moe_router_bias_update_rate=0.02)))
+    x = torch.randn(64, 4, 16, dtype=torch.float64) + 0.5
+    loads = []
+    for _ in range(100):
+        loads.append(layer.router(x, 1.0)[1].sum(0).double())
+        update_expert_bias([Chunk(layer)], ParallelState.single())
+    assert loads[-1].std() < 0.2 * loads[0].std()
+
+
+def test_layers_without_bias_are_left_alone():
+    layer = build_layer(sections())
+    update_expert_bias([Chunk(layer)], ParallelState.single())
+    assert layer.router.expert_bias is None
+
+
+def bias_of_rank(rank, world_size):
+    ps = ParallelState.create(world_size, rank)
+    layers = [build_layer(sections(**SIGMOID_BIAS), ps, layer_number=n, seed=n) for n in (1, 2)]
+    for layer in layers:
+        for seed in (rank, rank + world_size):
+            layer.router(tokens(seed), 1.0)
+    update_expert_bias([Chunk(*layers)], ps)
+    return [layer.router.expert_bias for layer in layers]
+
+
+def test_bias_counts_all_ranks():
+    ranks = run_ranks(bias_of_rank, 2)
+    layers = [build_layer(sections(**SIGMOID_BIAS), layer_number=n, seed=n) for n in (1, 2)]
+    for layer in layers:
+        for seed in range(4):
+            layer.router(tokens(seed), 1.0)
+    update_expert_bias([Chunk(*layers)], ParallelState.single())
+    for biases in ranks:
+        for ours, expected in zip(biases, layers):
+            assert torch.equal(ours, expected.router.expert_bias)
+
+
+def global_loss_of_rank(rank, world_size):
+    ps = ParallelState.create(world_size, rank)
+    args = sections(**GLOBAL, moe_z_loss_coeff=0.1, moe_expert_capacity_factor=0.5)
+    layer = build_layer(args, ps)
+    start_iteration([Chunk(layer)])
+    for microbatch in range(2):
+        probs, _ = layer.router(tokens(world_size * microbatch + rank), 0.5)
+        (probs * 0).sum().backward()
+    return layer.router.weight.grad, collect_moe_metrics([Chunk(layer)], ps, 2)
+
+
+def test_global_loss_over_ranks_by_definition():
+    """Counts: running mean over microbatches of the sums over ranks; tokens: of all ranks; each rank sums its own scores."""
+    ranks = run_ranks(global_loss_of_rank, 2)
+    args = sections(**GLOBAL, moe_z_loss_coeff=0.1, moe_expert_capacity_factor=0.5)
+    weight = build_layer(args).router.weight.detach()
+    grads = [torch.zeros_like(weight), torch.zeros_like(weight)]
+    logged = {"global": 0.0, "z": 0.0}
+    counts = []
+    for microbatch in range(2):
+        logits, chosen = [], []
+        for rank in range(2):
+            own = weight.clone().requires_grad_()
+            logits.append((own, tokens(2 * microbatch + rank).flatten(0, 1) @ own.t()))
+            top = logits[-1][1].topk(2)[1]
+            chosen.append(torch.zeros(12, 8, dtype=torch.float64).scatter(1, top, 1.0))
+        counts.append(sum(c.sum(0) for c in chosen))
+        mean_E = sum(counts) / len(counts)
+        for rank, (own, logits_TE) in enumerate(logits):
+            loss = 8 / (2 * 24**2) * (logits_TE.softmax(-1).sum(0) * mean_E).sum()
+            z = logits_TE.logsumexp(-1).square().mean()
+            (0.5 * (0.3 * loss + 0.1 * z)).backward()
+            grads[rank] += own.grad
+            logged["global"] += loss.item() / 2  # summed over ranks, mean over microbatches
+            logged["z"] += z.item() / 4  # mean over ranks and microbatches
+    for (grad, metrics), expected in zip(ranks, grads):
+        torch.testing.assert_close(grad, expected, atol=1e-12, rtol=1e-9)
+        assert abs(metrics.losses["global_load_balancing_loss"] - logged["global"]) < 1e-6 * logged["global"]
+        assert abs(metrics.losses["z_loss"] - logged["z"]) < 1e-6 * logged["z"]
+    assert ranks[0][1] == ranks[1][1]
+    assert ranks[0][1].dropped_tokens > 0
+
+
+def aux_loss_of_rank(rank, world_size):
+    ps = ParallelState.create(world_size, rank)
+    kinds = ["aux_loss", "seq_aux_loss"]
+    layer = build_layer(sections(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=[0.1, 0.1]), ps)
+    layer.router(tokens(rank), 1.0)
+    return collect_moe_metrics([Chunk(layer)], ps, 1).losses
+
+
+def test_other_losses_are_the_mean_over_ranks():
+    ranks = run_ranks(aux_loss_of_rank, 2)
+    assert ranks[0] == ranks[1]
+    kinds = ["aux_loss", "seq_aux_loss"]
+    args = sections(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=[0.1, 0.1])
+    weight = build_layer(args).router.weight.detach()
+    balances = []
+    for rank in range(2):
+        balances.append(Balance())
+        add_balance(tokens(rank).flatten(0, 1) @ weight.t(), (6, 2), args.moe, "x", balances[-1], [])
+    for name in ("load_balancing_loss", "seq_load_balancing_loss"):
+        expected = (balances[0].values["x", name] + balances[1].values["x", name]) / 2
+        assert abs(ranks[0][name] - expected) < 1e-6 * expected
+
+
+def test_new_iteration_forgets_the_counts():
+    layer = build_layer(sections(**GLOBAL))
+    values = []
+    for _ in range(2):
+        start_iteration([Chunk(layer)])
+        layer.router(tokens(0), 1.0)
+        layer.router(tokens(1), 1.0)
+        values.append(collect_moe_metrics([Chunk(layer)], ParallelState.single(), 2).losses)
+    assert values[0] == values[1]
+
+
+def test_logged_names():
+    assert logged_losses(sections().moe) == ("load_balancing_loss",)
+    assert logged_losses(sections(moe_router_load_balancing_type="none").moe) == ()
+    assert logged_losses(sections(moe_router_load_balancing_type="seq_aux_loss", moe_z_loss_coeff=0.1).moe) == (
+        "load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+    assert logged_losses(sections(moe_router_load_balancing_type=["global_aux_loss"], moe_aux_loss_coeff=[0.1]).moe) == (
+        "global_load_balancing_loss",)
+
+
+def test_counts_stay_exact_in_a_half_precision_model():
+    layer = build_layer(sections(**SIGMOID_BIAS), dtype=torch.bfloat16)
+    for _ in range(5):
+        layer.router(torch.ones(100, 2, 16, dtype=torch.bfloat16), 1.0)
+    assert layer.router.local_tokens_per_expert.max() == 1000

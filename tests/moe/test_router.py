@@ -1,0 +1,200 @@
+"""Single decisions of the router: hand-computed drops, sinkhorn, forced routing, jitter, dtypes, refusals."""
+
+import pytest
+import torch
+from moe.layers import EXPERTS, build_layer, sections
+
+from moe_trainer.moe.balancing import loss_coefficients
+from moe_trainer.moe.router import drop_beyond_capacity, expert_capacity, score_topk, sinkhorn, sinkhorn_topk
+
+# token x expert; two experts per token
+PROBS = torch.tensor([
+    [0.6, 0.4, 0.0],
+    [0.7, 0.0, 0.3],
+    [0.9, 0.0, 0.1],
+    [0.2, 0.8, 0.0],
+])
+ROUTING = PROBS > 0
+
+
+def test_capacity_is_rounded_up():
+    assert expert_capacity(128, 2, 8, 1.0) == 32
+    assert expert_capacity(100, 2, 8, 1.0) == 25
+    assert expert_capacity(100, 2, 8, 1.01) == 26
+    assert expert_capacity(100, 2, 8, 50.0) == 100  # never more than every token
+    assert expert_capacity(100, 2, 8, 0.0) == 0
+
+
+def test_largest_probabilities_stay():
+    probs, kept = drop_beyond_capacity(PROBS, ROUTING, 2, "probs", pad=False)
+    assert kept.tolist() == [[False, True, False], [True, False, True], [True, False, True], [False, True, False]]
+    assert torch.equal(probs, PROBS * kept)  # not renormalised
+
+
+def test_first_tokens_stay():
+    _, kept = drop_beyond_capacity(PROBS, ROUTING, 2, "position", pad=False)
+    assert kept.tolist() == [[True, True, False], [True, False, True], [False, False, True], [False, True, False]]
+
+
+def test_equal_probabilities_drop_the_later_token():
+    probs = torch.full((4, 1), 0.5)
+    _, kept = drop_beyond_capacity(probs, probs > 0, 2, "probs", pad=False)
+    assert kept.flatten().tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_padding_fills_with_the_first_others_at_zero_probability(policy):
+    probs, kept = drop_beyond_capacity(PROBS, ROUTING, 3, policy, pad=True)
+    assert kept.sum(0).tolist() == [3, 3, 3]
+    assert kept[:, 1].tolist() == [True, True, False, True]
+    assert probs[1, 1] == 0 and kept[1, 1]
+
+
+def test_sinkhorn_balances_rows_and_columns():
+    plan = sinkhorn(torch.randn(64, 8, dtype=torch.float64))
+    torch.testing.assert_close(plan.sum(1), torch.full((64,), 1 / 64, dtype=torch.float64), rtol=1e-2, atol=0)
+    torch.testing.assert_close(plan.sum(0), torch.full((8,), 1 / 8, dtype=torch.float64), rtol=1e-2, atol=0)
+
+
+def test_sinkhorn_of_two_by_two_in_closed_form():
+    """Scaling [[a, 1], [1, 1]] to equal margins: the diagonal gets sqrt(a) / (2 (1 + sqrt(a)))."""
+    plan = sinkhorn(torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64), tolerance=1e-12)
+    root = torch.exp(torch.tensor(1.0, dtype=torch.float64))
+    assert plan[0, 0].item() == pytest.approx((root / (2 * (1 + root))).item(), rel=1e-6)
+    assert plan[0, 1].item() == pytest.approx((1 / (2 * (1 + root))).item(), rel=1e-6)
+
+
+def test_sinkhorn_spreads_a_skewed_router_in_training_only():
+    logits = torch.randn(512, 8) + torch.linspace(3, 0, 8)
+    plain = sinkhorn_topk(logits, 1, balance=False)[1].sum(0)
+    balanced = sinkhorn_topk(logits, 1, balance=True)[1].sum(0)
+    assert plain.max() > 200 and balanced.max() < 100
+    assert torch.equal(plain, torch.bincount(logits.argmax(1), minlength=8))
+
+
+def test_sinkhorn_weights():
+    logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    probs, routing = sinkhorn_topk(logits, 1, balance=True)
+    torch.testing.assert_close(probs, torch.sigmoid(logits) * routing)
+    probs, routing = sinkhorn_topk(logits, 3, balance=True)
+    torch.testing.assert_close(probs, logits.softmax(-1) * routing)
+    assert routing.sum(1).eq(3).all()
+    probs.sum().backward()
+    assert logits.grad.abs().sum() > 0
+
+
+def test_sinkhorn_layer_trains():
+    layer = build_layer(sections(moe_router_load_balancing_type="sinkhorn", moe_router_topk=1))
+    layer(torch.randn(8, 2, 16, dtype=torch.float64), 1.0).square().sum().backward()
+    assert layer.router.weight.grad.norm() > 0
+    assert torch.isfinite(layer.router.weight.grad).all()
+
+
+def test_bias_chooses_but_does_not_weigh():
+    logits = torch.zeros(1, 4)
+    bias = torch.tensor([0.0, 0.1, 0.0, 0.2])
+    probs, routing = score_topk(logits, 2, "sigmoid", expert_bias_E=bias)
+    assert routing.tolist() == [[False, True, False, True]]
+    torch.testing.assert_close(probs, torch.tensor([[0.0, 0.5, 0.0, 0.5]]))
+
+
+def test_group_limit_keeps_the_best_expert_of_a_weak_group_out():
+    logits = torch.tensor([[5.0, -5.0, 3.0, 2.9]])  # the best expert sits beside the worst
+    assert score_topk(logits, 2, num_groups=2, group_topk=1)[1].tolist() == [[False, False, True, True]]
+    assert score_topk(logits, 2)[1].tolist() == [[True, False, True, False]]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_router_dtype(dtype):
+    args = sections(moe_router_dtype=dtype, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01)
+    layer = build_layer(args, dtype=torch.bfloat16)
+    wide = {"fp32": torch.float32, "fp64": torch.float64}[dtype]
+    layer.router.recorder = []
+    x = torch.randn(4, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    probs, _ = layer.router(x, 1.0)
+    assert probs.dtype == wide and layer.router.recorder[0]["logits"].dtype == wide
+    expected = x.detach().to(wide).flatten(0, 1) @ layer.router.weight.detach().to(wide).t()
+    assert torch.equal(layer.router.recorder[0]["logits"], expected)
+    (probs**2).sum().backward()
+    reference_x = x.detach().to(wide).requires_grad_()
+    reference_w = layer.router.weight.detach().to(wide).requires_grad_()
+    layer.router.recorder = None
+    wide_layer = build_layer(args, dtype=wide)
+    wide_layer.router.weight = torch.nn.Parameter(reference_w.detach())
+    probs, _ = wide_layer.router(reference_x, 1.0)
+    (probs**2).sum().backward()
+    assert x.grad.dtype == layer.router.weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(x.grad, reference_x.grad.bfloat16())
+    torch.testing.assert_close(layer.router.weight.grad, wide_layer.router.weight.grad.bfloat16())
+
+
+def test_forced_balance_is_random_and_still_differentiable():
+    layer = build_layer(sections(moe_router_force_load_balancing=True, moe_router_topk=2))
+    x = torch.ones(256, 4, 16, dtype=torch.float64)  # equal tokens: the true router would send all to the same experts
+    _, routing = layer.router(x, 1.0)
+    assert routing.sum(0).min() > 1024 * 2 / EXPERTS * 0.8
+    layer(x, 1.0).square().sum().backward()
+    assert layer.router.weight.grad.norm() > 0
+
+
+def test_forced_bias_varies_or_stays():
+    x = torch.zeros(8, 1, 16, dtype=torch.float64)  # logits are zero: what remains is the bias
+
+    def logits(layer):
+        layer.router.recorder = []
+        layer.router(x, 1.0)
+        return layer.router.recorder[0]["logits"][0]
+
+    varying = build_layer(sections(moe_router_force_biased=3.0))
+    assert not torch.equal(logits(varying), logits(varying))
+    fixed = build_layer(sections(moe_router_force_biased=-3.0))
+    assert torch.equal(logits(fixed), logits(fixed))
+    assert torch.equal(logits(fixed), logits(build_layer(sections(moe_router_force_biased=-3.0))))
+    other = build_layer(sections(moe_router_force_biased=-3.0), layer_number=2)
+    assert not torch.equal(logits(fixed), logits(other))
+    assert 0.5 < logits(fixed).std() < 6
+
+
+def test_jitter_stays_in_its_range():
+    layer = build_layer(sections(moe_input_jitter_eps=0.1))
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[0, 0] = 1.0
+    x = torch.ones(100, 4, 16, dtype=torch.float64)
+    layer.router.recorder = []
+    layer.router(x, 1.0)
+    seen = layer.router.recorder[0]["logits"][:, 0]
+    assert 0.9 <= seen.min() < 0.92 and 1.08 < seen.max() <= 1.1
+
+
+def test_gradient_scale_may_be_a_tensor():
+    grads = []
+    for scale in (0.25, torch.tensor(0.25)):
+        layer = build_layer(sections(moe_aux_loss_coeff=1.0))
+        x = torch.linspace(-1, 1, 128, dtype=torch.float64).view(4, 2, 16)
+        probs, _ = layer.router(x, scale)
+        (probs * 0).sum().backward()
+        grads.append(layer.router.weight.grad)
+    assert torch.equal(*grads) and grads[0].norm() > 0
+
+
+def test_per_token_loss_multiplies_by_the_token_count():
+    grads = []
+    for per_token in (False, True):
+        args = sections(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01, calculate_per_token_loss=per_token)
+        layer = build_layer(args)
+        x = torch.linspace(-1, 1, 128, dtype=torch.float64).view(4, 2, 16)
+        probs, _ = layer.router(x, 1.0)
+        (probs * 0).sum().backward()
+        grads.append(layer.router.weight.grad)
+    torch.testing.assert_close(grads[1], grads[0] * 8)
+
+
+@pytest.mark.parametrize("changes, named", [
+    ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": 0.1}, "--moe-aux-loss-coeff"),
+    ({"moe_router_load_balancing_type": "quantile_balancing"}, "quantile_balancing"),
+    ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, "sinkhorn"),
+])
+def test_refusals_name_the_flag(changes, named):
+    with pytest.raises(ValueError, match=named):
+        loss_coefficients(sections(**changes).moe)

@@ -1,0 +1,112 @@
+"""The experts' autograd function: gradcheck, and loop against grouped."""
+
+import pytest
+import torch
+
+from moe_trainer.ops import expert_mlp as module
+from moe_trainer.ops.expert_mlp import expert_mlp
+from moe_trainer.ops.pointwise import Activation
+
+ACTIVATIONS = {
+    "swiglu": Activation("silu", gated=True),
+    "gelu": Activation("gelu"),
+    "tanh gelu": Activation("gelu_tanh"),
+    "squared relu": Activation("squared_relu"),
+    "clamped": Activation("quick_gelu", gated=True, linear_offset=1.0, clamp=0.5),
+}
+COUNTS = (3, 0, 1, 4)
+HIDDEN, FFN = 8, 16
+
+
+def labelled(name):
+    return lambda message: f"{name}: {message}"
+
+
+def inputs(activation: Activation, dtype=torch.float64, counts=COUNTS, biases=True, probs=True):
+    width = FFN * activation.in_per_out
+
+    def tensor(*shape):
+        return (torch.randn(*shape, dtype=torch.float64) * 0.5).to(dtype).requires_grad_()
+
+    return {
+        "x_RH": tensor(sum(counts), HIDDEN),
+        "probs_R": torch.rand(sum(counts), dtype=torch.float64).to(dtype).requires_grad_() if probs else None,
+        "w1_eGH": tensor(len(counts), width, HIDDEN),
+        "w2_eHF": tensor(len(counts), HIDDEN, FFN),
+        "b1_eG": tensor(len(counts), width) if biases else None,
+        "b2_eH": tensor(len(counts), HIDDEN) if biases else None,
+    }
+
+
+def run(values: dict, activation: Activation, counts=COUNTS, grouped=False):
+    return expert_mlp(**values, counts=counts, activation=activation, allow_grouped=grouped)
+
+
+@pytest.mark.parametrize("probs", [False, True])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gradcheck(kind, biases, probs):
+    activation = ACTIVATIONS[kind]
+    values = inputs(activation, biases=biases, probs=probs)
+    names = [name for name, value in values.items() if value is not None]
+
+    def call(*tensors):
+        return run({**values, **dict(zip(names, tensors))}, activation)
+
+    assert torch.autograd.gradcheck(call, tuple(values[name] for name in names), fast_mode=True)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("counts", [COUNTS, (0, 0, 5, 0), (1, 1, 1, 1), (300, 0, 40, 2)])
+def test_grouped_equals_loop(kind, biases, counts, monkeypatch):
+    activation = ACTIVATIONS[kind]
+    monkeypatch.setattr(module, "prefer_grouped", lambda *_: True)
+    values = inputs(activation, torch.float32, counts, biases)
+    names = [name for name, value in values.items() if value is not None]
+    grad = torch.randn(sum(counts), HIDDEN)
+    results = []
+    for grouped in (False, True):
+        y = run(values, activation, counts, grouped)
+        assert y.grad_fn.grouped == grouped
+        results.append([y, *torch.autograd.grad(y, [values[name] for name in names], grad)])
+    for name, loop, one_call in zip(["y", *names], *results):
+        torch.testing.assert_close(one_call, loop, atol=1e-4, rtol=1e-4, msg=labelled(name))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_half_precision_is_close(grouped):
+    activation = ACTIVATIONS["swiglu"]
+    values = inputs(activation, torch.bfloat16, (30, 0, 10, 24))
+    values["probs_R"] = values["probs_R"].detach().float().requires_grad_()
+    exact = {name: value.detach().double().requires_grad_() for name, value in values.items()}
+    y = run(values, activation, (30, 0, 10, 24), grouped)
+    expected = run(exact, activation, (30, 0, 10, 24))
+    y.float().square().sum().backward()
+    expected.square().sum().backward()
+    assert y.dtype == torch.bfloat16 and values["probs_R"].grad.dtype == torch.float32
+    assert (y - expected).norm() < 0.01 * expected.norm()
+    for name, value in values.items():
+        assert (value.grad - exact[name].grad).norm() < 0.02 * exact[name].grad.norm(), name
+
+
+def test_frozen_weights_get_no_gradient():
+    activation = ACTIVATIONS["swiglu"]
+    values = inputs(activation, biases=False)
+    values["w1_eGH"] = values["w1_eGH"].detach()
+    values["w2_eHF"] = values["w2_eHF"].detach()
+    run(values, activation).sum().backward()
+    assert values["x_RH"].grad.norm() > 0
+
+
+def test_no_rows():
+    activation = ACTIVATIONS["swiglu"]
+    values = inputs(activation, torch.float32, (0, 0))
+    run(values, activation, (0, 0), True).sum().backward()
+    assert values["w1_eGH"].grad.eq(0).all() and values["b2_eH"].grad.eq(0).all()
+
+
+def test_counts_must_add_up():
+    activation = ACTIVATIONS["swiglu"]
+    with pytest.raises(ValueError, match="add up to 7, but there are 8 rows"):
+        run(inputs(activation), activation, (3, 0, 1, 3))

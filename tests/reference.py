@@ -1,0 +1,228 @@
+"""A plain MoE transformer, the oracle of equality tests: one process, loops over tokens and experts, autograd for everything.
+
+Written from the definitions and sharing no code with moe_trainer. Weights come in a dict under the global names; `args` is the
+container of sections (or anything with the same fields). Slow and obvious on purpose; run it in fp64 on tiny sizes.
+
+Shape letters: S sequence, B microbatch, H hidden, T tokens (= S*B, token s*B + b), E experts.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class Balance:
+    """What the MoE layers of one microbatch add to the objective, and what is logged of them."""
+
+    total: Tensor | float = 0.0  # weighted sum of all auxiliary losses
+    values: dict = field(default_factory=dict)  # (layer name, loss name) -> value without coefficient
+    maps: dict = field(default_factory=dict)  # layer name -> final routing map
+    probs: dict = field(default_factory=dict)
+    dropped: int = 0
+
+
+def scores_of(logits: Tensor, score_function: str) -> Tensor:
+    if score_function == "softmax":
+        return torch.exp(logits) / torch.exp(logits).sum()
+    if score_function == "sigmoid":
+        return 1 / (1 + torch.exp(-logits))
+    return torch.sqrt(torch.log1p(torch.exp(logits)))
+
+
+def best(scores: list[float], k: int) -> list[int]:
+    """Positions of the k largest."""
+    return sorted(range(len(scores)), key=lambda i: -scores[i])[:k]
+
+
+def choose_experts(scores: list[float], moe) -> list[int]:
+    """Top-k, limited to the best groups if asked for."""
+    k = moe.moe_router_topk
+    if not moe.moe_router_group_topk:
+        return best(scores, k)
+    size = len(scores) // moe.moe_router_num_groups
+    groups = [scores[g * size:(g + 1) * size] for g in range(moe.moe_router_num_groups)]
+    strength = [sum(sorted(group)[-(k // moe.moe_router_group_topk):]) for group in groups]
+    allowed = best(strength, moe.moe_router_group_topk)
+    return best([s if e // size in allowed else -math.inf for e, s in enumerate(scores)], k)
+
+
+def route_token(logits: Tensor, moe, bias: Tensor | None) -> tuple[list[int], Tensor]:
+    """The experts of one token and their weights."""
+    k, kind = moe.moe_router_topk, moe.moe_router_score_function
+    if kind == "softmax" and not moe.moe_router_pre_softmax:
+        chosen = choose_experts(logits.tolist(), moe)
+        weights = scores_of(logits[chosen], "softmax")
+    else:
+        scores = scores_of(logits, kind)
+        chosen = choose_experts((scores if bias is None else scores + bias).tolist(), moe)
+        weights = scores[chosen]
+        if kind != "softmax" and k > 1:
+            weights = weights / (weights.sum() + 1e-20)
+    return chosen, weights * (moe.moe_router_topk_scaling_factor or 1.0)
+
+
+def route(logits_TE: Tensor, moe, bias: Tensor | None) -> tuple[list[dict[int, Tensor]], int]:
+    """For every token {expert: weight}, after drops; and the number of dropped pairs."""
+    num_tokens, num_experts = logits_TE.shape
+    routes = [dict(zip(*route_token(logits_TE[t], moe, bias))) for t in range(num_tokens)]
+    if moe.moe_expert_capacity_factor is None:
+        return routes, 0
+    dropped = 0
+    capacity = math.ceil(num_tokens * moe.moe_router_topk / num_experts * moe.moe_expert_capacity_factor)
+    for expert in range(num_experts):
+        takers = [t for t in range(num_tokens) if expert in routes[t]]
+        if moe.moe_token_drop_policy == "probs":
+            takers.sort(key=lambda t: -routes[t][expert].item())
+        for t in takers[capacity:]:
+            del routes[t][expert]
+            dropped += 1
+        if moe.moe_pad_expert_input_to_capacity:
+            others = [t for t in range(num_tokens) if t not in takers]
+            for t in others[:max(0, min(capacity, num_tokens) - len(takers))]:
+                routes[t][expert] = logits_TE.new_zeros(())
+    return routes, dropped
+
+
+def balancing_loss(scores_TE: Tensor, counts_E: Tensor, num_tokens: int, k: int) -> Tensor:
+    """E / (k * N^2) * sum_e (sum_t score) * count."""
+    return scores_TE.shape[1] / (k * num_tokens**2) * (scores_TE.sum(0) * counts_E).sum()
+
+
+def add_balance(logits_TE: Tensor, shape, moe, name: str, balance: Balance, earlier_counts: list[Tensor]) -> None:
+    """Auxiliary losses of one layer and microbatch. earlier_counts: those of this iteration's microbatches so far (appended to)."""
+    kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    asked = dict(zip([kinds], [coeffs])) if isinstance(kinds, str) else dict(zip(kinds, coeffs))
+    num_tokens = len(logits_TE)
+    length, batch = shape
+    k = moe.moe_router_topk
+    scores_TE = torch.stack([scores_of(row, moe.moe_router_score_function) for row in logits_TE])
+    scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+    chosen_TE = torch.zeros_like(scores_TE)
+    for t in range(num_tokens):
+        chosen_TE[t, best(scores_TE[t].tolist(), k)] = 1
+    counts_E = chosen_TE.sum(0)
+    if asked.get("aux_loss"):
+        loss = balancing_loss(scores_TE, counts_E, num_tokens, k)
+        balance.values[name, "load_balancing_loss"] = loss.item()
+        balance.total = balance.total + asked["aux_loss"] * loss
+    if asked.get("seq_aux_loss"):
+        parts = [balancing_loss(scores_TE[b::batch], chosen_TE[b::batch].sum(0), length, k) for b in range(batch)]
+        loss = sum(parts) / batch
+        balance.values[name, "seq_load_balancing_loss"] = loss.item()
+        balance.total = balance.total + asked["seq_aux_loss"] * loss
+    if asked.get("global_aux_loss"):
+        earlier_counts.append(counts_E)
+        loss = balancing_loss(scores_TE, sum(earlier_counts) / len(earlier_counts), num_tokens, k)
+        balance.values[name, "global_load_balancing_loss"] = loss.item()
+        balance.total = balance.total + asked["global_aux_loss"] * loss
+    if moe.moe_z_loss_coeff is not None:
+        loss = torch.log(torch.exp(logits_TE).sum(-1)).pow(2).mean()
+        balance.values[name, "z_loss"] = loss.item()
+        balance.total = balance.total + moe.moe_z_loss_coeff * loss
+
+
+def feed_forward(x_H: Tensor, w1: Tensor, w2: Tensor, model, b1: Tensor | None = None, b2: Tensor | None = None) -> Tensor:
+    """One token through one feed-forward network."""
+    h = w1 @ x_H
+    if b1 is not None:
+        h = h + b1
+    if model.swiglu:
+        gate, up = h[:len(h) // 2], h[len(h) // 2:]
+        a = gate * torch.sigmoid(gate) * up
+    elif model.squared_relu:
+        a = h.clamp(min=0) ** 2
+    else:
+        a = F.gelu(h, approximate="tanh" if model.bias_gelu_fusion and model.add_bias_linear else "none")
+    y = w2 @ a
+    return y if b2 is None else y + b2
+
+
+def moe_layer(
+    x_SBH: Tensor, params: dict[str, Tensor], name: str, args, balance: Balance,
+    bias: Tensor | None = None, earlier_counts: list[Tensor] | None = None,
+) -> Tensor:
+    """One MoE layer called `name` (e.g. "decoder.layers.0.mlp"). bias: the expert bias."""
+    moe, model = args.moe, args.model
+    length, batch, hidden = x_SBH.shape
+    x_TH = x_SBH.reshape(-1, hidden)
+    logits_TE = x_TH @ params[f"{name}.router.weight"].t()
+    if f"{name}.router.bias" in params:
+        logits_TE = logits_TE + params[f"{name}.router.bias"]
+    add_balance(logits_TE, (length, batch), moe, name, balance, [] if earlier_counts is None else earlier_counts)
+    routes, dropped = route(logits_TE, moe, bias)
+    balance.dropped += dropped
+    balance.maps[name] = torch.tensor([[e in r for e in range(moe.num_experts)] for r in routes])
+    balance.probs[name] = torch.stack([torch.stack([r.get(e, x_TH.new_zeros(())) for e in range(moe.num_experts)]) for r in routes])
+    rows = []
+    for t, experts in enumerate(routes):
+        y = x_TH.new_zeros(hidden)
+        for e, weight in experts.items():
+            prefix = f"{name}.experts.local_experts.{e}"
+            x_in = x_TH[t] * weight if moe.moe_apply_probs_on_input else x_TH[t]
+            out = feed_forward(x_in, params[f"{prefix}.linear_fc1.weight"], params[f"{prefix}.linear_fc2.weight"], model,
+                               params.get(f"{prefix}.linear_fc1.bias"), params.get(f"{prefix}.linear_fc2.bias"))
+            y = y + (out if moe.moe_apply_probs_on_input else weight * out)
+        shared = f"{name}.shared_experts"
+        if f"{shared}.linear_fc1.weight" in params:
+            out = feed_forward(x_TH[t], params[f"{shared}.linear_fc1.weight"], params[f"{shared}.linear_fc2.weight"], model)
+            if f"{shared}.gate_weight" in params:
+                out = out * torch.sigmoid(params[f"{shared}.gate_weight"] @ x_TH[t])
+            y = y + out
+        rows.append(y)
+    return torch.stack(rows).view_as(x_SBH)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x_SD: Tensor, base: float) -> Tensor:
+    """Rotary embedding of one head, halves convention."""
+    length, dim = x_SD.shape
+    angles = torch.outer(torch.arange(length, dtype=x_SD.dtype), base ** (-torch.arange(0, dim, 2, dtype=x_SD.dtype) / dim))
+    first, second = x_SD[:, :dim // 2], x_SD[:, dim // 2:]
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+def attention(x_SH: Tensor, params: dict[str, Tensor], name: str, model) -> Tensor:
+    """Causal grouped-query attention of one sequence. The qkv rows are [q .. q, k, v] per key-value group."""
+    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    per_group = heads // groups
+    qkv = (x_SH @ params[f"{name}.linear_qkv.weight"].t()).view(len(x_SH), groups, per_group + 2, dim)
+    mask = torch.ones(len(x_SH), len(x_SH)).tril() == 0
+    out = []
+    for g in range(groups):
+        key, value = rotate(qkv[:, g, per_group], model.rotary_base), qkv[:, g, per_group + 1]
+        for h in range(per_group):
+            scores = rotate(qkv[:, g, h], model.rotary_base) @ key.t() / math.sqrt(dim)
+            out.append(scores.masked_fill(mask, -math.inf).softmax(-1) @ value)
+    return torch.cat(out, -1) @ params[f"{name}.linear_proj.weight"].t()
+
+
+def transformer(
+    tokens_BS: Tensor, labels_BS: Tensor, params: dict[str, Tensor], args, earlier_counts: dict[str, list[Tensor]] | None = None
+) -> tuple[Tensor, Balance]:
+    """Per-token loss_BS of a decoder whose layers are all MoE layers (RMSNorm, rotary, untied head), and its balance.
+
+    earlier_counts: per layer name, the counts of this iteration's earlier microbatches (global_aux_loss); appended to.
+    """
+    model, balance = args.model, Balance()
+    eps = model.layernorm_epsilon
+    earlier_counts = {} if earlier_counts is None else earlier_counts
+    x_SBH = params["embedding.word_embeddings.weight"][tokens_BS.t()]
+    for index in range(model.num_layers):
+        layer = f"decoder.layers.{index}"
+        normed = rms_norm(x_SBH, params[f"{layer}.input_layernorm.weight"], eps)
+        x_SBH = x_SBH + torch.stack(
+            [attention(normed[:, b], params, f"{layer}.self_attention", model) for b in range(normed.shape[1])], 1)
+        normed = rms_norm(x_SBH, params[f"{layer}.pre_mlp_layernorm.weight"], eps)
+        name = f"{layer}.mlp"
+        x_SBH = x_SBH + moe_layer(normed, params, name, args, balance, earlier_counts=earlier_counts.setdefault(name, []))
+    x_SBH = rms_norm(x_SBH, params["decoder.final_layernorm.weight"], eps)
+    logits_BSV = (x_SBH @ params["output_layer.weight"].t()).transpose(0, 1)
+    picked = logits_BSV.gather(-1, labels_BS.unsqueeze(-1)).squeeze(-1)
+    return torch.log(torch.exp(logits_BSV).sum(-1)) - picked, balance
