@@ -142,3 +142,13 @@ class _Factory:
                 mine = Group(name, ranks, ranks.index(self.rank), len(ranks), self.handles.get((lane, ranks)))
         assert mine is not None, f"rank {self.rank} is in no {name} group"
         return mine
+
+
+def close_groups(ps: ParallelState) -> None:
+    """End of a run that went well: leave every communicator together. Collective.
+
+    A process that simply exits leaves its peers' communication threads behind, and they may abort.
+    """
+    if ps.world.size > 1:
+        dist.barrier(group=ps.world.handle)
+        dist.destroy_process_group()

@@ -7,7 +7,7 @@ from harness import run_ranks
 
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.grid import make_layout
-from moe_trainer.parallel.state import ParallelState, default_backend
+from moe_trainer.parallel.state import ParallelState, close_groups, default_backend
 
 
 def test_single_needs_no_process_group():
@@ -62,3 +62,18 @@ def test_gradients_share_one_communicator_apart_from_statistics():
 
 def test_default_backend():
     assert (default_backend("cuda"), default_backend("cpu")) == ("nccl", "gloo")
+
+
+def _close(rank, n):
+    import torch.distributed as dist
+
+    close_groups(ParallelState.create(n, rank, tp=2))
+    closed = not dist.is_initialized()
+    # the harness ends with a barrier of its own
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return closed
+
+
+def test_groups_are_left_together():
+    close_groups(ParallelState.single())
+    assert run_ranks(_close, 2) == [True, True]
