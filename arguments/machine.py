@@ -97,8 +97,8 @@ def one_connection_for_split_layers(s: Settings, f: Facts, env: Mapping[str, str
         yield _finding(s, message, split[0], lenient[0], kind="note")
         return
     message = (
-        f"{say(s, split[0])} on a GPU before Blackwell needs {CONNECTIONS}=1 in the environment ({_env(env, CONNECTIONS)}): "
-        "kernels must start in the order they are issued."
+        f"{say(s, split[0])} on a GPU before Blackwell needs {CONNECTIONS}=1 in the environment "
+        f"({_env(env, CONNECTIONS)}): kernels must start in the order they are issued."
     )
     yield _finding(s, message, *split)
 
@@ -109,8 +109,8 @@ def several_connections(s: Settings, _f: Facts, env: Mapping[str, str], _arch: i
     for dest in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(s, dest):
             message = (
-                f"{s.flag(dest)} needs {CONNECTIONS} above 1 or not set ({_env(env, CONNECTIONS)}): gathers must run beside "
-                "computation."
+                f"{s.flag(dest)} needs {CONNECTIONS} above 1 or not set ({_env(env, CONNECTIONS)}): gathers must run "
+                "beside computation."
             )
             yield _finding(s, message, dest)
     if s.pipeline_model_parallel_comm_backend == "ucc":

@@ -2,8 +2,8 @@
 
 `resolve` fills in derived values and silent normalisations; `check` runs every rule and returns every violation;
 `derived` lists what follows from several flags at once, under Megatron's names. One module per area; each rule is one
-small function over the flat `Settings` and the `Facts` of the pass. Deliberate differences from Megatron-LM are recorded
-in `kinder.py`. Nothing here looks at the machine: see `arguments.machine`.
+small function over the flat `Settings` and the `Facts` of the pass. Deliberate differences from Megatron-LM are on
+record in `kinder.py`. Nothing here looks at the machine: see `arguments.machine`.
 """
 
 from arguments.rules import (
@@ -32,8 +32,8 @@ from arguments.settings import Settings, Violation
 __all__ = ["AREAS", "check", "derived", "resolve"]
 
 AREAS = (
-    numbers, sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs, training,
-    data, checkpoint,
+    numbers, sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs,
+    training, data, checkpoint,
 )  # fmt: skip
 
 

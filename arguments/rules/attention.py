@@ -35,8 +35,8 @@ def latent_attention_has_no_groups(s: Settings, _f: Facts) -> Iterator[Violation
     if s.multi_latent_attention and s.group_query_attention:
         yield broken(
             s,
-            f"{s.flag('multi_latent_attention')} cannot be combined with {s.flag('group_query_attention')}: it has its own "
-            "way to share keys and values.",
+            f"{s.flag('multi_latent_attention')} cannot be combined with {s.flag('group_query_attention')}: it has "
+            "its own way to share keys and values.",
             "multi_latent_attention",
             "group_query_attention",
         )
@@ -46,8 +46,8 @@ def rope_type_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.multi_latent_attention and s.apply_rope_fusion and s.rope_type != "yarn":
         yield broken(
             s,
-            f"{s.flag('multi_latent_attention')} with {say(s, 'rope_type')} needs --no-rope-fusion: the fused kernel knows "
-            "only yarn.",
+            f"{s.flag('multi_latent_attention')} with {say(s, 'rope_type')} needs --no-rope-fusion: the fused kernel "
+            "knows only yarn.",
             "rope_type",
             "apply_rope_fusion",
             "multi_latent_attention",
@@ -55,7 +55,8 @@ def rope_type_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
     if not s.multi_latent_attention and s.rope_type == "yarn":
         yield broken(
             s,
-            f"{say(s, 'rope_type')} needs --multi-latent-attention; other attention takes --position-embedding-type yarn.",
+            f"{say(s, 'rope_type')} needs --multi-latent-attention; other attention takes --position-embedding-type "
+            "yarn.",
             "rope_type",
             "multi_latent_attention",
         )
@@ -78,7 +79,8 @@ def prediction_heads_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
     if count and s.position_embedding_type not in MTP_POSITIONS:
         yield broken(
             s,
-            f"{say(s, 'mtp_num_layers')} needs --position-embedding-type rope or none, not {s.position_embedding_type}.",
+            f"{say(s, 'mtp_num_layers')} needs --position-embedding-type rope or none, not "
+            f"{s.position_embedding_type}.",
             "mtp_num_layers",
             "position_embedding_type",
         )
@@ -88,8 +90,8 @@ def no_position_embedding_is_meant(s: Settings, _f: Facts) -> Iterator[Violation
     if not s.add_position_embedding and s.position_embedding_type not in MTP_POSITIONS:
         yield broken(
             s,
-            f"{s.flag('add_position_embedding')} contradicts {say(s, 'position_embedding_type')}; say what is meant with "
-            "--position-embedding-type rope or none.",
+            f"{s.flag('add_position_embedding')} contradicts {say(s, 'position_embedding_type')}; say what is meant "
+            "with --position-embedding-type rope or none.",
             "add_position_embedding",
             "position_embedding_type",
         )
@@ -116,7 +118,8 @@ def delta_net_fits(s: Settings, f: Facts) -> Iterator[Violation]:
     if s.linear_attention_freq is None:
         yield broken(
             s,
-            f"{say(s, 'experimental_attention_variant')} needs --linear-attention-freq: which layers have linear attention.",
+            f"{say(s, 'experimental_attention_variant')} needs --linear-attention-freq: which layers have linear "
+            "attention.",
             "experimental_attention_variant",
             "linear_attention_freq",
         )
@@ -142,7 +145,8 @@ def layer_lists_fit(s: Settings, f: Facts) -> Iterator[Violation]:
         if isinstance(value, list | tuple) and f.layers is not None and len(value) != f.layers:
             yield broken(
                 s,
-                f"{s.flag(dest)} describes {len(value)} layers, but {say(s, 'num_layers')}; give one entry for each layer.",
+                f"{s.flag(dest)} describes {len(value)} layers, but {say(s, 'num_layers')}; give one entry for each "
+                "layer.",
                 dest,
                 "num_layers",
             )

@@ -65,8 +65,8 @@ def gloo_free_shards_need_new_format(s: Settings, _f: Facts) -> Iterator[Violati
     if s.use_distributed_optimizer and not s.use_gloo_process_groups and s.ckpt_format == "torch":
         yield broken(
             s,
-            f"{s.flag('use_gloo_process_groups')} with {s.flag('use_distributed_optimizer')} needs --ckpt-format torch_dist: "
-            "the torch format gathers optimizer shards over gloo.",
+            f"{s.flag('use_gloo_process_groups')} with {s.flag('use_distributed_optimizer')} needs --ckpt-format "
+            "torch_dist: the torch format gathers optimizer shards over gloo.",
             "use_gloo_process_groups",
             "ckpt_format",
             "use_distributed_optimizer",
@@ -122,8 +122,8 @@ def old_flags(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.warmup is not None:
         yield broken(
             s,
-            f"{say(s, 'warmup')} has been removed, and its number may mean a share or a count; use --lr-warmup-fraction or "
-            "--lr-warmup-iters.",
+            f"{say(s, 'warmup')} has been removed, and its number may mean a share or a count; use "
+            "--lr-warmup-fraction or --lr-warmup-iters.",
             "warmup",
             "lr_warmup_fraction",
         )

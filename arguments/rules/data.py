@@ -73,7 +73,8 @@ def split_needs_one_corpus(s: Settings, _f: Facts) -> Iterator[Violation]:
     if per_split and s.given("split"):
         yield broken(
             s,
-            f"{say(s, 'split')} cannot be combined with {s.flag(per_split[0])}, which already says what is training text.",
+            f"{say(s, 'split')} cannot be combined with {s.flag(per_split[0])}, which already says what is training "
+            "text.",
             "split",
             per_split[0],
         )

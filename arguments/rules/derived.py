@@ -1,4 +1,4 @@
-"""What follows from several flags at once and is therefore no flag: for --report, under the names Megatron-LM gives it."""
+"""What follows from several flags at once and is therefore no flag: for --report, under Megatron-LM's names."""
 
 from arguments.rules.facts import as_list, gather, positive, quotient
 from arguments.rules.optimizer import layer_wise

@@ -86,8 +86,8 @@ def padding_excludes_deepep(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.moe_flex_dispatcher_backend in ("deepep", "ncclep"):
         yield broken(
             s,
-            f"{s.flag('moe_pad_expert_input_to_capacity')} cannot be combined with {say(s, TYPE)} and {say(s, BACKEND)}; use "
-            "--moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type alltoall.",
+            f"{s.flag('moe_pad_expert_input_to_capacity')} cannot be combined with {say(s, TYPE)} and "
+            f"{say(s, BACKEND)}; use --moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type alltoall.",
             "moe_pad_expert_input_to_capacity",
             TYPE,
             BACKEND,
@@ -105,7 +105,8 @@ def deepep_flag_needs_flex(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.moe_enable_deepep and s.moe_flex_dispatcher_backend == "hybridep":
         yield broken(
             s,
-            f"{s.flag('moe_enable_deepep')} and {say(s, BACKEND)} contradict each other; keep the latter or use deepep.",
+            f"{s.flag('moe_enable_deepep')} and {say(s, BACKEND)} contradict each other; keep the latter or use "
+            "deepep.",
             "moe_enable_deepep",
             BACKEND,
         )
@@ -126,7 +127,8 @@ def sm_counts_agree(s: Settings, _f: Facts) -> Iterator[Violation]:
     if None not in (deepep, hybridep) and deepep != hybridep and s.moe_flex_dispatcher_num_sms is None:
         yield broken(
             s,
-            f"{say(s, OLD_SMS[0])} and {say(s, OLD_SMS[1])} contradict each other; give one --moe-flex-dispatcher-num-sms.",
+            f"{say(s, OLD_SMS[0])} and {say(s, OLD_SMS[1])} contradict each other; give one "
+            "--moe-flex-dispatcher-num-sms.",
             *OLD_SMS,
         )
 
@@ -138,7 +140,8 @@ def shared_expert_is_sound(s: Settings, _f: Facts) -> Iterator[Violation]:
     if not positive(size):
         yield broken(
             s,
-            f"{say(s, 'moe_shared_expert_intermediate_size')} must be above 0: the width of all shared experts together.",
+            f"{say(s, 'moe_shared_expert_intermediate_size')} must be above 0: the width of all shared experts "
+            "together.",
             "moe_shared_expert_intermediate_size",
         )
     if s.moe_shared_expert_overlap and s.moe_token_dispatcher_type not in ("alltoall", "flex"):
@@ -155,7 +158,8 @@ def shared_expert_has_no_bias(s: Settings, f: Facts) -> Iterator[Violation]:
     if f.experts and s.moe_shared_expert_intermediate_size is not None and s.add_bias_linear:
         yield broken(
             s,
-            f"{say(s, 'moe_shared_expert_intermediate_size')} needs --disable-bias-linear: shared experts have no biases.",
+            f"{say(s, 'moe_shared_expert_intermediate_size')} needs --disable-bias-linear: shared experts have no "
+            "biases.",
             "moe_shared_expert_intermediate_size",
             "add_bias_linear",
         )
@@ -190,7 +194,8 @@ def paged_stash_needs_rank_capacity(s: Settings, _f: Facts) -> Iterator[Violatio
     if s.moe_paged_stash and s.moe_expert_rank_capacity_factor is None:
         yield broken(
             s,
-            f"{s.flag('moe_paged_stash')} needs --moe-expert-rank-capacity-factor: without it there is nothing to stash.",
+            f"{s.flag('moe_paged_stash')} needs --moe-expert-rank-capacity-factor: without it there is nothing to "
+            "stash.",
             "moe_paged_stash",
             "moe_expert_rank_capacity_factor",
         )

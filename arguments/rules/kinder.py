@@ -1,8 +1,8 @@
 """Where we run what Megatron-LM refuses, and where we refuse at once what it only refuses after minutes of start-up.
 
 `KINDER` and `EARLIER` are the complete record of both: published recipes and older scripts must run, and nobody should
-wait in a queue for an error that the command line already contains. The test over recorded outcomes of Megatron-LM reads
-these tables; an outcome that differs and is not listed fails it. `cases` are names of such recorded outcomes.
+wait in a queue for an error that the command line already contains. The test over recorded outcomes of Megatron-LM
+reads these tables; an outcome that differs and is not listed fails it. `cases` are names of such recorded outcomes.
 
 The functions below (`RESOLVE`) do the nearest equivalent thing and say so in one line each.
 """
@@ -115,6 +115,19 @@ KINDER = (
 
 EARLIER = (
     Difference(
+        "rampup_batch_size",
+        "reads --rampup-batch-size and ignores it",
+        "ramps the batch size up, so its three numbers must fit",
+        "a flag acts or is refused",
+    ),
+    Difference(
+        "grouped_queries",
+        "keeps --num-query-groups as typed in its arguments and ignores it without --group-query-attention",
+        "resolves it to the number of groups in effect: one for each head",
+        "the model reads one number",
+        ("num_query_groups_without_gqa",),
+    ),
+    Difference(
         "layer_frequency_length",
         "builds the arguments and fails when the model is built",
         "refuses a --moe-layer-freq list whose length is not --num-layers",
@@ -136,8 +149,8 @@ EARLIER = (
     ),
     Difference(
         "schedules_at_run_time",
-        "fails while building the scheduler or sizing the data: no training length, no --lr, no --eval-interval, warmup "
-        "not shorter than decay, interleaving with too few microbatches",
+        "fails while building the scheduler or sizing the data: no training length, no --lr, no --eval-interval, "
+        "warmup not shorter than decay, interleaving with too few microbatches",
         "refuses",
         "the command line already contains the error",
     ),
@@ -234,16 +247,16 @@ def old_checkpoint_activations(s: Settings, _f: Facts) -> None:
 def flex_without_expert_ranks(s: Settings, f: Facts) -> None:
     if f.experts and s.moe_token_dispatcher_type == "flex" and f.ep * f.etp == 1:
         s.note(
-            f"{s.shown('moe_token_dispatcher_type')}: with one expert rank there is nothing to send; tokens are permuted "
-            "locally."
+            f"{s.shown('moe_token_dispatcher_type')}: with one expert rank there is nothing to send; tokens are "
+            "permuted locally."
         )
 
 
 def tensor_parallel_experts_without_sequence_parallel(s: Settings, f: Facts) -> None:
     if f.experts and f.tp > 1 and not s.sequence_parallel:
         s.note(
-            f"{s.shown('tensor_model_parallel_size')} with experts runs without --sequence-parallel: every tensor rank then "
-            "holds all tokens; --sequence-parallel saves memory and time."
+            f"{s.shown('tensor_model_parallel_size')} with experts runs without --sequence-parallel: every tensor "
+            "rank then holds all tokens; --sequence-parallel saves memory and time."
         )
 
 

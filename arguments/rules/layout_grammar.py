@@ -1,13 +1,13 @@
 """The pipeline layout string: which layers stand on which pipeline stage.
 
-Grammar of --pipeline-model-parallel-layout: stages separated by `|`; inside a stage the characters E (embedding), t (decoder
-layer), m (multi-token prediction layer) and L (loss); commas are ignored; `x*N` repeats one character (also `|`), `(...)*N`
-repeats a group. Groups are unfolded first, then single characters; groups do not nest.
+Grammar of --pipeline-model-parallel-layout: stages separated by `|`; inside a stage the characters E (embedding), t
+(decoder layer), m (multi-token prediction layer) and L (loss); commas are ignored; `x*N` repeats one character (also
+`|`), `(...)*N` repeats a group. Groups are unfolded first, then single characters; groups do not nest.
 
 Example: `Et*3|(tt|)*6L` is eight stages: Ettt, then six of tt, then L.
 
-The reader is pure arithmetic on strings, so the shape of the model can use the same result as the rules. What a layout must
-satisfy for a given model (counts of t and m, stages per rank) is asked with `problems`.
+The reader is pure arithmetic on strings, so the shape of the model can use the same result as the rules. What a layout
+must satisfy for a given model (counts of t and m, stages per rank) is asked with `problems`.
 
 Source: Megatron-LM's documentation of the flag (behaviour only).
 """

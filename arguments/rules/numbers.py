@@ -18,8 +18,8 @@ POSITIVE = (
     "dsa_indexer_head_dim", "dsa_indexer_topk", "ddp_num_buckets", "ddp_bucket_size", "max_seqlen_per_dp_cp_rank",
     # factors
     "rotary_base", "rotary_scaling_factor", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
-    "rotary_percent", "moe_router_topk_scaling_factor", "layernorm_epsilon", "loss_scale", "initial_loss_scale", "min_loss_scale",
-    "loss_scale_window", "hysteresis", "seed", "moe_upcycling_granularity",
+    "rotary_percent", "moe_router_topk_scaling_factor", "layernorm_epsilon", "loss_scale", "initial_loss_scale",
+    "min_loss_scale", "loss_scale_window", "hysteresis", "seed", "moe_upcycling_granularity",
     # intervals and times
     "log_interval", "eval_interval", "tensorboard_log_interval", "exit_interval", "log_memory_interval",
     "distributed_timeout_minutes", "tensorboard_queue_size",
@@ -31,7 +31,8 @@ NOT_NEGATIVE = (
     "weight_decay", "init_method_std", "embedding_init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff",
     "moe_input_jitter_eps", "moe_router_bias_update_rate", "mtp_loss_scaling_factor", "mtp_num_layers", "ckpt_step",
     "profile_step_start", "profile_step_end", "dsa_indexer_loss_coeff", "wgrad_deferral_limit",
-    "cuda_graph_warmup_steps", "num_experts", "optimizer_offload_fraction", "activation_offload_fraction", "start_eval_at_iter", "iterations_to_skip",
+    "cuda_graph_warmup_steps", "num_experts", "optimizer_offload_fraction", "activation_offload_fraction",
+    "start_eval_at_iter", "iterations_to_skip",
 )  # fmt: skip
 BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction")
 AT_MOST_ONE = ("rotary_percent", "optimizer_offload_fraction", "activation_offload_fraction")

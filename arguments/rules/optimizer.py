@@ -86,7 +86,8 @@ def weight_decay_schedule(s: Settings, _f: Facts) -> Iterator[Violation]:
         if given:
             yield broken(
                 s,
-                f"{say(s, given[0])} needs --weight-decay-incr-style linear or cosine; a constant one is --weight-decay.",
+                f"{say(s, given[0])} needs --weight-decay-incr-style linear or cosine; a constant one is "
+                "--weight-decay.",
                 *given,
                 "weight_decay_incr_style",
             )
@@ -165,8 +166,8 @@ def average_in_collective_needs_means(s: Settings, _f: Facts) -> Iterator[Violat
     if s.ddp_average_in_collective and s.calculate_per_token_loss:
         yield broken(
             s,
-            f"{s.flag('ddp_average_in_collective')} cannot be combined with {s.flag('calculate_per_token_loss')}: gradients "
-            "are then summed and divided by the token count.",
+            f"{s.flag('ddp_average_in_collective')} cannot be combined with {s.flag('calculate_per_token_loss')}: "
+            "gradients are then summed and divided by the token count.",
             "ddp_average_in_collective",
             "calculate_per_token_loss",
         )

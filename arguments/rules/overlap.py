@@ -77,7 +77,8 @@ def delayed_weight_gradients(s: Settings, _f: Facts) -> Iterator[Violation]:
     if not s.overlap_moe_expert_parallel_comm:
         yield broken(
             s,
-            f"{s.flag('delay_wgrad_compute')} needs --overlap-moe-expert-parallel-comm: the delayed work fills that gap.",
+            f"{s.flag('delay_wgrad_compute')} needs --overlap-moe-expert-parallel-comm: the delayed work fills that "
+            "gap.",
             "delay_wgrad_compute",
             OVERLAP,
         )
@@ -109,8 +110,8 @@ def param_gather_overlap(s: Settings, _f: Facts) -> Iterator[Violation]:
     if not (s.use_distributed_optimizer or s.use_megatron_fsdp or layer_wise(s)):
         yield broken(
             s,
-            f"{s.flag('overlap_param_gather')} needs --use-distributed-optimizer: otherwise every rank already holds all "
-            "parameters.",
+            f"{s.flag('overlap_param_gather')} needs --use-distributed-optimizer: otherwise every rank already holds "
+            "all parameters.",
             "overlap_param_gather",
             "use_distributed_optimizer",
         )
@@ -130,8 +131,8 @@ def gather_during_optimizer_step(s: Settings, f: Facts) -> Iterator[Violation]:
     if f.vpp is None:
         yield broken(
             s,
-            f"{s.flag(dest)} needs virtual pipeline stages (--num-virtual-stages-per-pipeline-rank above 1): it steps chunk "
-            "by chunk.",
+            f"{s.flag(dest)} needs virtual pipeline stages (--num-virtual-stages-per-pipeline-rank above 1): it steps "
+            "chunk by chunk.",
             dest,
             "num_virtual_stages_per_pipeline_rank",
         )

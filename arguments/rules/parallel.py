@@ -58,8 +58,9 @@ def world_divides(s: Settings, f: Facts) -> Iterator[Violation]:
     if f.world is not None and f.world % size:
         yield broken(
             s,
-            f"{f.world} ranks cannot be divided into model replicas of {size} ranks ({say(s, 'tensor_model_parallel_size')} * "
-            f"{say(s, 'pipeline_model_parallel_size')} * {say(s, 'context_parallel_size')}); use a multiple of {size} ranks.",
+            f"{f.world} ranks cannot be divided into model replicas of {size} ranks "
+            f"({say(s, 'tensor_model_parallel_size')} * {say(s, 'pipeline_model_parallel_size')} * "
+            f"{say(s, 'context_parallel_size')}); use a multiple of {size} ranks.",
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "context_parallel_size",
@@ -73,9 +74,9 @@ def expert_world_divides(s: Settings, f: Facts) -> Iterator[Violation]:
     if f.world % size:
         yield broken(
             s,
-            f"{f.world} ranks cannot be divided into expert replicas of {size} ranks ({say(s, 'expert_tensor_parallel_size')} "
-            f"* {say(s, 'expert_model_parallel_size')} * {say(s, 'pipeline_model_parallel_size')}); use a multiple of {size} "
-            "ranks.",
+            f"{f.world} ranks cannot be divided into expert replicas of {size} ranks "
+            f"({say(s, 'expert_tensor_parallel_size')} * {say(s, 'expert_model_parallel_size')} * "
+            f"{say(s, 'pipeline_model_parallel_size')}); use a multiple of {size} ranks.",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "pipeline_model_parallel_size",
@@ -96,8 +97,8 @@ def experts_divide_over_ranks(s: Settings, f: Facts) -> Iterator[Violation]:
     if not divides(f.ep, f.experts):
         yield broken(
             s,
-            f"{say(s, 'num_experts')} must be a multiple of {say(s, 'expert_model_parallel_size')}: every expert rank holds "
-            "the same number of experts.",
+            f"{say(s, 'num_experts')} must be a multiple of {say(s, 'expert_model_parallel_size')}: every expert rank "
+            "holds the same number of experts.",
             "num_experts",
             "expert_model_parallel_size",
         )
@@ -107,8 +108,8 @@ def tp_overlap_needs_sequence_parallel(s: Settings, f: Facts) -> Iterator[Violat
     if s.tp_comm_overlap and f.tp > 1 and not s.sequence_parallel:
         yield broken(
             s,
-            f"{s.flag('tp_comm_overlap')} needs --sequence-parallel: it hides the gathers and scatters that only sequence "
-            "parallelism has.",
+            f"{s.flag('tp_comm_overlap')} needs --sequence-parallel: it hides the gathers and scatters that only "
+            "sequence parallelism has.",
             "tp_comm_overlap",
             "sequence_parallel",
         )
@@ -118,8 +119,8 @@ def heads_divide_over_tensor_ranks(s: Settings, f: Facts) -> Iterator[Violation]
     if not divides(f.tp, s.num_attention_heads):
         yield broken(
             s,
-            f"{say(s, 'num_attention_heads')} must be a multiple of {say(s, 'tensor_model_parallel_size')}: heads are dealt "
-            "out to tensor ranks.",
+            f"{say(s, 'num_attention_heads')} must be a multiple of {say(s, 'tensor_model_parallel_size')}: heads are "
+            "dealt out to tensor ranks.",
             "num_attention_heads",
             "tensor_model_parallel_size",
         )
@@ -130,8 +131,8 @@ def query_groups_fit_tensor_ranks(s: Settings, f: Facts) -> Iterator[Violation]:
     if s.group_query_attention and positive(groups) and groups % f.tp and f.tp % groups:
         yield broken(
             s,
-            f"{say(s, 'num_query_groups')} must be a multiple or a divisor of {say(s, 'tensor_model_parallel_size')}: groups "
-            "are dealt out to tensor ranks, or whole ranks share one.",
+            f"{say(s, 'num_query_groups')} must be a multiple or a divisor of {say(s, 'tensor_model_parallel_size')}: "
+            "groups are dealt out to tensor ranks, or whole ranks share one.",
             "num_query_groups",
             "tensor_model_parallel_size",
         )
@@ -141,8 +142,8 @@ def sequence_divides_over_context_ranks(s: Settings, f: Facts) -> Iterator[Viola
     if f.cp > 1 and not divides(2 * f.cp, s.seq_length):
         yield broken(
             s,
-            f"{say(s, 'seq_length')} must be a multiple of {2 * f.cp} (twice {say(s, 'context_parallel_size')}): each context "
-            "rank takes one piece from the front and one from the back of a sequence.",
+            f"{say(s, 'seq_length')} must be a multiple of {2 * f.cp} (twice {say(s, 'context_parallel_size')}): each "
+            "context rank takes one piece from the front and one from the back of a sequence.",
             "seq_length",
             "context_parallel_size",
         )
@@ -171,16 +172,16 @@ def cp_comm_type_fits(s: Settings, f: Facts) -> Iterator[Violation]:
     if f.cp > 1 and len(kinds) > 1 and f.layers is not None and len(kinds) != f.layers:
         yield broken(
             s,
-            f"{s.flag('cp_comm_type')} has {len(kinds)} values; give one for all layers or one for each of the {f.layers} "
-            "layers.",
+            f"{s.flag('cp_comm_type')} has {len(kinds)} values; give one for all layers or one for each of the "
+            f"{f.layers} layers.",
             "cp_comm_type",
             "num_layers",
         )
     if "a2a+p2p" in kinds and not s.hierarchical_context_parallel_sizes:
         yield broken(
             s,
-            f"{s.flag('cp_comm_type')} a2a+p2p needs --hierarchical-context-parallel-sizes: the sizes of its two levels, "
-            "whose product is --context-parallel-size.",
+            f"{s.flag('cp_comm_type')} a2a+p2p needs --hierarchical-context-parallel-sizes: the sizes of its two "
+            "levels, whose product is --context-parallel-size.",
             "cp_comm_type",
             "hierarchical_context_parallel_sizes",
         )
@@ -202,8 +203,9 @@ def dp_last_mapping_needs_equal_grids(s: Settings, f: Facts) -> Iterator[Violati
     if s.use_tp_pp_dp_mapping and f.pp > 1 and None not in (f.dp, f.edp) and f.dp != f.edp:
         yield broken(
             s,
-            f"{s.flag('use_tp_pp_dp_mapping')} with {say(s, 'pipeline_model_parallel_size')} needs as many data ranks as "
-            f"expert-data ranks, but they are {f.dp} and {f.edp}: otherwise both grids disagree on the pipeline groups.",
+            f"{s.flag('use_tp_pp_dp_mapping')} with {say(s, 'pipeline_model_parallel_size')} needs as many data ranks "
+            f"as expert-data ranks, but they are {f.dp} and {f.edp}: otherwise both grids disagree on the pipeline "
+            "groups.",
             "use_tp_pp_dp_mapping",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
@@ -216,7 +218,8 @@ def optimizer_instances_exclude_weight_shards(s: Settings, _f: Facts) -> Iterato
     if sharded and positive(s.num_distributed_optimizer_instances) and s.num_distributed_optimizer_instances > 1:
         yield broken(
             s,
-            f"{say(s, 'num_distributed_optimizer_instances')} cannot be combined with {say(s, sharded[0])}; use one of them.",
+            f"{say(s, 'num_distributed_optimizer_instances')} cannot be combined with {say(s, sharded[0])}; use one "
+            "of them.",
             "num_distributed_optimizer_instances",
             sharded[0],
         )
@@ -236,8 +239,8 @@ def fake_group_excludes_flex(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.fake_process_group and s.moe_token_dispatcher_type == "flex":
         yield broken(
             s,
-            f"{s.flag('fake_process_group')} cannot be combined with {say(s, 'moe_token_dispatcher_type')}: its backends "
-            "talk to the network themselves; use alltoall or allgather.",
+            f"{s.flag('fake_process_group')} cannot be combined with {say(s, 'moe_token_dispatcher_type')}: its "
+            "backends talk to the network themselves; use alltoall or allgather.",
             "fake_process_group",
             "moe_token_dispatcher_type",
         )

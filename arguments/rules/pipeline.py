@@ -83,7 +83,8 @@ def virtual_stages_divide_layers(s: Settings, f: Facts) -> Iterator[Violation]:
     if getattr(s, LAYOUT) is None and not uneven_ends(s) and not divides(getattr(s, VIRTUAL), per_rank):
         yield broken(
             s,
-            f"{say(s, VIRTUAL)} must divide the {per_rank} layers of a pipeline rank ({say(s, 'num_layers')}, {say(s, PP)}).",
+            f"{say(s, VIRTUAL)} must divide the {per_rank} layers of a pipeline rank ({say(s, 'num_layers')}, "
+            f"{say(s, PP)}).",
             VIRTUAL,
             "num_layers",
             PP,
@@ -97,16 +98,16 @@ def interleaving_needs_stages(s: Settings, f: Facts) -> Iterator[Violation]:
     if f.pp == 1:
         yield broken(
             s,
-            f"{say(s, cause)} makes {f.vpp} virtual stages, which needs --pipeline-model-parallel-size above 1: interleaving "
-            "hides the bubble between pipeline ranks.",
+            f"{say(s, cause)} makes {f.vpp} virtual stages, which needs --pipeline-model-parallel-size above 1: "
+            "interleaving hides the bubble between pipeline ranks.",
             cause,
             PP,
         )
     elif f.pp == 2 and not s.overlap_p2p_comm:
         yield broken(
             s,
-            f"{say(s, cause)} with {s.flag('overlap_p2p_comm')} needs --pipeline-model-parallel-size above 2: with two ranks "
-            "both directions would wait for each other.",
+            f"{say(s, cause)} with {s.flag('overlap_p2p_comm')} needs --pipeline-model-parallel-size above 2: with "
+            "two ranks both directions would wait for each other.",
             cause,
             "overlap_p2p_comm",
             PP,
@@ -121,8 +122,8 @@ def ends_are_sound(s: Settings, f: Facts) -> Iterator[Violation]:
         elif not divides(f.vpp, value):
             yield broken(
                 s,
-                f"{say(s, dest)} must be a multiple of the {f.vpp} virtual stages per pipeline rank: every chunk of a rank "
-                "holds the same number of layers.",
+                f"{say(s, dest)} must be a multiple of the {f.vpp} virtual stages per pipeline rank: every chunk of a "
+                "rank holds the same number of layers.",
                 dest,
                 *(d for d in (VIRTUAL, PER_VIRTUAL) if s.given(d)),
             )
@@ -147,7 +148,8 @@ def middle_divides(s: Settings, f: Facts) -> Iterator[Violation]:
     elif ranks and (rest == 0 or rest % ranks):
         yield broken(
             s,
-            f"{shown} leave {rest} of {say(s, 'num_layers')} for {ranks} middle pipeline ranks, which does not divide evenly.",
+            f"{shown} leave {rest} of {say(s, 'num_layers')} for {ranks} middle pipeline ranks, which does not divide "
+            "evenly.",
             *ends,
             "num_layers",
             PP,
@@ -155,8 +157,8 @@ def middle_divides(s: Settings, f: Facts) -> Iterator[Violation]:
     elif ranks and not divides(f.vpp, rest // ranks):
         yield broken(
             s,
-            f"{shown} leave {rest // ranks} layers on each middle pipeline rank, which must be a multiple of the {f.vpp} "
-            "virtual stages.",
+            f"{shown} leave {rest // ranks} layers on each middle pipeline rank, which must be a multiple of the "
+            f"{f.vpp} virtual stages.",
             *ends,
             *(d for d in (VIRTUAL, PER_VIRTUAL) if s.given(d)),
         )
@@ -168,7 +170,8 @@ def ends_exclude_accounting(s: Settings, _f: Facts) -> Iterator[Violation]:
     if ends and counted:
         yield broken(
             s,
-            f"{say(s, ends[0])} cannot be combined with {s.flag(counted[0])}: both say how many layers the end stages hold.",
+            f"{say(s, ends[0])} cannot be combined with {s.flag(counted[0])}: both say how many layers the end stages "
+            "hold.",
             ends[0],
             *counted,
         )
@@ -180,8 +183,8 @@ def layout_stands_alone(s: Settings, _f: Facts) -> Iterator[Violation]:
     if getattr(s, LAYOUT) is not None and others:
         yield broken(
             s,
-            f"{say(s, LAYOUT)} cannot be combined with {', '.join(say(s, dest) for dest in others)}: the layout already "
-            "places every layer.",
+            f"{say(s, LAYOUT)} cannot be combined with {', '.join(say(s, dest) for dest in others)}: the layout "
+            "already places every layer.",
             LAYOUT,
             *others,
         )
@@ -215,8 +218,9 @@ def interleaving_has_enough_microbatches(s: Settings, f: Facts) -> Iterator[Viol
     if not f.pp <= group <= count:
         yield broken(
             s,
-            f"{say(s, 'microbatch_group_size_per_vp_stage')} must lie between {say(s, PP)} and the {count} microbatches of "
-            f"an iteration ({say(s, 'global_batch_size')} / ({say(s, 'micro_batch_size')} * {f.dp} data ranks)).",
+            f"{say(s, 'microbatch_group_size_per_vp_stage')} must lie between {say(s, PP)} and the {count} "
+            f"microbatches of an iteration ({say(s, 'global_batch_size')} / ({say(s, 'micro_batch_size')} * {f.dp} "
+            "data ranks)).",
             "microbatch_group_size_per_vp_stage",
             PP,
             "global_batch_size",
@@ -225,8 +229,8 @@ def interleaving_has_enough_microbatches(s: Settings, f: Facts) -> Iterator[Viol
         yield broken(
             s,
             f"An iteration has {count} microbatches; in groups of {group} "
-            f"({s.flag('microbatch_group_size_per_vp_stage')}) {count % group} are left over, which must be none or at least "
-            f"{say(s, PP)}. Change {say(s, 'global_batch_size')}.",
+            f"({s.flag('microbatch_group_size_per_vp_stage')}) {count % group} are left over, which must be none or "
+            f"at least {say(s, PP)}. Change {say(s, 'global_batch_size')}.",
             "global_batch_size",
             "microbatch_group_size_per_vp_stage",
             PP,

@@ -1,8 +1,8 @@
 """The command line wins over a preset or a recipe, also where two different flags answer the same question.
 
-A recipe that counts training in samples and a user who types --train-iters 10 do not contradict each other: the user wants
-10 iterations. For each group below, flags that stand on the command line switch off the others of the group that came
-from a preset or recipe, with one note. Flags typed side by side are left to the rules.
+A recipe that counts training in samples and a user who types --train-iters 10 do not contradict each other: the user
+wants 10 iterations. For each group below, flags that stand on the command line switch off the others of the group that
+came from a preset or recipe, with one note. Flags typed side by side are left to the rules.
 """
 
 from arguments.settings import Settings

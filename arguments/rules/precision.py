@@ -33,7 +33,8 @@ def dynamic_scale_skips_nan_check(s: Settings, _f: Facts) -> None:
 def mxfp8_gather(s: Settings, _f: Facts) -> None:
     if s.fp8 and s.fp8_recipe == "mxfp8" and s.fp8_param_gather and not s.reuse_grad_buf_for_mxfp8_param_ag:
         s.note(
-            f"{s.shown('fp8_recipe')} with {s.flag('fp8_param_gather')}: --reuse-grad-buf-for-mxfp8-param-ag saves memory."
+            f"{s.shown('fp8_recipe')} with {s.flag('fp8_param_gather')}: --reuse-grad-buf-for-mxfp8-param-ag saves "
+            "memory."
         )
 
 
@@ -50,7 +51,8 @@ def fp32_accumulation_needs_fp32_grads(s: Settings, _f: Facts) -> Iterator[Viola
     if s.accumulate_allreduce_grads_in_fp32 and s.main_grads_dtype != "fp32":
         yield broken(
             s,
-            f"{s.flag(dest)} contradicts {say(s, 'main_grads_dtype')}: the accumulated gradients are the main gradients.",
+            f"{s.flag(dest)} contradicts {say(s, 'main_grads_dtype')}: the accumulated gradients are the main "
+            "gradients.",
             dest,
             "main_grads_dtype",
         )

@@ -16,7 +16,8 @@ RECOMPUTABLE = (
     "gdp_qkv", "mhc",
 )  # fmt: skip
 OFFLOADABLE = (
-    "core_attn", "attn_proj", "expert_fc1", "fused_group_mlp", "moe_act", "attn_norm", "mlp_norm", "qkv_linear", "gdp_qkv",
+    "core_attn", "attn_proj", "expert_fc1", "fused_group_mlp", "moe_act", "attn_norm", "mlp_norm", "qkv_linear",
+    "gdp_qkv",
 )  # fmt: skip
 
 
@@ -45,8 +46,8 @@ def selective_modules(s: Settings, _f: Facts) -> None:
     if s.recompute_modules is None:
         s.set_derived(MODULES, ["core_attn"], "the default of selective recompute")
         s.note(
-            f"{s.flag(GRANULARITY)} selective without --recompute-modules recomputes core_attn; fused attention kernels do "
-            "that by themselves, so little is gained."
+            f"{s.flag(GRANULARITY)} selective without --recompute-modules recomputes core_attn; fused attention "
+            "kernels do that by themselves, so little is gained."
         )
 
 
@@ -66,8 +67,8 @@ def full_recompute_is_complete(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.recompute_num_layers is None:
         yield broken(
             s,
-            f"{say(s, GRANULARITY)} needs --recompute-num-layers: layers per recomputed unit (uniform) or recomputed layers "
-            "(block).",
+            f"{say(s, GRANULARITY)} needs --recompute-num-layers: layers per recomputed unit (uniform) or recomputed "
+            "layers (block).",
             GRANULARITY,
             LAYERS,
         )
@@ -112,8 +113,8 @@ def recompute_modules_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
     if scaled and s.fp8 and s.fp8_recipe == "delayed":
         yield broken(
             s,
-            f"{s.flag(MODULES)} {' '.join(scaled)} cannot be combined with {say(s, 'fp8_recipe')}: delayed scaling would see "
-            "the values twice; use another --fp8-recipe.",
+            f"{s.flag(MODULES)} {' '.join(scaled)} cannot be combined with {say(s, 'fp8_recipe')}: delayed scaling "
+            "would see the values twice; use another --fp8-recipe.",
             MODULES,
             "fp8_recipe",
             "fp8",
@@ -124,8 +125,8 @@ def moe_layer_recompute_is_selective(s: Settings, _f: Facts) -> Iterator[Violati
     if s.moe_layer_recompute and s.recompute_granularity == "full":
         yield broken(
             s,
-            f"{s.flag('moe_layer_recompute')} adds nothing to {say(s, GRANULARITY)}, which already recomputes whole layers; "
-            "drop one.",
+            f"{s.flag('moe_layer_recompute')} adds nothing to {say(s, GRANULARITY)}, which already recomputes whole "
+            "layers; drop one.",
             "moe_layer_recompute",
             GRANULARITY,
         )

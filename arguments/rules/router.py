@@ -30,8 +30,8 @@ def _keep_source(s: Settings, dest: str, value: object) -> None:
 def precise_router(s: Settings, f: Facts) -> None:
     if f.experts and f.experts >= MANY_EXPERTS and s.moe_router_dtype is None:
         s.note(
-            f"{s.shown('num_experts')}: with this many experts the router is more stable in fp32 (--moe-router-dtype fp32); "
-            "it now computes in the activation type."
+            f"{s.shown('num_experts')}: with this many experts the router is more stable in fp32 (--moe-router-dtype "
+            "fp32); it now computes in the activation type."
         )
 
 
@@ -58,8 +58,8 @@ def layer_frequency_fits(s: Settings, f: Facts) -> Iterator[Violation]:
         if f.layers is not None and len(freq) != f.layers:
             yield broken(
                 s,
-                f"{s.flag('moe_layer_freq')} describes {len(freq)} layers, but {say(s, 'num_layers')}; give one entry for "
-                "each layer.",
+                f"{s.flag('moe_layer_freq')} describes {len(freq)} layers, but {say(s, 'num_layers')}; give one entry "
+                "for each layer.",
                 "moe_layer_freq",
                 "num_layers",
             )
@@ -77,8 +77,8 @@ def topk_fits_experts(s: Settings, f: Facts) -> Iterator[Violation]:
     elif s.moe_router_topk > f.experts:
         yield broken(
             s,
-            f"{say(s, 'moe_router_topk')} is more than {say(s, 'num_experts')}: a token cannot choose more experts than there "
-            "are.",
+            f"{say(s, 'moe_router_topk')} is more than {say(s, 'num_experts')}: a token cannot choose more experts "
+            "than there are.",
             "moe_router_topk",
             "num_experts",
         )
@@ -94,8 +94,8 @@ def single_choice_needs_pre_softmax(s: Settings, f: Facts) -> Iterator[Violation
     ):
         yield broken(
             s,
-            f"{say(s, 'moe_router_topk')} with {say(s, 'moe_router_score_function')} needs --moe-router-pre-softmax: softmax "
-            "over a single choice is always 1, and the router would not learn.",
+            f"{say(s, 'moe_router_topk')} with {say(s, 'moe_router_score_function')} needs --moe-router-pre-softmax: "
+            "softmax over a single choice is always 1, and the router would not learn.",
             "moe_router_topk",
             "moe_router_pre_softmax",
         )
@@ -127,7 +127,8 @@ def group_choice_fits(s: Settings, f: Facts) -> Iterator[Violation]:
     if not positive(groups) or not divides(groups, f.experts):
         yield broken(
             s,
-            f"{say(s, 'num_experts')} must be a multiple of {say(s, 'moe_router_num_groups')}: groups are equally large.",
+            f"{say(s, 'num_experts')} must be a multiple of {say(s, 'moe_router_num_groups')}: groups are equally "
+            "large.",
             "num_experts",
             "moe_router_num_groups",
         )
@@ -143,8 +144,8 @@ def group_choice_fits(s: Settings, f: Facts) -> Iterator[Violation]:
     if per_group is not None and positive(s.moe_router_topk) and topk * per_group < s.moe_router_topk <= f.experts:
         yield broken(
             s,
-            f"{say(s, 'moe_router_topk')} is more than the {topk * per_group} experts of {say(s, 'moe_router_group_topk')} "
-            f"groups with {per_group} experts each.",
+            f"{say(s, 'moe_router_topk')} is more than the {topk * per_group} experts of "
+            f"{say(s, 'moe_router_group_topk')} groups with {per_group} experts each.",
             "moe_router_topk",
             "moe_router_group_topk",
             "moe_router_num_groups",
@@ -176,8 +177,8 @@ def selecting_kinds_stand_alone(s: Settings, f: Facts) -> Iterator[Violation]:
     if f.experts and mixed and len(kinds) > 1:
         yield broken(
             s,
-            f"{say(s, 'moe_router_load_balancing_type')}: {mixed[0]} chooses experts by itself and cannot be combined with "
-            "other kinds of balancing.",
+            f"{say(s, 'moe_router_load_balancing_type')}: {mixed[0]} chooses experts by itself and cannot be combined "
+            "with other kinds of balancing.",
             "moe_router_load_balancing_type",
         )
 
@@ -188,8 +189,8 @@ def selecting_kinds_have_no_loss(s: Settings, f: Facts) -> Iterator[Violation]:
     if f.experts and selecting and any(as_list(s.moe_aux_loss_coeff)):
         yield broken(
             s,
-            f"{say(s, 'moe_aux_loss_coeff')} must be 0 with {s.flag('moe_router_load_balancing_type')} {selecting[0]}, which "
-            "balances without a loss.",
+            f"{say(s, 'moe_aux_loss_coeff')} must be 0 with {s.flag('moe_router_load_balancing_type')} "
+            f"{selecting[0]}, which balances without a loss.",
             "moe_aux_loss_coeff",
             "moe_router_load_balancing_type",
         )
@@ -202,7 +203,8 @@ def quantile_balancing_stands_alone(s: Settings, f: Facts) -> Iterator[Violation
         if getattr(s, dest):
             yield broken(
                 s,
-                f"{s.flag('moe_router_load_balancing_type')} quantile_balancing cannot be combined with {say(s, dest)}.",
+                f"{s.flag('moe_router_load_balancing_type')} quantile_balancing cannot be combined with "
+                f"{say(s, dest)}.",
                 "moe_router_load_balancing_type",
                 dest,
             )

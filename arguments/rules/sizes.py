@@ -88,8 +88,8 @@ def heads_divide_hidden(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.kv_channels is None and not divides(s.num_attention_heads, s.hidden_size):
         yield broken(
             s,
-            f"{say(s, 'hidden_size')} must be a multiple of {say(s, 'num_attention_heads')}, or give --kv-channels: the size "
-            "of one head.",
+            f"{say(s, 'hidden_size')} must be a multiple of {say(s, 'num_attention_heads')}, or give --kv-channels: "
+            "the size of one head.",
             "hidden_size",
             "num_attention_heads",
             "kv_channels",
@@ -104,8 +104,8 @@ def groups_divide_heads(s: Settings, _f: Facts) -> Iterator[Violation]:
     elif not divides(s.num_query_groups, s.num_attention_heads):
         yield broken(
             s,
-            f"{say(s, 'num_attention_heads')} must be a multiple of {say(s, 'num_query_groups')}: each group of heads shares "
-            "one key and value.",
+            f"{say(s, 'num_attention_heads')} must be a multiple of {say(s, 'num_query_groups')}: each group of heads "
+            "shares one key and value.",
             "num_query_groups",
             "num_attention_heads",
         )

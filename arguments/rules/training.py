@@ -205,8 +205,8 @@ def evaluation_is_scheduled(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.eval_interval is None and not s.skip_train and not s.full_validation and s.eval_iters != 0:
         yield broken(
             s,
-            f"{s.flag('eval_interval')} is missing: give the number of iterations between validations (or --eval-iters 0 for "
-            "none).",
+            f"{s.flag('eval_interval')} is missing: give the number of iterations between validations (or "
+            "--eval-iters 0 for none).",
             "eval_interval",
         )
 
