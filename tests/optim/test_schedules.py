@@ -204,12 +204,13 @@ def test_record_has_megatrons_names():
 def test_resuming_with_the_same_schedules_changes_nothing():
     lr, decay, saved = _recorded()
     assert resume_schedules(lr, decay, saved, override=False, use_saved=False) == (lr, decay)
+    assert resume_schedules(lr, WeightDecaySchedule(0.1, 0.1, 900), saved, override=False, use_saved=False)[0] == lr
     assert resume_schedules(lr, decay, {"num_steps": 3}, override=False, use_saved=False) == (lr, decay)
 
 
 def test_resuming_with_other_schedules_needs_a_decision():
     _, _, saved = _recorded()
-    lr, decay = _lr("linear", max_lr=2.0), WeightDecaySchedule(0.1, 0.1, 900)
+    lr, decay = _lr("linear", max_lr=2.0), WeightDecaySchedule(0.1, 0.2, 900, "linear")
     with pytest.raises(ValueError, match=r"--lr is 2.0 here and 1.0 .*--lr-decay-style .*the length of the training is 900"):
         resume_schedules(lr, decay, saved, override=False, use_saved=False)
     assert resume_schedules(lr, decay, saved, override=True, use_saved=False) == (lr, decay)
