@@ -1,8 +1,8 @@
 """Spellings that are no fields: retired names, names that only Megatron's dev branch has, slips of its documentation.
 
-Each old script that still makes sense should run. RENAMED spellings are read as what they became; IDLE ones meant nothing
-that survives, or a habit that is now always on; LATER ones name a feature to come (and pass at a value that asks for
-nothing); REFUSED ones lost their meaning, and the text says what to use instead.
+Each old script that still makes sense should run. RENAMED spellings are read as what they became; IDLE ones meant
+nothing that survives, or a habit that is now always on; LATER ones name a feature to come (and pass at a value that
+asks for nothing); REFUSED ones lost their meaning, and the text says what to use instead.
 
 With "?", a bare flag has no meaning unless the table says so: --expert-parallel was a switch, today it needs a number.
 
@@ -43,24 +43,24 @@ RENAMED_BY_VALUE = (
     (
         "--moe-router-type",
         1,
-        {
+        MappingProxyType({
             "sinkhorn": "--moe-router-load-balancing-type sinkhorn",
             "aux_loss": "--moe-router-load-balancing-type aux_loss",
             "top1": "--moe-router-topk 1",
             "top2": "--moe-router-topk 2",
-        },
+        }),
         "--moe-router-load-balancing-type and --moe-router-topk",
     ),
     (
         "--fp8",
         "?",
-        {"e4m3": "--fp8-format e4m3", "hybrid": "--fp8-format hybrid"},
+        MappingProxyType({"e4m3": "--fp8-format e4m3", "hybrid": "--fp8-format hybrid"}),
         "--fp8-format e4m3 or --fp8-format hybrid, with --fp8-recipe",
     ),
     (
         "--grad-reduce-in-fp32",
         "?",
-        {"false": "--grad-reduce-in-bf16", "true": "", "": ""},
+        MappingProxyType({"false": "--grad-reduce-in-bf16", "true": "", "": ""}),
         "--grad-reduce-in-bf16, or nothing (fp32 is the default with --bf16)",
     ),
 )
