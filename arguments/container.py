@@ -35,9 +35,10 @@ OPTIONS = MappingProxyType(schema.options(SECTIONS))
 class Arguments:
     """All flags, resolved. Field `x_y` of a section is the flag whose Megatron destination is `x_y`.
 
-    `source[dest]` says where a value came from, `typed` which destinations stood on the command line, `spelling[dest]` how
-    a given flag was written, `notes` are one-line notices for the log, `recipe_env` are the environment variables a recipe
-    asks for, `world_size` is the number of ranks the rules were checked against (None: unknown).
+    `source[dest]` says where a value came from, `typed` which destinations stood on the command line,
+    `spelling[dest]` how a given flag was written, `notes` are one-line notices for the log, `recipe_env` are the
+    environment variables a recipe asks for, `world_size` is the number of ranks the rules were checked against (None:
+    unknown).
     """
 
     model: ModelArgs

@@ -13,9 +13,9 @@ from arguments.schema import Option
 
 HEAD = """usage: pretrain_moe.py [--preset NAME|FILE.yaml] FLAGS
 
-Pretrain a Mixture-of-Experts language model. The flags are Megatron-LM's, without abbreviations; the last of several wins.
-A switch can also be written --switch=true or --switch=false, which undoes one that a preset sets.
-[idle]: accepted without effect here. [later]: refused by name until a later version. [old]: understood, see the new name.
+Pretrain a Mixture-of-Experts language model. The flags are Megatron-LM's, without abbreviations; of several the last
+wins. A switch can also be written --switch=true or --switch=false, which undoes one that a preset sets.
+[idle]: accepted, without effect here. [later]: refused by name until a later version. [old]: see the new name.
 """
 
 

@@ -70,7 +70,7 @@ class MoEArgs:
     moe_router_force_load_balancing: bool = False
     """Replace the logits by random ones, for benchmarks."""
     moe_router_force_biased: float | None = None
-    """Skew the routing for benchmarks: spread of a random bias per expert, drawn anew each step, or once if negative."""
+    """Skew the routing for benchmarks: spread of a random bias per expert, drawn each step (once if negative)."""
     moe_input_jitter_eps: float | None = None
     """Multiply the router's input by uniform noise from 1 - eps to 1 + eps in training."""
     moe_router_padding_for_quantization: bool = False

@@ -1,9 +1,9 @@
 """argv -> Arguments: read, take over the recipe, resolve, judge, freeze.
 
-The steps, each in its own file: tokens.py reads flags; recipe.py reads a preset under them; rules/ derives values and finds
-contradictions; verdict.py refuses what this version does not do and says what has no effect; container.py freezes. Every
-step adds to one list of violations, and the user sees all of them at once. Nothing here looks at the machine except at the
-environment variables a recipe names.
+The steps, each in its own file: tokens.py reads flags; recipe.py reads a preset under them; rules/ derives values and
+finds contradictions; verdict.py refuses what this version does not do and says what has no effect; container.py
+freezes. Every step adds to one list of violations, and the user sees all of them at once. Nothing here looks at the
+machine except at the environment variables a recipe names.
 """
 
 import os
@@ -19,8 +19,8 @@ from arguments.tokens import read
 def parse_args(argv: list[str] | None = None, world_size: int | None = None) -> Arguments:
     """Read, resolve and check a command line.
 
-    argv None means sys.argv[1:]; world_size None means that the rules on the number of ranks are left out. `--help` prints
-    the flags and ends the process.
+    argv None means sys.argv[1:]; world_size None means that the rules on the number of ranks are left out. `--help`
+    prints the flags and ends the process.
     Raises: ArgumentError (a ValueError) whose `.violations` lists everything that is wrong.
     """
     argv = sys.argv[1:] if argv is None else list(argv)

@@ -7,8 +7,8 @@
       --swiglu: true
 
 `${VAR}` and `${VAR:-default}` are replaced from the environment. A recipe named by a word is a preset of model_zoo.
-What stands on the command line wins over the recipe; where two different flags exclude each other, rules/precedence.py sees
-to that.
+What stands on the command line wins over the recipe; where two different flags exclude each other,
+rules/precedence.py sees to that.
 """
 
 import re

@@ -14,8 +14,8 @@ from arguments.verdict import countable
 def run_validate_only(argv: list[str], count_params: Callable[[Arguments], Mapping[str, int | None]]) -> int:
     """Resolve, check, print and (with --report FILE) write a command line. Returns the exit code, 0 or 2.
 
-    The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. `count_params` gives the model's
-    parameters: total, mtp, active, active_no_embedding.
+    The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. `count_params` gives the
+    model's parameters: total, mtp, active, active_no_embedding.
     """
     if "--help" in argv or "-h" in argv:
         from arguments.help import print_help

@@ -1,15 +1,16 @@
 """From a dataclass field to a command-line option.
 
-How it works: the eight section files declare `dest: type = default`. `options()` reads the fields and returns one `Option`
-for each: its spellings, how many values follow, how a value is read, which values are allowed. The parser, the help text
-and the recorded standing of flags all work on these records; a flag is declared in exactly one place.
+How it works: the eight section files declare `dest: type = default`. `options()` reads the fields and returns one
+`Option` for each: its spellings, how many values follow, how a value is read, which values are allowed. The parser,
+the help text and the recorded standing of flags all work on these records; a flag is declared in exactly one place.
 
 Spellings: `--` + the field name with dashes, unless the field says otherwise through `flag(...)`. A bool that starts as
 False has spellings that switch it on; one that starts as True has only the `off` spellings it declares
 (`--disable-bias-linear` for add_bias_linear). There are no abbreviations.
 
-Why own records and not argparse actions: argparse stops at the first mistake; a user who waits in a SLURM queue wants all of
-them. The semantics of argparse's tokens (negative numbers, `--flag=value`, `+`, `*`) are kept, and a test compares both.
+Why own records and not argparse actions: argparse stops at the first mistake; a user who waits in a SLURM queue wants
+all of them. The semantics of argparse's tokens (negative numbers, `--flag=value`, `+`, `*`) are kept, and a test
+compares both.
 """
 
 import ast
@@ -88,8 +89,8 @@ def _pattern_value(node: ast.expr) -> int | list:
 class Option:
     """One flag as the parser sees it.
 
-    `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a value;
-    `choices` are the allowed values, or None; `default` is Megatron's.
+    `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a
+    value; `choices` are the allowed values, or None; `default` is Megatron's.
     """
 
     dest: str

@@ -1,7 +1,8 @@
 """What is known about every flag while a command line is being understood.
 
-`Settings` is the mutable state between reading the tokens and freezing the result: rules read it by destination name and
-write derived values through `set_derived`, so that every value keeps its source. `Violation` is one thing that is wrong.
+`Settings` is the mutable state between reading the tokens and freezing the result: rules read it by destination name
+and write derived values through `set_derived`, so that every value keeps its source. `Violation` is one thing that is
+wrong.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,8 +19,8 @@ class Violation:
     """One reason why a command line cannot run.
 
     `flags` as the user typed them (or their usual spelling), `message` a whole sentence with values, need and reason;
-    `kind` one of KINDS: "later" names a feature that this version does not have yet, "product" a flag of another product,
-    "machine" and "note" come from machine.py (a note is said, and the run goes on).
+    `kind` one of KINDS: "later" names a feature that this version does not have yet, "product" a flag of another
+    product, "machine" and "note" come from machine.py (a note is said, and the run goes on).
     """
 
     flags: tuple[str, ...]
@@ -31,7 +32,7 @@ class Violation:
 
 
 class ArgumentError(ValueError):
-    """A command line that cannot run; `violations` lists every reason, `settings` and `notes` what was resolved so far."""
+    """A command line that cannot run; `violations` lists every reason, `settings` holds what was resolved so far."""
 
     def __init__(self, violations: Iterable[Violation], settings: "Settings | None" = None):
         self.violations = list(violations)
@@ -45,10 +46,10 @@ class ArgumentError(ValueError):
 class Settings:
     """Every flag's value by destination name, with its source.
 
-    Attributes besides the destinations: `typed` (destinations typed on the command line), `source[dest]` (one of SOURCES),
-    `spelling[dest]` (the flag as typed), `why[dest]` (reason of a derived value), `notes` (one-line notices),
-    `renamed` and `idle` (pairs of flag and text: what became of old spellings, why flags have no effect), `recipe_env`
-    (environment variables a recipe asks for).
+    Attributes besides the destinations: `typed` (destinations typed on the command line), `source[dest]` (one of
+    SOURCES), `spelling[dest]` (the flag as typed), `why[dest]` (reason of a derived value), `notes` (one-line
+    notices), `renamed` and `idle` (pairs of flag and text: what became of old spellings, why flags have no effect),
+    `recipe_env` (environment variables a recipe asks for).
     Reading or writing a name that is no destination raises AttributeError.
     """
 

@@ -1,14 +1,15 @@
 """What becomes of every flag: it acts, it is idle, it is part of something else, it comes later, or it is refused.
 
-A field of the sections acts unless a table here says otherwise; `tests/arguments/test_no_dead_flags.py` holds us to that:
-whatever acts is read by name somewhere. Spellings that are no fields stand in retired.py (old and dev-branch names) and in
-products.py (flags of other products).
+A field of the sections acts unless a table here says otherwise; `tests/arguments/test_no_dead_flags.py` holds us to
+that: whatever acts is read by name somewhere. Spellings that are no fields stand in retired.py (old and dev-branch
+names) and in products.py (flags of other products).
 
-* IDLE: accepted in every value; nothing that is computed or saved depends on it here. The reason is printed when it is set.
-* LATER: changes what is computed, saved or needed, and this version does not do it yet. Refused by name, unless the value is
-  one that asks for nothing.
-* PART_OF: tunes a parent flag that comes later. Without the parent it has no effect (and says so); with it, the parent is
-  refused.
+* IDLE: accepted in every value; nothing that is computed or saved depends on it here. The reason is printed when it is
+  set.
+* LATER: changes what is computed, saved or needed, and this version does not do it yet. Refused by name, unless the
+  value is one that asks for nothing.
+* PART_OF: tunes a parent flag that comes later. Without the parent it has no effect (and says so); with it, the parent
+  is refused.
 * OTHER: will not come; the text says what to use instead.
 * OLD: old spellings that are still fields, because rules judge them; the text says what they became.
 * NEEDS: flags that act, but only together with another one.
@@ -277,7 +278,7 @@ IDLE = MappingProxyType(
         "moe_use_grouped_tensor": _SHAPE,
         "moe_single_grouped_weight": _SHAPE,
         "moe_single_grouped_bias": _SHAPE,
-        "moe_shared_expert_overlap": "the shared expert runs after the exchange; with one expert-parallel rank there is none",
+        "moe_shared_expert_overlap": "with one expert-parallel rank there is no exchange to overlap with",
         # ---- communication
         "tp_comm_overlap": "without tensor parallelism there is nothing to overlap",
         "clone_scatter_output_in_embedding": "without sequence parallelism the embedding is not scattered",
@@ -383,7 +384,7 @@ NEEDS = (
     (("group_query_attention",), "num_query_groups"),
     (
         ("multi_latent_attention",),
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim",
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale_all_dim",
     ),
     (("use_rope_scaling",), "rope_scaling_factor"),
     (
@@ -414,7 +415,7 @@ PARENT = MappingProxyType({child: parent for parent, children in PART_OF.items()
 
 
 def standing_of(dest: str) -> tuple[str, str]:
-    """(acts | idle | later | renamed | refused, reason) of a field. Values may stand differently; see LATER and OTHER."""
+    """(acts | idle | later | renamed | refused, reason) of a field; single values may stand differently."""
     if dest in OLD:
         return "renamed", OLD[dest]
     if dest in IDLE:

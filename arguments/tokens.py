@@ -1,10 +1,10 @@
 """From tokens to values: what a command line says, before any rule looks at it.
 
-The reading follows argparse without abbreviations: a token that starts with a dash and is no number is a flag, `--flag=value`
-is two tokens in one, a list takes everything up to the next flag, the last of several wins. Beyond argparse: every mistake is
-collected, old spellings are read as what they became, flags of other products are read over with their values,
-`--switch=true|false` sets a switch (which is how a preset's switch is undone), quotes that a launcher left round a
-value are dropped, and `--flag: value` from YAML-like documents is understood.
+The reading follows argparse without abbreviations: a token that starts with a dash and is no number is a flag,
+`--flag=value` is two tokens in one, a list takes everything up to the next flag, the last of several wins. Beyond
+argparse: every mistake is collected, old spellings are read as what they became, flags of other products are read
+over with their values, `--switch=true|false` sets a switch (which is how a preset's switch is undone), quotes that a
+launcher left round a value are dropped, and `--flag: value` from YAML-like documents is understood.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,23 @@ from arguments.standing import VALUES
 
 FIELDS = MappingProxyType(schema.by_spelling(OPTIONS))
 """Every spelling of every flag that is a field."""
+
+SHORT = MappingProxyType(
+    {
+        "--tp": "--tensor-model-parallel-size",
+        "--pp": "--pipeline-model-parallel-size",
+        "--cp": "--context-parallel-size",
+        "--ep": "--expert-model-parallel-size",
+        "--etp": "--expert-tensor-parallel-size",
+        "--vpp": "--num-virtual-stages-per-pipeline-rank",
+        "--mbs": "--micro-batch-size",
+        "--gbs": "--global-batch-size",
+        "--topk": "--moe-router-topk",
+        "--experts": "--num-experts",
+        "--layers": "--num-layers",
+    }
+)
+"""What people say for a flag; offered, not accepted."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +228,8 @@ class _Reader:
     @staticmethod
     def hint(name: str) -> str:
         shown = [spelling for spelling, option in FIELDS.items() if not option.hidden]
+        if name in SHORT:
+            return f"; did you mean {SHORT[name]}?"
         starts = [spelling for spelling in shown if spelling.startswith(name)] if len(name) > 4 else []
         close = (starts or _close(name.replace("_", "-"), shown, 3))[:3]
         return f"; did you mean {' or '.join(close)}?" if close else ""

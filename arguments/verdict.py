@@ -1,4 +1,4 @@
-"""What the standings mean for one command line: refusals, and one line for every flag that was renamed or has no effect."""
+"""What the standings mean for one command line: what is refused, and a line for each flag renamed or without effect."""
 
 from collections.abc import Iterator
 
@@ -58,7 +58,7 @@ def announce(s: Settings) -> None:
             if s.given(dest) and s.values[dest] != s.default(dest):
                 s.say_idle(s.shown(dest), f"no effect without {wanted}")
     if s.transformer_impl == "transformer_engine":
-        s.note("Layers are the local ones, which compute the same functions: this version has no TransformerEngine layers.")
+        s.note("Layers are the local ones, which compute the same: this version has no TransformerEngine layers.")
 
 
 def _parent_text(s: Settings, parent: str) -> str:
