@@ -299,7 +299,9 @@ def _decompressed(raw: BinaryIO, path: str) -> Iterable[bytes]:
 
 def _zstandard_lines(raw: BinaryIO, path: str, zstandard) -> Iterator[bytes]:
     try:
-        yield from io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20)
+        yield from io.BufferedReader(
+            zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False), 1 << 20
+        )
     except zstandard.ZstdError as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
 

@@ -1,0 +1,245 @@
+"""Text to token files: recorded files byte for byte, any number of workers, compressed, plain and bad input."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from data_pipeline.corpora import data_args
+
+from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.data.preprocess import PreprocessOptions, preprocess
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "tests" / "data" / "dataset"
+NULL = {"tokenizer_type": "NullTokenizer", "vocab_size": 511}
+
+
+def run(tmp_path, inputs, name="out", tokenizer=NULL, **options):
+    prefix = str(tmp_path / name)
+    report = io.StringIO()
+    inputs = [inputs] if isinstance(inputs, (str, Path)) else inputs
+    totals = preprocess(
+        PreprocessOptions(tuple(map(str, inputs)), prefix, **options), data_args(**tokenizer), report=report
+    )
+    return totals, report.getvalue()
+
+
+def files(tmp_path, name="out", key="text"):
+    return [(tmp_path / f"{name}_{key}_document.{ending}").read_bytes() for ending in ("bin", "idx")]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(*arguments, cwd=None):
+    script = str(ROOT / "scripts" / "preprocess_data.py")
+    return subprocess.run(
+        [sys.executable, script, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"),
+    [
+        ("A", None),
+        ("B", None),
+        ("M", None),
+        ("N", {"tokenizer_type": "NullTokenizer", "vocab_size": 511}),
+        ("N32", {"tokenizer_type": "NullTokenizer", "vocab_size": 99999}),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_recorded_files(shared, tmp_path, name, tokenizer, workers):
+    folder = shared / "golden" / "dataset"
+    model = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer")}
+    run(tmp_path, folder / f"corpus{name}.jsonl", tokenizer=tokenizer or model, append_eod=True, workers=workers)
+    assert files(tmp_path) == [(folder / f"{name}_text_document.{ending}").read_bytes() for ending in ("bin", "idx")]
+
+
+def test_small_recorded_case(tmp_path):
+    recorded = json.loads((RECORDED / "recorded.json").read_text())["preprocessed_md5"]
+    totals, _ = run(tmp_path, RECORDED / "corpusN.jsonl", append_eod=True)
+    assert [hashlib.md5(raw).hexdigest() for raw in files(tmp_path)] == [recorded["bin"], recorded["idx"]]
+    assert (totals.documents, totals.tokens) == (40, 2152)
+
+
+def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_trainer.data.preprocess._CHUNK_DOCUMENTS", 7)
+    rows = [{"a": " ".join(str((i * j) % 500) for j in range(1, 2 + i % 40)), "b": str(i % 500)} for i in range(400)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    for workers in (1, 2, 5):
+        run(tmp_path, source, f"w{workers}", json_keys=("a", "b"), append_eod=True, workers=workers)
+    for key in ("a", "b"):
+        one = files(tmp_path, "w1", key)
+        assert files(tmp_path, "w2", key) == one and files(tmp_path, "w5", key) == one
+    data = IndexedDataset(str(tmp_path / "w1_a_document"))
+    assert [data[i].tolist() for i in range(400)] == [[*map(int, row["a"].split()), 510] for row in rows]
+
+
+def test_lists_and_empty_documents(tmp_path):    write_jsonl(tmp_path / "in.jsonl", [{"text": ["1 2", "3"]}, {"text": []}, {"text": "4"}])
+    run(tmp_path, tmp_path / "in.jsonl", append_eod=True)
+    data = IndexedDataset(str(tmp_path / "out_text_document"))
+    assert [data[i].tolist() for i in range(len(data))] == [[1, 2], [3, 510], [4, 510]]
+    assert data.document_indices.tolist() == [0, 2, 2, 3]  # the empty document is a boundary without a sequence
+
+
+def test_compressed_and_several_inputs(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    rows = [{"text": str(i)} for i in range(30)]
+    write_jsonl(tmp_path / "all.jsonl", rows)
+    for name, part in (("1.jsonl", rows[:10]), ("2.jsonl", rows[10:20]), ("3.jsonl", rows[20:])):
+        write_jsonl(tmp_path / name, part)
+    (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress((tmp_path / "2.jsonl").read_bytes()))
+    frames = [zstandard.compress(line + b"\n") for line in (tmp_path / "3.jsonl").read_bytes().splitlines()]
+    (tmp_path / "3.jsonl.zst").write_bytes(b"".join(frames))
+    run(tmp_path, tmp_path / "all.jsonl", "whole")
+    run(tmp_path, [tmp_path / "1.jsonl", tmp_path / "2.jsonl.gz", tmp_path / "3.jsonl.zst"], "parts", workers=2)
+    run(tmp_path, tmp_path / "?.jsonl", "pattern")
+    assert files(tmp_path, "parts") == files(tmp_path, "whole") == files(tmp_path, "pattern")
+
+
+def test_plain_text_units(tmp_path):
+    (tmp_path / "in.txt").write_text("\n1 2\n\n\n3\r\n\n4 5")
+    expected = {"paragraph": [[1, 2], [3], [4, 5]], "line": [[1, 2], [3], [4, 5]]}
+    for unit, documents in expected.items():
+        run(tmp_path, tmp_path / "in.txt", unit, text_unit=unit)
+        data = IndexedDataset(str(tmp_path / f"{unit}_text_document"))
+        assert [data[i].tolist() for i in range(len(data))] == documents
+
+
+def test_plain_text_keeps_line_ends(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = "one two\nthree four\n\nfive six\n"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text] * 50),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=30,
+        minloglevel=2,
+        user_defined_symbols=["\n"],
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+    )
+    model = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(tmp_path / "m.model")}
+    decoder = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
+    (tmp_path / "in.txt").write_text(text)
+    for unit, texts in {"paragraph": ["one two\nthree four", "five six"], "file": [text.rstrip("\n")]}.items():
+        run(tmp_path, tmp_path / "in.txt", unit, model, text_unit=unit)
+        data = IndexedDataset(str(tmp_path / f"{unit}_text_document"))
+        assert [decoder.decode(data[i].tolist()) for i in range(len(data))] == texts
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "1"', "line 4: not JSON"),
+        ('["1"]', "line 4: needed a JSON object, found list"),
+        ('{"body": "1"}', 'line 4: no key "text" .--json-keys.; found body'),
+        ('{"text": 1}', 'line 4: the value of "text" must be a string or a list of strings'),
+        ('{"text": "x"}', "line 4: NullTokenizer needs ids"),
+        ('{"text": "70000"}', "token id 70000 does not fit the file's dtype uint16"),
+        (b'{"text": "\xff"}', "line 4: not UTF-8"),
+    ],
+)
+def test_bad_lines_are_named_and_nothing_is_written(tmp_path, workers, line, message):
+    raw = line if isinstance(line, bytes) else line.encode()
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "1"}\n\n{"text": "2"}\n' + raw + b"\n")
+    (tmp_path / "out_text_document.bin").write_bytes(b"before")
+    with pytest.raises(ValueError, match=message) as error:
+        run(tmp_path, tmp_path / "in.jsonl", workers=workers)
+    assert "in.jsonl" in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out_text_document.bin"]
+    assert (tmp_path / "out_text_document.bin").read_bytes() == b"before"
+
+
+def test_bad_inputs(tmp_path):
+    with pytest.raises(ValueError, match="--input .*absent: no such file"):
+        run(tmp_path, tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"is a folder; give its files, for example .*\*\.jsonl"):
+        run(tmp_path, tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="no documents in .*empty.jsonl"):
+        run(tmp_path, tmp_path / "empty.jsonl")
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n' * 99)[:-9])
+    with pytest.raises(ValueError, match="torn.jsonl.gz: cannot be read"):
+        run(tmp_path, tmp_path / "torn.jsonl.gz")
+
+
+def test_progress_has_rate_and_time_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_trainer.data.preprocess._CHUNK_DOCUMENTS", 10)
+    clock = iter(range(0, 10_000, 2))
+    monkeypatch.setattr("moe_trainer.data.preprocess.time.monotonic", lambda: next(clock))
+    write_jsonl(tmp_path / "in.jsonl", [{"text": "1 2 3"}] * 100)
+    _, report = run(tmp_path, tmp_path / "in.jsonl", log_interval=20)
+    lines = report.splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith("Processed 20 documents (5 docs/s,") and "ETA 0:" in lines[0]
+    assert lines[-1].startswith("Processed 100 documents, 300 tokens in")
+
+
+def test_a_dead_worker_is_reported(tmp_path, monkeypatch):
+    def die(self, chunk):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr("moe_trainer.data.preprocess._Encoder.__call__", die)
+    write_jsonl(tmp_path / "in.jsonl", [{"text": "1"}] * 3)
+    with pytest.raises(ValueError, match="a worker process died"):
+        run(tmp_path, tmp_path / "in.jsonl", workers=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_command(tmp_path):
+    """From any folder, without an installed package; the last line of stdout is the prefix to train on."""
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 511, "--append-eod", "--workers", 2]
+    done = command("--input", RECORDED / "corpusN.jsonl", "--output-prefix", "deep/er/N", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["deep/er/N_text_document"]
+    assert "Processed 40 documents" in done.stderr
+    recorded = json.loads((RECORDED / "recorded.json").read_text())["preprocessed_md5"]
+    assert hashlib.md5(files(tmp_path / "deep" / "er", "N")[0]).hexdigest() == recorded["bin"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokenizer-type", "NullTokenizer"], "NullTokenizer needs --vocab-size"),
+        (
+            ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "absent"],
+            "--tokenizer-model absent: no such file",
+        ),
+        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--split-sentences"], "BERT and T5"),
+        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--workers", "0"], "--workers 0"),
+    ],
+)
+def test_errors_of_the_command(tmp_path, flags, message):
+    done = command("--input", RECORDED / "corpusN.jsonl", "--output-prefix", tmp_path / "x", *flags)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stopped_command_leaves_nothing(tmp_path):
+    os.mkfifo(tmp_path / "in.jsonl")
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--workers", "2"]
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "x"), *flags]
+    process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), *arguments])
+    with open(tmp_path / "in.jsonl", "w") as feed:
+        feed.write('{"text": "1"}\n')
+        feed.flush()
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(list(tmp_path.iterdir())) == 2, "the temporary file never appeared"
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
