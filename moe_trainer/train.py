@@ -39,9 +39,10 @@ from moe_trainer.model.weights import export_named_weights
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of, unique_params
+from moe_trainer.parallel.state import close_groups
 from moe_trainer.pipeline.no_pipeline import run_microbatches
 from moe_trainer.place import Place
-from moe_trainer.report.console import arguments_block
+from moe_trainer.report.console import arguments_block, memory_line
 from moe_trainer.report.dump import dump_gradients, dump_routing
 from moe_trainer.report.metrics import IterationRecord
 from moe_trainer.report.timers import format_report
@@ -95,6 +96,7 @@ def pretrain(args: Arguments, place: Place) -> int:
         run.metrics.close()
     if reason is not None:
         print_datetime(runtime, reason)
+    close_groups(runtime.ps)
     return 0
 
 
@@ -192,6 +194,7 @@ def train_iteration(run: Run, state: TrainState) -> None:
         )
         run.metrics.record(record)
     report_timers(run, number)
+    report_memory(run, number)
 
 
 def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult:
@@ -415,6 +418,19 @@ def report_timers(run: Run, iteration: int) -> None:
     logger.info("%s", format_report(per_rank, output.timing_log_option, output.log_interval))
     if run.metrics is not None:
         run.metrics.timers(mine, iteration)
+
+
+def report_memory(run: Run, iteration: int) -> None:
+    """Print the device memory of every data-parallel group's first rank, early in the run or at --log-memory-interval."""
+    output, device = run.args.output, run.runtime.device
+    interval = output.log_memory_interval
+    due = iteration % interval == 0 if interval else iteration in (1, output.log_interval, 2 * output.log_interval)
+    if device.type == "cuda" and due and run.ps.dp.rank == 0:
+        cuda = torch.cuda
+        print(memory_line(
+            run.runtime.place.rank, iteration, cuda.memory_allocated(device), cuda.max_memory_allocated(device),
+            cuda.memory_reserved(device), cuda.max_memory_reserved(device),
+        ), flush=True)
 
 
 def set_training(chunks: list[Transformer], training: bool) -> None:

@@ -80,6 +80,13 @@ def validation_line(where: str, losses: Mapping[str, float]) -> str:
     return f"{frame}\n{text}\n{frame}"
 
 
+def memory_line(rank: int, iteration: int, allocated: int, max_allocated: int, reserved: int, max_reserved: int) -> str:
+    """Return Megatron-LM's device memory line; amounts in bytes, printed in MiB."""
+    values = (("allocated", allocated), ("max allocated", max_allocated), ("reserved", reserved), ("max reserved", max_reserved))
+    text = "".join(f" | {name}: {amount / 2**20}" for name, amount in values)
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB){text}"
+
+
 def arguments_block(settings: Mapping[str, object]) -> str:
     """Return all settings sorted, one a line, names padded with dots to 48 columns, between Megatron-LM's markers."""
     lines = ["------------------------ arguments ------------------------"]
