@@ -132,8 +132,8 @@ def test_a_window_joins_an_explicit_mask():
 
 
 @pytest.mark.parametrize("change, flag", [
-    (dict(softmax_type="learnable"), "--softmax-type learnable"),
-    (dict(attention_output_gate=True), "--attention-output-gate")])
+    ({"softmax_type": "learnable"}, "--softmax-type learnable"),
+    ({"attention_output_gate": True}, "--attention-output-gate")])
 def test_what_is_not_built_is_refused_by_name(change, flag):
     with pytest.raises(ValueError, match=flag):
         SelfAttention(replace(MODEL, **change), SINGLE, name="a", layer_number=1, kit=LOCAL)
@@ -145,9 +145,9 @@ def test_unbuilt_positions_are_refused_by_name():
 
 
 @pytest.mark.parametrize("change, expected", [
-    (dict(), ("gelu_tanh", False)), (dict(bias_gelu_fusion=False), ("gelu", False)),
-    (dict(add_bias_linear=False), ("gelu", False)), (dict(swiglu=True), ("silu", True)),
-    (dict(squared_relu=True), ("squared_relu", False)), (dict(quick_geglu=True), ("quick_gelu", True))])
+    ({}, ("gelu_tanh", False)), ({"bias_gelu_fusion": False}, ("gelu", False)),
+    ({"add_bias_linear": False}, ("gelu", False)), ({"swiglu": True}, ("silu", True)),
+    ({"squared_relu": True}, ("squared_relu", False)), ({"quick_geglu": True}, ("quick_gelu", True))])
 def test_activation_of_the_flags(change, expected):
     act = make_activation(replace(MODEL, **change))
     assert (act.kind, act.gated) == expected

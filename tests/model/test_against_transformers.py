@@ -11,8 +11,8 @@ from moe_trainer.parallel.state import ParallelState
 transformers = pytest.importorskip("transformers")
 
 SEQ, VOCAB, HIDDEN, LAYERS, HEADS, FFN = 48, 96, 32, 3, 4, 56
-COMMON = dict(hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=FFN,
-              vocab_size=VOCAB, max_position_embeddings=SEQ, initializer_range=0.3, attn_implementation="eager")
+COMMON = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": FFN,
+              "vocab_size": VOCAB, "max_position_embeddings": SEQ, "initializer_range": 0.3, "attn_implementation": "eager"}
 ARGV = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS} "
         f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 2 --global-batch-size 2 "
         "--train-iters 1 "
@@ -87,13 +87,13 @@ def check(hf_model, argv, groups=None, tied=False):
 
 
 @pytest.mark.parametrize("rope, argv", [
-    (dict(rope_type="default", rope_theta=10000.0), []),
-    (dict(rope_type="linear", rope_theta=10000.0, factor=4.0), ["--rotary-seq-len-interpolation-factor", "4"]),
-    (dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-          original_max_position_embeddings=8192),
+    ({"rope_type": "default", "rope_theta": 10000.0}, []),
+    ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, ["--rotary-seq-len-interpolation-factor", "4"]),
+    ({"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192},
      "--use-rope-scaling --rope-scaling-factor 8 --rotary-base 500000".split()),
-    (dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=8.0,
-          beta_slow=1.0, truncate=False),
+    ({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0,
+          "beta_slow": 1.0, "truncate": False},
      "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
      "--yarn-beta-fast 8 --yarn-beta-slow 1 --no-yarn-correction-range-round-to-int".split()),
 ])
@@ -124,7 +124,7 @@ def test_mistral_slides_its_window():
 def test_nemotron_centres_its_norm_at_one_rotates_half_and_squares_relu():
     hf = transformers.NemotronForCausalLM(transformers.NemotronConfig(
         **COMMON, num_key_value_heads=4, head_dim=8, norm_eps=1e-5, hidden_act="relu2",
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)))
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}))
     check(hf, "--normalization LayerNorm --norm-epsilon 1e-5 --apply-layernorm-1p --squared-relu --kv-channels 8 "
               "--position-embedding-type rope --rotary-percent 0.5".split() + UNTIED, groups=4)
 
@@ -132,10 +132,10 @@ def test_nemotron_centres_its_norm_at_one_rotates_half_and_squares_relu():
 @pytest.mark.parametrize("q_lora_rank", [None, 20])
 @pytest.mark.parametrize("yarn", [False, True])
 def test_deepseek_v3_latent_attention(q_lora_rank, yarn):
-    rope, argv = dict(rope_type="default", rope_theta=10000.0), ["--rope-type", "rope"]
+    rope, argv = {"rope_type": "default", "rope_theta": 10000.0}, ["--rope-type", "rope"]
     if yarn:
-        rope = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, original_max_position_embeddings=4096,
-                    beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.707)
+        rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
+                    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.707}
         argv = "--rope-type yarn --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 0.707".split()
     if q_lora_rank:
         argv += ["--q-lora-rank", str(q_lora_rank)]

@@ -14,7 +14,7 @@ COMMON = (
     "--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear --init-method-std 0.3 "
     "--untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 --seq-length 10 --max-position-embeddings 10 "
     "--micro-batch-size 2 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 31 --train-iters 1 --lr 1e-3 --transformer-impl local"
+    "--vocab-size 31 --train-iters 1 --lr 1e-3 --transformer-impl local --eval-iters 0"
 ).split()
 KINDS = {
     "aux loss": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1",

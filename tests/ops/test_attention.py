@@ -3,7 +3,15 @@
 import pytest
 import torch
 
+from moe_trainer.ops import attention as module
 from moe_trainer.ops.attention import attention, sliding_window_mask
+
+
+@pytest.fixture(params=["blocked", "short blocks", "fused"])
+def way(request, monkeypatch):
+    """Each of the two ways, and blocks with a short last one."""
+    monkeypatch.setattr(module, "BLOCKED_MAX_LENGTH", 0 if request.param == "fused" else 512)
+    monkeypatch.setattr(module, "QUERY_BLOCK", 4 if request.param == "short blocks" else 64)
 
 
 def slow_attention(q, k, v, scale, visible):
@@ -16,7 +24,7 @@ def slow_attention(q, k, v, scale, visible):
 
 
 def tensors(groups=2, value_width=8, seq_len=9):
-    make = dict(dtype=torch.float64, requires_grad=True)
+    make = {"dtype": torch.float64, "requires_grad": True}
     return (torch.randn(seq_len, 3, 4, 8, **make), torch.randn(seq_len, 3, groups, 8, **make),
             torch.randn(seq_len, 3, groups, value_width, **make))
 
@@ -24,7 +32,7 @@ def tensors(groups=2, value_width=8, seq_len=9):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("value_width", [8, 6])
 @pytest.mark.parametrize("window", [None, 0, 3])
-def test_values_and_gradients(groups, value_width, window):
+def test_values_and_gradients(way, groups, value_width, window):
     q, k, v = tensors(groups, value_width)
     visible = None if window is None else sliding_window_mask(9, window)
     ours = attention(q, k, v, 0.3, visible)
@@ -34,6 +42,20 @@ def test_values_and_gradients(groups, value_width, window):
     for a, b in zip(torch.autograd.grad((ours * probe).sum(), (q, k, v)),
                     torch.autograd.grad((expected * probe).sum(), (q, k, v))):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)])
+def test_half_precision_stays_near_fp64(way, dtype, tolerance):
+    wide = tensors(groups=2, seq_len=150)
+    narrow = [t.detach().to(dtype).requires_grad_() for t in wide]
+    wide = [t.detach().double().requires_grad_() for t in narrow]
+    expected = slow_attention(*wide, 0.3, sliding_window_mask(150, -1))
+    ours = attention(*narrow, 0.3)
+    assert ours.dtype == dtype
+    probe = torch.randn_like(ours)
+    theirs = torch.autograd.grad((expected * probe).sum(), wide)
+    for a, b in zip([ours, *torch.autograd.grad(ours, narrow, probe)], [expected, *theirs]):
+        assert (a.double() - b).norm() < tolerance * b.norm()
 
 
 def test_a_mask_per_sequence():
