@@ -7,9 +7,14 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from hypothesis import settings
 
 # Several ranks are forked from this process; a parent that has used more than one OpenMP thread would hang them.
 torch.set_num_threads(1)
+
+# No deadline per example: a busy machine is no failure. The same examples every time: a red test must be red again.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items):
