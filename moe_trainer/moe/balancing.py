@@ -219,12 +219,12 @@ class MoeMetrics:
     """Balance of one iteration, as it is logged.
 
     losses: name -> mean over MoE layers and microbatches, without coefficient; names in the log line's order.
-    per_layer: name -> {layer index from 0: mean over microbatches}; multi-token-prediction layers follow the decoder's.
+    per_layer: name -> mean over microbatches of every layer, 0 for dense ones; multi-token-prediction layers follow the decoder's.
     dropped_tokens: (token, expert) pairs beyond capacity, all layers, microbatches and ranks.
     """
 
     losses: dict[str, float]
-    per_layer: dict[str, dict[int, float]]
+    per_layer: dict[str, list[float]]
     dropped_tokens: int
 
 
@@ -264,10 +264,10 @@ def collect_moe_metrics(chunks, ps: ParallelState, num_microbatches: int) -> Moe
     table[:, 5] /= ps.tp_dp_cp.size
     all_reduce(table, ps.pp)
     rows = table.tolist()
-    layers = [index for index, row in enumerate(rows) if row[5] > 0.5]
+    num_moe_layers = sum(row[5] > 0.5 for row in rows)
     losses, per_layer = {}, {}
     for name in logged_losses(first.moe):
         column = LOSS_NAMES.index(name)
-        per_layer[name] = {index: rows[index][column] / num_microbatches for index in layers}
-        losses[name] = sum(per_layer[name].values()) / len(layers)
+        per_layer[name] = [row[column] / num_microbatches for row in rows]
+        losses[name] = sum(per_layer[name]) / num_moe_layers
     return MoeMetrics(losses, per_layer, round(sum(row[4] for row in rows)))
