@@ -44,9 +44,16 @@ def test_the_default_split(prefixes):
 
 
 @pytest.mark.parametrize("split", ["100,0,0", "1"])
-def test_samples_of_an_empty_split_are_refused(prefixes, split):
-    with pytest.raises(ValueError, match=f'3 samples are asked of the valid split.*--split "{split}".*--eval-iters 0'):
-        build((10, 3, 0), data_path=prefixes[:1], split=split)
+def test_a_split_without_a_share_is_left_out(prefixes, split, caplog):
+    with caplog.at_level("INFO"):
+        datasets = build((10, 3, 3), data_path=prefixes[:1], split=split)
+    assert datasets.valid == () and datasets.test is None
+    assert f'there is no data for the valid split (--split "{split}")' in caplog.text
+
+
+def test_training_samples_of_an_empty_split_are_refused(prefixes):
+    with pytest.raises(ValueError, match='10 samples are asked of the train split.*--split "0,50,50"'):
+        build((10, 1, 1), data_path=prefixes[:1], split="0,50,50")
 
 
 def test_a_split_that_rounds_to_nothing_is_refused(prefixes):

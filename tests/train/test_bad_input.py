@@ -132,7 +132,15 @@ def test_unknown_flag_and_wrong_value_are_told_together(tmp_path):
 
 
 def test_samples_from_an_empty_split_are_refused(cwd):
-    refused(train("--eval-interval", "1", "--eval-iters", "1"), cwd, "split")
+    # a share so small that it rounds to no document: Megatron-LM would wait for ever
+    refused(train("--split", "9999,1,0", "--eval-interval", "1", "--eval-iters", "1"), cwd, "split", "valid")
+
+
+def test_a_split_without_a_share_is_not_evaluated(cwd):
+    finished = run(train("--eval-interval", "1", "--eval-iters", "1"), cwd)
+    assert finished.returncode == 0, finished.stderr
+    assert "there is no data for the valid split" in finished.stderr
+    assert "validation loss" not in finished.stdout
 
 
 def test_a_nan_stops_the_run_and_says_where(tmp_path):
