@@ -10,17 +10,20 @@ import os
 import sys
 from collections.abc import Mapping
 
-from arguments import rules, verdict
+from arguments import checkpoint_args, rules, verdict
 from arguments.container import OPTIONS, Arguments, freeze
 from arguments.settings import ArgumentError, Settings, Violation
 from arguments.tokens import read
 
 
-def parse_args(argv: list[str] | None = None, world_size: int | None = None) -> Arguments:
+def parse_args(
+    argv: list[str] | None = None, world_size: int | None = None, checkpoint: Mapping[str, object] | None = None
+) -> Arguments:
     """Read, resolve and check a command line.
 
-    argv None means sys.argv[1:]; world_size None means that the rules on the number of ranks are left out. `--help`
-    prints the flags and ends the process.
+    argv None means sys.argv[1:]; world_size None means that the rules on the number of ranks are left out; checkpoint
+    is what a checkpoint recorded of its flags, for --use-checkpoint-args (see `checkpoint_folder`). `--help` prints
+    the flags and ends the process.
     Raises: ArgumentError (a ValueError) whose `.violations` lists everything that is wrong.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -29,33 +32,30 @@ def parse_args(argv: list[str] | None = None, world_size: int | None = None) -> 
 
         print_help()
         sys.exit(0)
-    settings, violations = understand(argv, world_size)
+    settings, violations = understand(argv, world_size, checkpoint)
     if violations:
         raise ArgumentError(violations, settings)
     return freeze(settings, world_size)
 
 
+def checkpoint_folder(argv: list[str]) -> str | None:
+    """The folder whose recorded flags `parse_args` should be given: that of --load with --use-checkpoint-args.
+
+    None without that flag, and where the command line cannot be read (`parse_args` then says why).
+    """
+    settings, _, _ = _gather(argv)
+    return checkpoint_args.folder_to_read(settings)
+
+
 def understand(
-    argv: list[str], world_size: int | None, environ: Mapping[str, str] | None = None
+    argv: list[str], world_size: int | None, checkpoint: Mapping[str, object] | None = None
 ) -> tuple[Settings, list[Violation]]:
     """Resolve a command line as far as it goes. Returns the settings and everything that is wrong with them."""
-    settings = Settings(OPTIONS)
-    line = read(argv)
-    violations = list(line.violations)
-    unread = set(line.unread)
-    preset = line.last("preset")
-    if preset is not None:
-        from arguments import recipe as recipes  # (only now: a plain command line needs no YAML)
-
-        recipe = recipes.load(preset, os.environ if environ is None else environ)
-        recipe.reading.apply(settings, recipe.source)
-        settings.recipe_env.update(recipe.env)
-        violations += recipe.violations
-        unread |= recipe.reading.unread
-        if recipe.violations and not recipe.reading.given:
-            line.apply(settings, "command line")
-            return settings, violations
-    line.apply(settings, "command line")
+    settings, violations, unread = _gather(argv)
+    if unread is None:
+        return settings, violations
+    if checkpoint is not None and settings.use_checkpoint_args:
+        checkpoint_args.apply(settings, checkpoint)
     _apply_old(settings)
     rules.resolve(settings, world_size)
     names = {spelling for dest in unread for spelling in OPTIONS[dest].spellings}
@@ -63,6 +63,30 @@ def understand(
     violations += verdict.check(settings)
     verdict.announce(settings)
     return settings, violations
+
+
+def _gather(argv: list[str]) -> tuple[Settings, list[Violation], set[str] | None]:
+    """Defaults, recipe and command line, one over the other.
+
+    Returns: the settings, what could not be read, and the destinations that miss a value because of it; None instead of
+    these where nothing more can be said because the recipe cannot be read at all.
+    """
+    settings = Settings(OPTIONS)
+    line = read(argv)
+    violations, unread = list(line.violations), set(line.unread)
+    preset = line.last("preset")
+    if preset is not None:
+        from arguments import recipe as recipes  # (only now: a plain command line needs no YAML)
+
+        recipe = recipes.load(preset, os.environ)
+        recipe.reading.apply(settings, recipe.source)
+        settings.recipe_env.update(recipe.env)
+        violations += recipe.violations
+        unread |= recipe.reading.unread
+        if recipe.violations and not recipe.reading.given:
+            unread = None
+    line.apply(settings, "command line")
+    return settings, violations, unread
 
 
 def _apply_old(s: Settings) -> None:

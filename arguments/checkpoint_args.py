@@ -1,0 +1,50 @@
+"""--use-checkpoint-args: the architecture comes from the checkpoint, whatever the command line says.
+
+Reading a checkpoint needs torch, which this package does without. So it happens in two steps: `folder_to_read` tells
+which checkpoint is meant, before any rule runs; the caller reads its recorded flags and hands them to `parse_args`.
+"""
+
+from collections.abc import Mapping
+
+from arguments.container import OPTIONS
+from arguments.settings import Settings
+
+SHAPE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention",
+    "num_query_groups", "max_position_embeddings", "position_embedding_type", "rotary_base", "rotary_percent",
+    "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "rope_type",
+    "rotary_scaling_factor", "mscale", "mscale_all_dim", "no_rope_freq", "window_size", "window_attn_skip_freq",
+    "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm",
+    "qk_layernorm", "qk_l2_norm", "swiglu", "squared_relu", "quick_geglu", "glu_linear_offset",
+    "activation_func_clamp_value", "add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights",
+    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    "mtp_num_layers", "mtp_use_repeated_layer", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias", "moe_grouped_gemm", "vocab_size", "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+)  # fmt: skip
+"""The flags that say what model the weights belong to."""
+
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "special_tokens")
+"""Taken too, unless --no-use-tokenizer-model-from-checkpoint-args."""
+
+
+def folder_to_read(settings: Settings) -> str | None:
+    """The checkpoint folder whose flags are wanted, or None."""
+    if not settings.use_checkpoint_args:
+        return None
+    return settings.load if settings.load is not None else settings.pretrained_checkpoint
+
+
+def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
+    """Write the recorded architecture over the settings; says where the command line had asked for something else."""
+    names = SHAPE + (TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ())
+    for dest in names:
+        value = recorded.get(dest)
+        if dest not in OPTIONS or dest not in recorded or value == settings.values[dest]:
+            continue
+        if dest in settings.typed:
+            settings.note(f"{settings.shown(dest)} gives way to the checkpoint's {value} (--use-checkpoint-args)")
+        settings.forget(dest)
+        settings.set_derived(dest, value, "from the checkpoint")

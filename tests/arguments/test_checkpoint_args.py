@@ -1,0 +1,48 @@
+"""--use-checkpoint-args: the architecture is the checkpoint's."""
+
+from arguments import checkpoint_folder, parse_args
+from arguments.checkpoint_args import SHAPE, TOKENIZER
+from arguments.container import OPTIONS
+from tests.arguments.test_tokens import TOY
+
+LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
+
+
+def test_the_folder_is_known_before_any_rule():
+    assert checkpoint_folder(LINE) == "runs/a"
+    assert checkpoint_folder(["--use-checkpoint-args", "--load", "b", "--num-layers", "x"]) == "b"
+    assert checkpoint_folder(["--pretrained-checkpoint", "c", "--use-checkpoint-args"]) == "c"
+    assert checkpoint_folder(TOY + ["--load", "b"]) is None
+
+
+def test_lists_name_flags():
+    assert [dest for dest in SHAPE + TOKENIZER if dest not in OPTIONS] == []
+
+
+def test_the_checkpoint_wins_and_it_is_said():
+    recorded = {"num_layers": 4, "hidden_size": 64, "num_experts": 2, "ffn_hidden_size": 300, "lr": 5.0, "unknown": 1}
+    args = parse_args([*LINE, "--disable-bias-linear"], 1, checkpoint=recorded)
+    assert args.model.num_layers == 4 and args.moe.num_experts == 2 and args.model.ffn_hidden_size == 300
+    assert args.optimizer.lr == 1e-3 and args.source["num_layers"] == "derived"
+    assert any("--num-layers 2 gives way to the checkpoint's 4" in line for line in args.notes)
+    assert not any("--hidden-size" in line for line in args.notes)
+
+
+def test_the_tokenizer_comes_along_unless_it_must_not():
+    recorded = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "t.model"}
+    assert parse_args(LINE, 1, checkpoint=recorded).data.tokenizer_model == "t.model"
+    line = [*LINE, "--no-use-tokenizer-model-from-checkpoint-args"]
+    assert parse_args(line, 1, checkpoint=recorded).data.tokenizer_type == "NullTokenizer"
+
+
+def test_nothing_happens_without_the_flag():
+    args = parse_args(TOY, 1, checkpoint={"num_layers": 4})
+    assert args.model.num_layers == 2
+
+
+def test_what_the_checkpoint_knows_need_not_be_typed():
+    line = "--load a --use-checkpoint-args --seq-length 32 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --mock-data"
+    recorded = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    recorded |= {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
+    args = parse_args([*line.split(), "--eval-interval", "10"], 1, checkpoint=recorded)
+    assert (args.model.num_layers, args.model.hidden_size, args.data.vocab_size) == (4, 32, 100)
