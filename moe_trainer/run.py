@@ -31,6 +31,7 @@ from moe_trainer.model.weights import load_named_weights
 from moe_trainer.optim.build import build_optimizer
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
+from moe_trainer.optim.schedule_record import resume_schedules
 from moe_trainer.optim.schedules import (
     BatchSizeSchedule,
     LrSchedule,
@@ -154,22 +155,28 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
     )
 
 
-def resume(run: Run, tokenizer: Tokenizer) -> TrainState:
-    """Load the checkpoint that `--load` names, if there is one; returns where the run goes on."""
+def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
+    """Load the checkpoint that `--load` names, if there is one; returns where the run goes on, and with which schedules."""
     output = run.args.output
     state = TrainState()
     if output.save is not None:
         with user_input("--save"):
             check_writable(output.save, run.ps)
     if output.load is None:
-        return state
+        return run, state
     options = LoadOptions.from_args(output, run.args.as_dict(), tokenizer.vocab_size)
     with run.timers("load-checkpoint"), user_input(f"--load {output.load}"):
         loaded = load(output.load, run.chunks, run.optimizer, run.ps, options)
     if loaded is None or output.finetune:
-        return state
+        return run, state
     saved = loaded.state
-    return TrainState(
+    optimizer = run.args.optimizer
+    with user_input(f"--load {output.load}"):
+        learning_rate, weight_decay = resume_schedules(
+            run.learning_rate, run.weight_decay, saved.scheduler,
+            override=optimizer.override_opt_param_scheduler, use_saved=optimizer.use_checkpoint_opt_param_scheduler,
+        )
+    return replace(run, learning_rate=learning_rate, weight_decay=weight_decay), TrainState(
         iteration=loaded.iteration,
         consumed_train_samples=saved.consumed_train_samples,
         consumed_valid_samples=saved.consumed_valid_samples,

@@ -37,6 +37,7 @@ from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.optim.schedule_record import schedule_record
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of, unique_params
 from moe_trainer.parallel.state import close_groups
@@ -78,7 +79,7 @@ def pretrain(args: Arguments, place: Place) -> int:
     with user_input("tokenizer"):
         tokenizer = build_tokenizer(args.data)
     run = build_run(args, runtime, tokenizer)
-    state = resume(run, tokenizer)
+    run, state = resume(run, tokenizer)
     run = open_data(run, state, tokenizer)
     run = open_metrics(run, state)
     print_rank_0(runtime, f"done with setup ... ({time.time() - started:.1f} s)")
@@ -367,7 +368,7 @@ def save_checkpoint(run: Run, state: TrainState) -> None:
         consumed_valid_samples=state.consumed_valid_samples,
         skipped_train_samples=state.skipped_train_samples,
         num_floating_point_operations_so_far=state.total_flops,
-        scheduler={"num_steps": state.scheduled_samples},
+        scheduler=schedule_record(run.learning_rate, run.weight_decay, state.scheduled_samples),
     )
     with run.timers("save-checkpoint"), user_input(f"--save {output.save}"):
         run.optimizer.wait_params()
