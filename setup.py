@@ -1,8 +1,8 @@
 """Packaging of moe-trainer.
 
-Three packages: `arguments` (the flag surface), `model_zoo` (recipes, with their YAML files) and `moe_trainer` (the trainer).
-What a run cannot do without is required; every optional library is an extra named after what it adds. Exact versions belong to
-constraints.txt, which only this repository's own scripts use.
+Three packages: `arguments` (the flag surface), `model_zoo` (recipes, with their YAML files) and `moe_trainer` (the
+trainer). What a run cannot do without is required; every optional library is an extra named after what it adds. Exact
+versions belong to constraints.txt, which only this repository's own scripts use.
 """
 
 from setuptools import find_packages, setup

@@ -2,10 +2,10 @@
 
     python scripts/quickstart_text.py FOLDER [--text FILE] [--megabytes 8] [--vocab-size 4096]
 
-Without --text the documents are the sources of this Python installation, code and documentation strings: real text that every machine has.
-They are taken in a shuffled but fixed order, so that every part of a split holds all kinds. A .jsonl FILE is taken as it
-is (its "text" fields); any other file is cut at blank lines into documents of some thousand characters.
-Writes FOLDER/text.jsonl, FOLDER/tokenizer.model and FOLDER/tokenizer.vocab.
+Without --text the documents are the sources of this Python installation, code and documentation strings: real text
+that every machine has. They are taken in a shuffled but fixed order, so that every part of a split holds all kinds. A
+.jsonl FILE is taken as it is (its "text" fields); any other file is cut at blank lines into documents of some
+thousand characters. Writes FOLDER/text.jsonl, FOLDER/tokenizer.model and FOLDER/tokenizer.vocab.
 """
 
 import argparse
@@ -101,18 +101,24 @@ def main(argv: list[str]) -> int:
     try:
         documents = list(documents_of(given.text, limit) if given.text else python_sources(limit))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        print(f'error: TEXT={given.text}: every line of a .jsonl file must be an object with a "text": {error}', file=sys.stderr)
+        print(
+            f'error: TEXT={given.text}: every line of a .jsonl file must be an object with a "text": {error}',
+            file=sys.stderr,
+        )
         return 2
     characters = sum(map(len, documents))
     if characters < LEAST_CHARACTERS:
         where = given.text or "this Python installation"
-        print(f"error: {where} holds only {characters} characters of text; {LEAST_CHARACTERS} are needed: set TEXT=FILE", file=sys.stderr)
+        print(
+            f"error: {where} holds only {characters} characters of text; {LEAST_CHARACTERS} are needed: set TEXT=FILE",
+            file=sys.stderr,
+        )
         return 2
     given.folder.mkdir(parents=True, exist_ok=True)
     with open(given.folder / "text.jsonl", "w", encoding="utf-8") as out:
         out.writelines(json.dumps({"text": document}) + "\n" for document in documents)
     train_tokenizer(documents, given.folder / "tokenizer", given.vocab_size)
-    print(f"text: {len(documents)} documents, {characters / 1e6:.1f} million characters; tokenizer: {given.vocab_size} pieces")
+    print(f"text: {len(documents)} documents, {characters / 1e6:.1f} million characters")
     return 0
 
 

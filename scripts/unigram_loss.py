@@ -2,8 +2,8 @@
 
     python scripts/unigram_loss.py --data-path PREFIX --split 95,5,0 --vocab-size 4096
 
-Counts the tokens of the training split (every token once more, so that none has probability zero) and prints the mean negative log-probability of
-the validation split's tokens, in nats per token: the number to hold against "lm loss".
+Counts the tokens of the training split (every token once more, so that none has probability zero) and prints the mean
+negative log-probability of the validation split's tokens, in nats per token: the number to hold against "lm loss".
 """
 
 import argparse
@@ -17,7 +17,9 @@ from moe_trainer.data.indexed import IndexedDataset
 
 def split_tokens(dataset: IndexedDataset, begin: int, end: int) -> np.ndarray:
     """Return the tokens of the sequences [begin, end), joined."""
-    return np.concatenate([dataset[index] for index in range(begin, end)]) if end > begin else np.empty(0, dataset.dtype)
+    return (
+        np.concatenate([dataset[index] for index in range(begin, end)]) if end > begin else np.empty(0, dataset.dtype)
+    )
 
 
 def unigram_loss(train: np.ndarray, valid: np.ndarray, vocab_size: int) -> float:
@@ -40,7 +42,10 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not all(map(len, parts)):
-        print(f"error: --split {given.split} leaves no tokens for training or validation in {given.data_path}", file=sys.stderr)
+        print(
+            f"error: --split {given.split} leaves no tokens for training or validation in {given.data_path}",
+            file=sys.stderr,
+        )
         return 2
     print(f"{unigram_loss(*parts, given.vocab_size):.4f}")
     return 0

@@ -1,17 +1,18 @@
 """Exact parameter counts and model FLOPs, from flags alone.
 
-Nothing here builds a model: the same sums serve --validate-only on a laptop, the throughput line of a run and the tests that hold the
-built model against them. Definitions:
+Nothing here builds a model: the same sums serve --validate-only on a laptop, the throughput line of a run and the
+tests that hold the built model against them. Definitions:
 
-* `total` counts every trained parameter of the model without multi-token prediction; `mtp` is what the MTP layers add to it (they share
-  embedding and head with the model). Buffers (the expert bias of the router) are not parameters.
+* `total` counts every trained parameter of the model without multi-token prediction; `mtp` is what the MTP layers add
+  (they share embedding and head with the model). Buffers (the expert bias of the router) are not parameters.
 * `active` is what one token uses: everything dense, shared experts and routers, and topk experts of each MoE layer.
   `active_no_embedding` leaves out the input embedding tables, of which a token reads single rows. A tied table is also
   the output head, which is used in full, so it stays.
 * Embedding and head are counted with the padded vocabulary.
 
-Biases follow Megatron-Core: --add-bias-linear (the default) puts one on every linear layer including experts and router, but shared experts and
-the projections inside MLA, except its output projection, never have any; --add-qkv-bias adds it to the fused qkv projection alone.
+Biases follow Megatron-Core: --add-bias-linear (the default) puts one on every linear layer including experts and
+router, but shared experts and the projections inside MLA, except its output projection, never have any;
+--add-qkv-bias adds it to the fused qkv projection alone.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     model, moe = args.model, args.moe
     vocab = padded_vocab_size or vocab_rows_from_flags(args)
     if vocab is None:
-        raise ValueError("the number of parameters needs a vocabulary: give --vocab-size, --padded-vocab-size or a tokenizer")
+        raise ValueError(
+            "the number of parameters needs a vocabulary: give --vocab-size, --padded-vocab-size or a tokenizer"
+        )
     hidden = model.hidden_size
     pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
     num_moe, num_dense = sum(pattern), len(pattern) - sum(pattern)
@@ -128,10 +131,15 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     total = embedding + positions + layers + _norm(args, hidden) + head
     active = total - num_moe * (experts - topk) * expert
 
-    mtp_layer = attention + (moe_ffn if mtp_is_moe(pattern) else dense_ffn) + 2 * hidden * hidden + 3 * _norm(args, hidden)
+    depths = model.mtp_num_layers or 0
+    if model.mtp_use_repeated_layer:
+        depths = min(depths, 1)
+    mtp_layer = (
+        attention + (moe_ffn if mtp_is_moe(pattern) else dense_ffn) + 2 * hidden * hidden + 3 * _norm(args, hidden)
+    )
     return ParamCounts(
         total=total,
-        mtp=(model.mtp_num_layers or 0) * mtp_layer,
+        mtp=depths * mtp_layer,
         active=active,
         active_no_embedding=active - positions - (embedding if model.untie_embeddings_and_output_weights else 0),
         embedding=embedding + positions,

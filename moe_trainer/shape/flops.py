@@ -1,14 +1,15 @@
 """Model FLOPs of one training step, counted as Megatron-LM counts them.
 
-FLOPs of a batch = 3 * 2 * batch * seq * (multiply-adds of one token's forward pass): the backward pass costs two forward passes, a
-multiply-add is two operations. With h hidden, n heads, d channels per head, g query groups, s sequence length, f feed-forward width, v padded vocabulary,
-the multiply-adds of one token are the sum of
+FLOPs of a batch = 3 * 2 * batch * seq * (multiply-adds of one token's forward pass): the backward pass costs two
+forward passes, a multiply-add is two operations. With h hidden, n heads, d channels per head, g query groups, s
+sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of one token are the sum of
 
-* GQA, per layer:       h * d*(n + 2g)  +  n*d * h  +  s * n*d          (scores and values: 2 * s * n*d, halved by the causal mask)
+* GQA, per layer:       h * d*(n + 2g)  +  n*d * h  +  s * n*d      (scores and values, halved by the causal mask)
 * MLA, per layer:       query  h * n*(nope + rope), or with a q-LoRA of rank r  r * (h + n*(nope + rope) + 1)
                         kv     k * (h + n*(nope + v) + 1) + h * rope, k the kv-LoRA rank
                         output n*v * h;  attention  s * n*(nope + rope + v) / 2
-* feed-forward, per layer: h * f * m, m = 3 with SwiGLU and 2 without; an MoE layer counts f = topk * expert width + shared width
+* feed-forward, per layer: h * f * m, m = 3 with SwiGLU and 2 without; an MoE layer counts
+                        f = topk * expert width + shared width
 * MTP, per depth:       one more layer of the last layer's kind, 2*h*h for its projection and 3*h for its norms
 * logits:               h * v * (1 + number of MTP layers)
 

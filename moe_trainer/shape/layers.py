@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def moe_layer_pattern(num_layers: int, num_experts: int | None, moe_layer_freq: int | Sequence[int]) -> tuple[bool, ...]:
+def moe_layer_pattern(
+    num_layers: int, num_experts: int | None, moe_layer_freq: int | Sequence[int]
+) -> tuple[bool, ...]:
     """Say for every decoder layer, first to last, whether it is an MoE layer.
 
-    An integer N of --moe-layer-freq makes the layers 0, N, 2N, ... MoE layers; a list gives one entry (0 or 1) per layer.
-    Without experts every layer is dense, whatever the frequency says.
+    An integer N of --moe-layer-freq makes the layers 0, N, 2N, ... MoE layers; a list gives one entry (0 or 1) per
+    layer. Without experts every layer is dense, whatever the frequency says.
     Raises: ValueError when the list has another length than the model has layers, or entries other than 0 and 1.
     """
     if not num_experts:
@@ -21,7 +23,8 @@ def moe_layer_pattern(num_layers: int, num_experts: int | None, moe_layer_freq: 
     entries = tuple(moe_layer_freq)
     if len(entries) != num_layers:
         raise ValueError(
-            f"--moe-layer-freq lists {len(entries)} layers, but --num-layers is {num_layers}; one entry per layer is needed"
+            f"--moe-layer-freq lists {len(entries)} layers, but --num-layers is {num_layers}; "
+            "one entry per layer is needed"
         )
     if any(entry not in (0, 1) for entry in entries):
         raise ValueError(f"--moe-layer-freq {list(entries)}: every entry must be 0 (dense) or 1 (MoE)")

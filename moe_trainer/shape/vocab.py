@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int = 1) -> int:
-    """Round a vocabulary size (tokens) up to a multiple of divisible_by * tp, so that every rank holds equally many rows."""
+    """Round a vocabulary size up to a multiple of divisible_by * tp; every rank then holds equally many rows."""
     if vocab_size < 1 or divisible_by < 1 or tp < 1:
         raise ValueError(
-            f"vocabulary size {vocab_size}, --make-vocab-size-divisible-by {divisible_by} and tensor parallel size {tp} "
-            "must all be positive"
+            f"vocabulary size {vocab_size}, --make-vocab-size-divisible-by {divisible_by} and tensor parallel size "
+            f"{tp} must all be positive"
         )
     multiple = divisible_by * tp
     return -(-vocab_size // multiple) * multiple

@@ -35,7 +35,10 @@ def test_a_jsonl_is_taken_as_it_is(tmp_path):
     assert list(documents_of(path, 5)) == ["one", "two"]
 
 
-@pytest.mark.parametrize(("name", "text", "message"), [("a.txt", "short", "characters of text; 500000 are needed"), ("a.jsonl", '{"x": 1}', '"text"')])
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [("a.txt", "short", "characters of text; 500000 are needed"), ("a.jsonl", '{"x": 1}', '"text"')],
+)
 def test_bad_text_is_one_clear_line(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)

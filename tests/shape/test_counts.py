@@ -85,7 +85,9 @@ def test_mtp_layer_is_a_layer_a_projection_and_three_norms():
 def test_unknown_vocabulary_is_an_error_and_an_empty_report():
     args = arguments.parse_args(
         [*"--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 16".split()]
-        + [*"--micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 1 --tokenizer-type HuggingFaceTokenizer".split()]
+        + [
+            *"--micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 1 --tokenizer-type HuggingFaceTokenizer".split()
+        ]
         + [*"--tokenizer-model somewhere --data-path somewhere".split()]
     )
     with pytest.raises(ValueError, match="--vocab-size"):

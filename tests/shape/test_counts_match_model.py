@@ -46,6 +46,7 @@ BASE = (
         "--multi-latent-attention --qk-layernorm --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion",
         "--multi-latent-attention --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion --disable-bias-linear",
         "--position-embedding-type rope --mtp-num-layers 2 --num-experts 4 --moe-layer-freq 2 --disable-bias-linear",
+        "--position-embedding-type rope --mtp-num-layers 3 --mtp-use-repeated-layer",
         "--position-embedding-type none --mtp-num-layers 1 --qk-layernorm",
     ],
 )

@@ -7,7 +7,9 @@ from moe_trainer.shape.flops import training_flops
 
 
 def parse(*flags):
-    recipe = "--seq-length 4 --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 1"
+    recipe = (
+        "--seq-length 4 --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 1"
+    )
     vocabulary = "--mock-data --tokenizer-type NullTokenizer --vocab-size 10 --position-embedding-type rope"
     return arguments.parse_args([*recipe.split(), *vocabulary.split(), *flags])
 
@@ -38,10 +40,13 @@ def test_mla_with_mtp(q_lora):
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (3 * (attention + 8 * 16 * 2) + mtp + 8 * 16 * 3)
 
 
-@pytest.mark.parametrize(("name", "vocab", "tflops", "tokens_per_s"), [
-    ("deepseek_v3", 129280, 857, 3298),
-    ("qwen3_235b_a22b", 151936, 974, 6583),
-])
+@pytest.mark.parametrize(
+    ("name", "vocab", "tflops", "tokens_per_s"),
+    [
+        ("deepseek_v3", 129280, 857, 3298),
+        ("qwen3_235b_a22b", 151936, 974, 6583),
+    ],
+)
 def test_ratio_of_published_figures(name, vocab, tflops, tokens_per_s):
     """TFLOP/s and tokens/s per GPU reported for one run: their ratio is the count per token (arXiv 2603.07685)."""
     args = arguments.parse_args(["--preset", name, "--mock-data"])

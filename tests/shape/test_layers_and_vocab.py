@@ -35,7 +35,13 @@ def test_mtp_copies_the_last_layer():
 
 @pytest.mark.parametrize(
     ("vocab", "divisible_by", "tp", "padded"),
-    [(50257, 128, 1, 50304), (50257, 128, 8, 51200), (129280, 3232, 1, 129280), (129280, 3232, 8, 129280), (1, 1, 1, 1)],
+    [
+        (50257, 128, 1, 50304),
+        (50257, 128, 8, 51200),
+        (129280, 3232, 1, 129280),
+        (129280, 3232, 8, 129280),
+        (1, 1, 1, 1),
+    ],
 )
 def test_padding(vocab, divisible_by, tp, padded):
     assert padded_vocab_size(vocab, divisible_by, tp) == padded

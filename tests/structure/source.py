@@ -21,7 +21,9 @@ class Import:
 
 def source_files(*folders: str) -> list[Path]:
     """Return every Python file below these folders of the repository, sorted."""
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts)
+    return sorted(
+        path for folder in folders for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts
+    )
 
 
 def product_files() -> list[Path]:
@@ -53,7 +55,8 @@ def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def imports(text: str, module: str = "", is_package: bool = False, known: frozenset[str] = frozenset()) -> list[Import]:
-    """List every import in a source text: plain ones, those in functions and under TYPE_CHECKING, and importlib's with a literal name.
+    """List every import in a source text: plain ones, those in functions and under TYPE_CHECKING, and importlib's
+    with a literal name.
 
     `from package import name` counts as the module package.name when `known` has such a module.
     """
@@ -67,7 +70,9 @@ def imports(text: str, module: str = "", is_package: bool = False, known: frozen
             names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = ast.unparse(node.func)
-            if called in ("__import__", "import_module", "importlib.import_module") and isinstance(node.args[0].value, str):
+            if called in ("__import__", "import_module", "importlib.import_module") and isinstance(
+                node.args[0].value, str
+            ):
                 names = [node.args[0].value]
         found += [Import(name, node.lineno, top_level) for name in dict.fromkeys(names)]
     return found

@@ -1,7 +1,7 @@
 """A room imports only from lower floors, and nothing imports in circles.
 
-Every import counts, also those inside functions and under TYPE_CHECKING. A new room or a new file directly under moe_trainer/ has to be entered
-in the table: where something stands is a decision.
+Every import counts, also those inside functions and under TYPE_CHECKING. A new room or a new file directly under
+moe_trainer/ has to be entered in the table: where something stands is a decision.
 """
 
 import subprocess
@@ -105,7 +105,8 @@ def test_no_import_goes_up_or_across():
 def test_no_import_circles():
     known = known_modules()
     edges = {
-        module_name(path): {each.module for each in imports_of(path, known) if each.module in known} - {module_name(path)}
+        module_name(path): {each.module for each in imports_of(path, known) if each.module in known}
+        - {module_name(path)}
         for path in product_files()
     }
     loop = circle(edges)
@@ -113,9 +114,13 @@ def test_no_import_circles():
 
 
 def test_package_files_are_empty():
-    """Rooms have no door of their own: an import names the file. Doors are arguments (and its list of rules) and model_zoo."""
+    """Rooms have no door of their own: an import names the file. The doors are arguments, its rules and model_zoo."""
     doors = {ROOT / door / "__init__.py" for door in ("arguments", "arguments/rules", "model_zoo")}
-    filled = [path for path in product_files() if path.name == "__init__.py" and path not in doors and path.read_text().strip()]
+    filled = [
+        path
+        for path in product_files()
+        if path.name == "__init__.py" and path not in doors and path.read_text().strip()
+    ]
     assert not filled
 
 
@@ -135,7 +140,10 @@ def test_flags_and_counts_work_without_torch():
     [
         ("moe_trainer.ops.x", "def f():\n    import arguments\n"),
         ("moe_trainer.ops.x", "from moe_trainer.parallel.state import Group"),
-        ("moe_trainer.model.x", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moe_trainer.optim.build import y"),
+        (
+            "moe_trainer.model.x",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moe_trainer.optim.build import y",
+        ),
         ("moe_trainer.data.x", "from ..checkpoint import checkpoint"),
         ("moe_trainer.checkpoint.x", "import importlib\nimportlib.import_module('moe_trainer.optim.build')"),
         ("moe_trainer.planner.x", "from moe_trainer.parallel import state"),

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from structure.source import ROOT
 
-SKIPPED_FOLDERS = frozenset(".git .venv .pytest_cache .ruff_cache .hypothesis __pycache__ build dist runs shared".split())
+SKIPPED_FOLDERS = frozenset(
+    ".git .venv .pytest_cache .ruff_cache .hypothesis __pycache__ build dist runs shared".split()
+)
 BINARY = frozenset(".bin .idx .npy .npz .model .safetensors .pt .gz .zst .png .distcp".split())
 # Spelled in pieces, so that this file does not find itself.
 FORBIDDEN = tuple(
@@ -27,7 +29,11 @@ def committed_files() -> list[Path]:
     found = []
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
-        if path.is_file() and not SKIPPED_FOLDERS & set(parts) and not any(part.endswith(".egg-info") for part in parts):
+        if (
+            path.is_file()
+            and not SKIPPED_FOLDERS & set(parts)
+            and not any(part.endswith(".egg-info") for part in parts)
+        ):
             found.append(path)
     return found
 
@@ -35,16 +41,26 @@ def committed_files() -> list[Path]:
 def offences(text: str) -> list[str]:
     """List the lines of a text that name a place which exists on one machine only, or a package registry."""
     lines = text.splitlines()
-    return [f"{number}: {line.strip()[:120]}" for number, line in enumerate(lines, 1) if any(p.search(line) for p in FORBIDDEN)]
+    return [
+        f"{number}: {line.strip()[:120]}"
+        for number, line in enumerate(lines, 1)
+        if any(p.search(line) for p in FORBIDDEN)
+    ]
 
 
 def texts() -> list[Path]:
     # Recorded lists hold the command lines of others, with their paths.
-    return [path for path in committed_files() if path.suffix not in BINARY and path.relative_to(ROOT).parts[:2] != ("tests", "data")]
+    return [
+        path
+        for path in committed_files()
+        if path.suffix not in BINARY and path.relative_to(ROOT).parts[:2] != ("tests", "data")
+    ]
 
 
 def test_no_path_of_a_machine_and_no_registry():
-    bad = [f"{path.relative_to(ROOT)}:{line}" for path in texts() for line in offences(path.read_text(encoding="utf-8"))]
+    bad = [
+        f"{path.relative_to(ROOT)}:{line}" for path in texts() for line in offences(path.read_text(encoding="utf-8"))
+    ]
     assert not bad, "\n".join(bad)
 
 
@@ -61,12 +77,20 @@ def test_sources_are_ascii():
 
 
 @pytest.mark.parametrize(
-    "text", ["x = '/" + "work/main'", "cd /" + "home/somebody", "--index-url https://pypi" + ".org/simple", "p = '/" + "root/.cache'"]
+    "text",
+    [
+        "x = '/" + "work/main'",
+        "cd /" + "home/somebody",
+        "--index-url https://pypi" + ".org/simple",
+        "p = '/" + "root/.cache'",
+    ],
 )
 def test_an_offence_is_caught(text):
     assert offences(text)
 
 
-@pytest.mark.parametrize("text", ["a/work/b", "https://host/home/page", "$HOME/x", "/tmp/x", "../work/x", "/data/my_text_document"])
+@pytest.mark.parametrize(
+    "text", ["a/work/b", "https://host/home/page", "$HOME/x", "/tmp/x", "../work/x", "/data/my_text_document"]
+)
 def test_what_is_allowed_passes(text):
     assert not offences(text)

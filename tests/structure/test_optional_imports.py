@@ -1,7 +1,7 @@
 """Each optional library is imported by its one file, lazily, and nothing needs one to be imported.
 
-The choosers import a library inside a function when a flag asks for it; a file whose whole purpose is the library (te.py, triton_*.py) may
-import it at its head, because the chooser imports that file in turn.
+The choosers import a library inside a function when a flag asks for it; a file whose whole purpose is the library
+(te.py, triton_*.py) may import it at its head, because the chooser imports that file in turn.
 """
 
 import subprocess
@@ -63,7 +63,8 @@ def test_one_file_per_library(name):
     users = {
         path.name
         for path in product_files()
-        if path.relative_to(ROOT).parts[0] != "scripts" and any(library(each.module) == name for each in imports_of(path))
+        if path.relative_to(ROOT).parts[0] != "scripts"
+        and any(library(each.module) == name for each in imports_of(path))
     }
     assert len(users) <= 1, users
 
@@ -92,7 +93,10 @@ def test_everything_imports_without_optional_libraries():
         ("moe_trainer/data/tokenizer.py", "import transformers"),
         ("moe_trainer/data/tokenizer.py", "try:\n    from tiktoken import x\nexcept ImportError:\n    x = None"),
         ("moe_trainer/report/metrics.py", "from torch.utils.tensorboard import SummaryWriter"),
-        ("moe_trainer/layers/linear.py", "def f():\n    import importlib\n    importlib.import_module('transformer_engine.pytorch')"),
+        (
+            "moe_trainer/layers/linear.py",
+            "def f():\n    import importlib\n    importlib.import_module('transformer_engine.pytorch')",
+        ),
         ("moe_trainer/ops/permute.py", "def f():\n    import triton.language as tl"),
     ],
 )
