@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 
 import arguments
 from moe_trainer.place import find_place
@@ -19,10 +20,13 @@ def main(argv: list[str]) -> int:
         from arguments.report import run_validate_only
         from moe_trainer.shape.counts import params_report
 
-        return run_validate_only(argv, params_report)
+        try:
+            return run_validate_only(argv, params_report, _recorded_flags(argv))
+        except ValueError as error:
+            return _refuse(error, "0")
     try:
         place = find_place(os.environ)
-        args = arguments.parse_args(argv, place.world_size)
+        args = arguments.parse_args(argv, place.world_size, _recorded_flags(argv))
     except ValueError as error:
         return _refuse(error, os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     for name, value in args.recipe_env.items():
@@ -36,6 +40,17 @@ def main(argv: list[str]) -> int:
         return pretrain(args, place)
     except InputError as error:
         return _refuse(error, "0")
+
+
+def _recorded_flags(argv: list[str]) -> Mapping[str, object] | None:
+    """With --use-checkpoint-args the flags that the checkpoint recorded (none if there is no checkpoint yet), else None."""
+    wanted = arguments.checkpoint_wanted(argv)
+    if wanted is None:
+        return None
+    from moe_trainer.checkpoint.checkpoint import latest_iteration, read_saved_args
+
+    folder, step = wanted
+    return {} if step is None and latest_iteration(folder) is None else read_saved_args(folder, step)
 
 
 def _refuse(error: ValueError, rank: str) -> int:

@@ -1,6 +1,6 @@
 """--use-checkpoint-args: the architecture comes from the checkpoint, whatever the command line says.
 
-Reading a checkpoint needs torch, which this package does without. So it happens in two steps: `folder_to_read` tells
+Reading a checkpoint needs torch, which this package does without. So it happens in two steps: `wanted` tells
 which checkpoint is meant, before any rule runs; the caller reads its recorded flags and hands them to `parse_args`.
 """
 
@@ -30,15 +30,18 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "t
 """Taken too, unless --no-use-tokenizer-model-from-checkpoint-args."""
 
 
-def folder_to_read(settings: Settings) -> str | None:
-    """The checkpoint folder whose flags are wanted, or None."""
-    if not settings.use_checkpoint_args:
-        return None
-    return settings.load if settings.load is not None else settings.pretrained_checkpoint
+def wanted(settings: Settings) -> tuple[str, int | None] | None:
+    """The checkpoint whose flags are wanted, as folder and --ckpt-step, or None."""
+    folder = settings.load if settings.load is not None else settings.pretrained_checkpoint
+    return (folder, settings.ckpt_step) if settings.use_checkpoint_args and folder is not None else None
 
 
 def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
     """Write the recorded architecture over the settings; says where the command line had asked for something else."""
+    if not recorded:
+        settings.set_derived("use_checkpoint_args", False, "there is no checkpoint yet")
+        settings.note("--use-checkpoint-args: there is no checkpoint yet, the command line counts.")
+        return
     names = SHAPE + (TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ())
     for dest in names:
         value = recorded.get(dest)

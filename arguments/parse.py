@@ -22,7 +22,7 @@ def parse_args(
     """Read, resolve and check a command line.
 
     argv None means sys.argv[1:]; world_size None means that the rules on the number of ranks are left out; checkpoint
-    is what a checkpoint recorded of its flags, for --use-checkpoint-args (see `checkpoint_folder`). `--help` prints
+    is what a checkpoint recorded of its flags, for --use-checkpoint-args (see `checkpoint_wanted`; empty: there is no checkpoint yet). `--help` prints
     the flags and ends the process.
     Raises: ArgumentError (a ValueError) whose `.violations` lists everything that is wrong.
     """
@@ -38,13 +38,13 @@ def parse_args(
     return freeze(settings, world_size)
 
 
-def checkpoint_folder(argv: list[str]) -> str | None:
-    """The folder whose recorded flags `parse_args` should be given: that of --load with --use-checkpoint-args.
+def checkpoint_wanted(argv: list[str]) -> tuple[str, int | None] | None:
+    """The checkpoint whose recorded flags `parse_args` should be given: (folder, --ckpt-step), or None.
 
-    None without that flag, and where the command line cannot be read (`parse_args` then says why).
+    It is that of --load or --pretrained-checkpoint, with --use-checkpoint-args.
     """
     settings, _, _ = _gather(argv)
-    return checkpoint_args.folder_to_read(settings)
+    return checkpoint_args.wanted(settings)
 
 
 def understand(

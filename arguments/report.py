@@ -11,11 +11,15 @@ from arguments.settings import Settings, Violation
 from arguments.verdict import countable
 
 
-def run_validate_only(argv: list[str], count_params: Callable[[Arguments], Mapping[str, int | None]]) -> int:
+def run_validate_only(
+    argv: list[str],
+    count_params: Callable[[Arguments], Mapping[str, int | None]],
+    checkpoint: Mapping[str, object] | None = None,
+) -> int:
     """Resolve, check, print and (with --report FILE) write a command line. Returns the exit code, 0 or 2.
 
     The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. `count_params` gives the
-    model's parameters: total, mtp, active, active_no_embedding.
+    model's parameters: total, mtp, active, active_no_embedding. `checkpoint`: as for parse_args.
     """
     if "--help" in argv or "-h" in argv:
         from arguments.help import print_help
@@ -23,7 +27,7 @@ def run_validate_only(argv: list[str], count_params: Callable[[Arguments], Mappi
         print_help()
         return 0
     world_size, violations = _world_size(argv)
-    settings, found = understand(argv, world_size)
+    settings, found = understand(argv, world_size, checkpoint)
     violations += found
     params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
     if countable(settings, violations):

@@ -57,8 +57,6 @@ def announce(s: Settings) -> None:
         for dest in dests.split():
             if s.given(dest) and s.values[dest] != s.default(dest):
                 s.say_idle(s.shown(dest), f"no effect without {wanted}")
-    if s.transformer_impl == "transformer_engine":
-        s.note("Layers are the local ones, which compute the same: this version has no TransformerEngine layers.")
 
 
 def _parent_text(s: Settings, parent: str) -> str:

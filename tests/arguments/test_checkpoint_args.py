@@ -1,6 +1,8 @@
 """--use-checkpoint-args: the architecture is the checkpoint's."""
 
-from arguments import checkpoint_folder, parse_args
+import pytest
+
+from arguments import ArgumentError, checkpoint_wanted, parse_args
 from arguments.checkpoint_args import SHAPE, TOKENIZER
 from arguments.container import OPTIONS
 from tests.arguments.test_tokens import TOY
@@ -9,10 +11,10 @@ LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
 
 
 def test_the_folder_is_known_before_any_rule():
-    assert checkpoint_folder(LINE) == "runs/a"
-    assert checkpoint_folder(["--use-checkpoint-args", "--load", "b", "--num-layers", "x"]) == "b"
-    assert checkpoint_folder(["--pretrained-checkpoint", "c", "--use-checkpoint-args"]) == "c"
-    assert checkpoint_folder(TOY + ["--load", "b"]) is None
+    assert checkpoint_wanted(LINE) == ("runs/a", None)
+    assert checkpoint_wanted(["--use-checkpoint-args", "--load", "b", "--num-layers", "x"]) == ("b", None)
+    assert checkpoint_wanted(["--pretrained-checkpoint", "c", "--use-checkpoint-args", "--ckpt-step", "5"]) == ("c", 5)
+    assert checkpoint_wanted(TOY + ["--load", "b"]) is None
 
 
 def test_lists_name_flags():
@@ -33,6 +35,13 @@ def test_the_tokenizer_comes_along_unless_it_must_not():
     assert parse_args(LINE, 1, checkpoint=recorded).data.tokenizer_model == "t.model"
     line = [*LINE, "--no-use-tokenizer-model-from-checkpoint-args"]
     assert parse_args(line, 1, checkpoint=recorded).data.tokenizer_type == "NullTokenizer"
+
+
+def test_without_a_checkpoint_yet_the_command_line_counts():
+    args = parse_args(LINE, 1, checkpoint={})
+    assert args.model.num_layers == 2 and args.output.use_checkpoint_args is False
+    with pytest.raises(ArgumentError, match="--num-layers is missing"):
+        parse_args(LINE[2:], 1, checkpoint={})
 
 
 def test_nothing_happens_without_the_flag():
