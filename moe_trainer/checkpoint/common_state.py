@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.options import CheckpointState
-from moe_trainer.checkpoint.planner import read_objects
-from moe_trainer.checkpoint.unpickle import load_object, plain
+from moe_trainer.checkpoint.reading import read_object
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_object, plain
 
 KEY = "common_state/shard_0_1"
 OLD_FILE = "common.pt"
 _OURS = "moe_trainer"
 # counters that Megatron keeps in its args
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-_READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, TypeError, AttributeError, KeyError, IndexError)
 
 
 def dump_object(value: Any) -> bytes:
@@ -67,31 +65,13 @@ def read(folder: Path, index: Metadata) -> dict[str, Any]:
     elif (folder / OLD_FILE).is_file():
         try:
             value = load_object((folder / OLD_FILE).read_bytes())
-        except _READ_ERRORS as error:
+        except DECODE_ERRORS as error:
             raise CheckpointError(f"{folder / OLD_FILE} is damaged: {error}") from error
     else:
         raise CheckpointError(f"{folder} has no common state: neither the entry {KEY} nor the file {OLD_FILE}")
     if not isinstance(value, dict) or "args" not in value:
         raise CheckpointError(f"{folder}: the common state holds no args")
     return value
-
-
-def read_object(folder: Path, index: Metadata, key: str) -> Any:
-    """Decode one non-tensor entry.
-
-    Raises: CheckpointError when its file is damaged.
-    """
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(index, True)
-    try:
-        return load_object(read_objects(reader, [key])[key])[0]
-    except _READ_ERRORS as error:
-        raise CheckpointError(f"{folder / where(index, key)} is damaged: {key} cannot be read: {error}") from error
-
-
-def where(index: Metadata, key: str) -> str:
-    """The name of the first file that holds a part of an entry."""
-    return next((info.relative_path for place, info in index.storage_data.items() if place.fqn == key), "")
 
 
 def parse(common: Mapping[str, Any]) -> tuple[CheckpointState, dict[str, Any], bool]:

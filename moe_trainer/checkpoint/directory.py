@@ -112,6 +112,12 @@ def describe_complete(directory: Path, without: int | None = None) -> str:
             f"To go on from the latest of them: --ckpt-step {others[-1]}")
 
 
+def advice(folder: Path) -> str:
+    """What to load instead of this checkpoint folder."""
+    match = _ITERATION.match(folder.name)
+    return describe_complete(folder.parent, int(match[1]) if match else None)
+
+
 def publish(temporary: Path, directory: Path, iteration: int) -> None:
     """Give a complete temporary folder its final name and make the tracker point at it."""
     final = directory / folder_name(iteration)

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moe_trainer.checkpoint import common_state
@@ -9,6 +10,7 @@ from moe_trainer.checkpoint.directory import (
     COMPLETE,
     INDEX,
     TRACKER,
+    advice,
     complete_iterations,
     describe_complete,
     folder_name,
@@ -20,14 +22,12 @@ from moe_trainer.checkpoint.inspect import detect_format, read_index, verify
 
 logger = logging.getLogger(__name__)
 
-_OTHER_FORMATS = {
+_OTHER_FORMATS = MappingProxyType({
     "torch": "the legacy format of Megatron-LM (mp_rank_* folders), which this version does not read yet; "
              "let Megatron-LM convert it with --ckpt-convert-format torch_dist --ckpt-convert-save DIR",
     "zarr": "the zarr format, which Megatron-LM itself has retired; convert it with an older Megatron-LM",
     "fsdp_dtensor": "written by Megatron-FSDP, which this version does not support; save it with --ckpt-format torch_dist",
-    "torch_dcp": "a plain torch.distributed.checkpoint folder, which this version does not read; "
-                 "save it with --ckpt-format torch_dist",
-}
+})
 
 
 def find(directory: Path, ckpt_step: int | None) -> Path | None:
@@ -68,7 +68,8 @@ def check_format(folder: Path, ckpt_format: str, auto_detect: bool) -> None:
     Raises: CheckpointError.
     """
     found = detect_format(folder)
-    if found not in (None, "torch_dist"):
+    # an index without a completion mark: judged by check_whole, for it may be a save that did not finish
+    if found not in (None, "torch_dist", "torch_dcp"):
         raise CheckpointError(f"{folder} is {_OTHER_FORMATS.get(found, f'in the format {found!r}, which is not supported')}")
     if ckpt_format != "torch_dist" and not auto_detect:
         raise CheckpointError(f"--ckpt-format {ckpt_format}: only torch_dist is supported in this version")
@@ -83,12 +84,6 @@ def check_whole(folder: Path, hashes: bool = False) -> None:
     if problems:
         shown = "\n  ".join(problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else []))
         raise CheckpointError(f"the checkpoint {folder} is incomplete or damaged:\n  {shown}\n" + advice(folder))
-
-
-def advice(folder: Path) -> str:
-    """What to load instead of this folder."""
-    number = folder.name.removeprefix("iter_")
-    return describe_complete(folder.parent, int(number) if number.isdecimal() else None)
 
 
 def latest_iteration(directory: str | Path) -> int | None:

@@ -3,14 +3,14 @@
 import hashlib
 import json
 import math
-import pickle
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.unpickle import SafeUnpickler
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_pickle
 
 
 def detect_format(folder: Path) -> str | None:
@@ -34,17 +34,36 @@ def read_index(folder: Path) -> Metadata:
     """
     path = folder / INDEX
     try:
-        with open(path, "rb") as stream:
-            index = SafeUnpickler(stream).load()
+        index = load_pickle(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    # what a damaged pickle raises depends on the byte that is damaged
-    except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError, IndexError,
-            ImportError, MemoryError, RuntimeError) as error:
+    except DECODE_ERRORS as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no index")
+    if not _is_sound(index):
+        raise CheckpointError(f"{path} is damaged: it holds no sound index")
     return index
+
+
+def _is_sound(index: object) -> bool:
+    """Whether a decoded index has the types that everything else relies on, and names files of its own folder only."""
+    try:
+        return isinstance(index, Metadata) and all(
+            _is_sound_entry(index, key, entry) for key, entry in index.state_dict_metadata.items()
+        ) and all(
+            isinstance(info.relative_path, str) and Path(info.relative_path).name == info.relative_path
+            and info.offset >= 0 and info.length >= 0 for info in index.storage_data.values()
+        )
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+def _is_sound_entry(index: Metadata, key: str, entry: object) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return isinstance(key, str) and MetadataIndex(key) in index.storage_data
+    return isinstance(key, str) and isinstance(entry.properties.dtype, torch.dtype) and all(
+        MetadataIndex(key, chunk.offsets) in index.storage_data and len(chunk.sizes) == len(entry.size)
+        and all(0 <= at and at + extent <= full for at, extent, full in zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
+        for chunk in entry.chunks)
 
 
 def verify(folder: Path, hashes: bool = False) -> list[str]:
@@ -56,7 +75,7 @@ def verify(folder: Path, hashes: bool = False) -> list[str]:
     if not folder.is_dir():
         return [f"{folder} does not exist"]
     if not (folder / COMPLETE).is_file():
-        return [f"{folder / COMPLETE} is missing: the save did not finish"]
+        return [f"{folder / COMPLETE} is missing: the save did not finish, or it is no torch_dist checkpoint"]
     found = detect_format(folder)
     if found != "torch_dist":
         return [f"{folder / COMPLETE} is damaged" if found is None else f"{folder} is in {found} format"]

@@ -6,21 +6,17 @@ disagreements are collected before anything is overwritten, and reported togethe
 """
 
 import logging
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.find import advice
 from moe_trainer.checkpoint.options import LoadOptions
-from moe_trainer.checkpoint.planner import fill
+from moe_trainer.checkpoint.reading import fill, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme, Piece, Placement, pieces, rng_key
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
 from moe_trainer.parallel.state import ParallelState
@@ -138,16 +134,7 @@ class Loader:
 
         Raises: CheckpointError when a file turns out damaged.
         """
-        reader = FileSystemReader(self._folder)
-        reader.set_up_storage_reader(self._index, False)
-        try:
-            with torch.no_grad():
-                fill(reader, self._index, self._wanted)
-        except CheckpointError:
-            raise
-        except (OSError, RuntimeError, ValueError, EOFError, AssertionError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"the checkpoint {self._folder} is damaged: a tensor cannot be read: {error}\n"
-                                  + advice(self._folder)) from error
+        fill(self._folder, self._index, self._wanted)
 
     def random_states(self, ps: ParallelState) -> dict[str, Any] | None:
         """This rank's random states; None with a warning when they are not in the checkpoint, None when not wanted.
@@ -157,7 +144,7 @@ class Loader:
         if not self._options.load_rng or self._options.finetune:
             return None
         key = rng_key(ps)
-        states = common_state.read_object(self._folder, self._index, key) if key in self._index.state_dict_metadata else []
+        states = read_object(self._folder, self._index, key) if key in self._index.state_dict_metadata else []
         if len(states) == 1:  # Megatron writes one state for all data-parallel ranks
             return states[0]
         if ps.dp_cp.rank < len(states):

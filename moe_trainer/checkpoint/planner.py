@@ -1,11 +1,11 @@
-"""Plans for torch.distributed.checkpoint: which rank writes which box, and which saved boxes fill which local ones.
+"""The save plan for torch.distributed.checkpoint: which rank writes which box.
 
-torch's own planners start from a state dict of DTensors or ShardedTensors. Ours starts from pieces (boxes of global
+torch's own planner starts from a state dict of DTensors or ShardedTensors. Ours starts from pieces (boxes of global
 tensors with live storage) and from named byte strings, which is all that is needed and lets a flat optimizer range be
-several boxes. The files are torch's: FileSystemWriter and FileSystemReader do the input and output.
+several boxes. The files are torch's: FileSystemWriter writes them.
 
-Saving: every rank plans everything it holds. The coordinator sees all plans, so replicas need no bookkeeping: boxes
-that several ranks hold go to the one with the least to write, and it checks that every tensor is covered exactly once.
+Every rank plans everything it holds, and every rank sees all plans, so replicas need no bookkeeping: boxes that
+several ranks hold go to the one with the least to write, and every tensor must be covered exactly once.
 """
 
 import io
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,17 +23,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.sharding import Piece
@@ -148,70 +142,3 @@ def _describe(items: dict[MetadataIndex, WriteItem]) -> Metadata:
             if volume != math.prod(entry.size):
                 raise CheckpointError(f"{key}: the ranks together hold {volume} of {math.prod(entry.size)} elements")
     return Metadata(content)
-
-
-class _FillPlanner(LoadPlanner):
-    """Copies saved boxes into local ones."""
-
-    def __init__(self, wanted: dict[str, list[Piece]]):
-        self._wanted = wanted
-
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
-        """Nothing to do: the content came with the constructor."""
-
-    def create_local_plan(self) -> LoadPlan:
-        raise AssertionError("the plan is made by fill()")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("fill() reads tensors only")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        tensor = self._wanted[read_item.dest_index.fqn][read_item.dest_index.index].data
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: resolve_tensor returned live storage."""
-
-
-def fill(reader: FileSystemReader, metadata: Metadata, wanted: dict[str, list[Piece]]) -> None:
-    """Read into the storage of local pieces, by saved key.
-
-    wanted: for each key of the checkpoint the local boxes to fill; values are converted to the local dtype.
-    Raises: CheckpointError when the saved boxes do not cover a local one; OSError or RuntimeError on damaged files.
-    """
-    items: list[ReadItem] = []
-    for key, local in wanted.items():
-        entry = metadata.state_dict_metadata[key]
-        chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in local]
-        found = create_read_items_for_chunk_list(key, entry, chunks)
-        volume = sum(math.prod(item.lengths) for item in found)
-        needed = sum(math.prod(piece.sizes) for piece in local)
-        if volume != needed:
-            raise CheckpointError(f"{reader.path}: only {volume} of {needed} elements of {key} were saved")
-        items += found
-    # in file order: the files may lie on spinning or networked disks
-    items.sort(key=lambda item: (metadata.storage_data[item.storage_index].relative_path,
-                                 metadata.storage_data[item.storage_index].offset))
-    reader.read_data(LoadPlan(items), _FillPlanner(wanted))
-
-
-def read_objects(reader: FileSystemReader, keys: Iterable[str]) -> dict[str, bytes]:
-    """The stored bytes of non-tensor entries, by key."""
-    found: dict[str, bytes] = {}
-
-    class Collector(_FillPlanner):
-        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-            found[read_item.storage_index.fqn] = value.getvalue()
-
-    none = torch.Size((0,))
-    items = [ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), none, MetadataIndex(key), none, none) for key in keys]
-    reader.read_data(LoadPlan(items), Collector({}))
-    return found

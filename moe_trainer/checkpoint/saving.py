@@ -102,7 +102,7 @@ class PendingSave:
             if self._plan.items:
                 self._results = self._writer.write_data(self._plan, self._planner).wait()
         except (OSError, RuntimeError) as error:  # torch.save reports a failed write as RuntimeError
-            self._error = f"rank {self._ps.world.rank}: {_first_line(error)}"
+            self._error = f"rank {self._ps.world.rank}: {_root_cause(error)}"
 
     def commit(self, crash: BaseException | None = None) -> None:
         """Make the checkpoint visible; collective.
@@ -217,8 +217,12 @@ def _what_remains(directory: Path) -> str:
     return f"The checkpoint of iteration {valid} there is complete and remains the one that --load finds."
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _root_cause(error: BaseException) -> str:
+    """What the operating system said, if it said anything; torch.save hides it behind an internal message."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return str(cause) if cause is not None else (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_writable(directory: str | Path, ps: ParallelState) -> None:

@@ -9,6 +9,8 @@ import argparse
 import enum
 import io
 import pickle
+import struct
+import zipfile
 from typing import IO, Any
 
 import torch
@@ -32,6 +34,11 @@ _SAFE_CLASSES = frozenset({
     "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING", "SavePlan", "WriteItem", "WriteItemType",
     "TensorWriteData", "BytesIOWriteData", "_StorageInfo", "_StoragePrefix",
 })
+_SMALL_PICKLE_BYTES = 1 << 20
+
+# what decoding damaged bytes may raise; which of them depends on the byte
+DECODE_ERRORS = (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, EOFError, ArithmeticError,
+                 AssertionError, ImportError, MemoryError, struct.error, pickle.UnpicklingError, zipfile.BadZipFile)
 
 
 class Foreign:
@@ -53,7 +60,7 @@ class Foreign:
         """A stand-in for a list subclass: its items are dropped."""
 
 
-class SafeUnpickler(pickle.Unpickler):
+class _SafeNames:
     """Resolves names by the list above."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -64,6 +71,23 @@ class SafeUnpickler(pickle.Unpickler):
         if module == "torch" and name.endswith("Storage"):
             return super().find_class(module, name)
         return type(name, (Foreign,), {"__module__": module})
+
+
+class SafeUnpickler(_SafeNames, pickle.Unpickler):
+    """The fast unpickler."""
+
+
+class _CarefulUnpickler(_SafeNames, pickle._Unpickler):
+    """The unpickler in Python: slow, but a damaged byte cannot make it allocate gigabytes as the fast one may."""
+
+
+def load_pickle(content: bytes) -> Any:
+    """Decode a plain pickle.
+
+    Raises: one of DECODE_ERRORS when it is damaged.
+    """
+    kind = _CarefulUnpickler if len(content) < _SMALL_PICKLE_BYTES else SafeUnpickler
+    return kind(io.BytesIO(content)).load()
 
 
 class PickleModule:
@@ -81,7 +105,7 @@ class PickleModule:
 def load_object(content: bytes) -> Any:
     """Decode what torch.save wrote.
 
-    Raises: pickle.UnpicklingError, RuntimeError, EOFError, ValueError when it is damaged.
+    Raises: one of DECODE_ERRORS when it is damaged.
     """
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False, pickle_module=PickleModule)
 

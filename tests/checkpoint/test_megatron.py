@@ -1,0 +1,84 @@
+"""A checkpoint that Megatron-LM wrote is read: weights, optimizer, counters, random states, args."""
+
+import io
+import pickle
+import random
+from pathlib import Path
+
+import torch
+from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
+
+from moe_trainer.checkpoint.checkpoint import LoadOptions, latest_iteration, load, read_saved_args
+from moe_trainer.checkpoint.inspect import read_index, verify
+from moe_trainer.checkpoint.unpickle import Foreign, SafeUnpickler, load_object, load_pickle, plain
+from moe_trainer.parallel.state import ParallelState
+
+SINGLE = ParallelState.single()
+
+
+def legacy_file(shared: Path) -> dict:
+    """The same iteration in the legacy format: an independent source of every value."""
+    content = (shared / "golden/ckpt/a2_torch/iter_0000005/mp_rank_00/model_optim_rng.pt").read_bytes()
+    return load_object(content)
+
+
+def test_every_value_of_a_golden_checkpoint(shared):
+    model = FakeModel(seed=1)
+    optimizer = FakeOptimizer(model, SINGLE, seed=1)
+    found = load(shared / "golden/ckpt/a2_torch_dist", [model], optimizer, SINGLE, LoadOptions(RECORD))
+    assert found.iteration == 5 and found.from_megatron and found.optim_loaded and found.rng_loaded
+    assert found.state.consumed_train_samples == 20 and found.state.consumed_valid_samples == 0
+    assert found.state.num_floating_point_operations_so_far == 692060160.0
+    assert found.state.scheduler["num_steps"] == 20 and optimizer.step == 5
+    legacy = legacy_file(shared)
+    weights = legacy["model"]
+    for param in model.parameters():
+        named = param.unbind(0) if param.info.stacked else (param,)
+        for name, tensor in zip(param.info.names, named, strict=True):
+            assert torch.equal(tensor, weights[name]), name
+    assert random.getstate() == legacy["rng_state"][0]["random_rng_state"]
+    assert torch.equal(torch.get_rng_state(), legacy["rng_state"][0]["torch_rng_state"])
+
+
+def test_every_moment_of_a_golden_checkpoint(shared):
+    model = FakeModel(seed=1)
+    optimizer = FakeOptimizer(model, SINGLE, seed=1)
+    load(shared / "golden/ckpt/a2_torch_dist", [model], optimizer, SINGLE, LoadOptions(RECORD))
+    legacy = legacy_file(shared)
+    # Megatron numbers the parameters group by group: decayed ones first, then the norms
+    names = [name for name, value in legacy["model"].items() if isinstance(value, torch.Tensor)]
+    order = [name for name in names if legacy["model"][name].dim() > 1] + [name for name in names if legacy["model"][name].dim() == 1]
+    state = {name: legacy["optimizer"]["state"][number] for number, name in enumerate(order)}
+    assert len(state) == len(legacy["optimizer"]["state"])
+    for held in optimizer.tensors():
+        expected = torch.cat([state[name][held.state_name].flatten() for name in held.param.info.names])
+        assert torch.equal(held.tensor, expected), held.param.info.names
+
+
+def test_the_args_of_a_golden_checkpoint(shared):
+    args = read_saved_args(shared / "golden/ckpt/a2_torch_dist")
+    assert {name: args[name] for name in RECORD if name != "quick_geglu"} == {
+        name: value for name, value in RECORD.items() if name != "quick_geglu"}
+    assert args["params_dtype"] == "float32" and args["moe_router_load_balancing_type"] == "aux_loss"
+    assert latest_iteration(shared / "golden/ckpt/a2_torch_dist") == 5
+
+
+def test_a_golden_checkpoint_is_whole(shared):
+    folder = shared / "golden/ckpt/a2_torch_dist/iter_0000005"
+    assert verify(folder) == []
+    assert len(read_index(folder).storage_data) > 100
+
+
+class Trap:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle ran code')",)
+
+
+def test_pickles_do_not_run_code(tmp_path):
+    path = tmp_path / "trap"
+    torch.save([{"args": Trap(), "iteration": 5}], path)
+    found = load_object(path.read_bytes())[0]
+    assert isinstance(found["args"], Foreign) and found["iteration"] == 5
+    content = pickle.dumps({"x": Trap(), "y": (torch.float32, {1})})
+    assert plain(load_pickle(content))["y"] == ("float32", [1])
+    assert plain(SafeUnpickler(io.BytesIO(content)).load())["y"] == ("float32", [1])
