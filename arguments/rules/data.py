@@ -1,5 +1,6 @@
 """Rules 50-51: where the text comes from and how it is split."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -20,6 +21,8 @@ def read_split(text: str) -> tuple[float, float, float]:
         weights = [float(word) for word in words]
     except ValueError:
         raise ValueError("needs up to three numbers separated by commas, for example 969,30,1") from None
+    if not all(map(math.isfinite, weights)):
+        raise ValueError("needs finite numbers")
     if not 1 <= len(weights) <= 3:
         raise ValueError(f"has {len(weights)} numbers; needs one to three: training, validation, test")
     if any(weight < 0 for weight in weights) or sum(weights) <= 0:

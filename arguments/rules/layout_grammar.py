@@ -82,10 +82,9 @@ def _shape_problems(layout: Layout, pp: int) -> list[str]:
     found = []
     if layout.virtual_stages(pp) is None:
         found.append(f"has {len(layout.stages)} stages, which must be a multiple of the {pp} pipeline ranks")
-    order = "".join(layout.stages)
-    if order.count(EMBEDDING) != 1 or not order.startswith(EMBEDDING):
+    if layout.count(EMBEDDING) != 1 or not layout.stages[0].startswith(EMBEDDING):
         found.append("must begin with its only E (embedding)")
-    if order.count(LOSS) != 1 or not order.endswith(LOSS):
+    if layout.count(LOSS) != 1 or not layout.stages[-1].endswith(LOSS):
         found.append("must end with its only L (loss)")
     return found
 

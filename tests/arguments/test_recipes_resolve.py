@@ -1,0 +1,47 @@
+"""Published command lines: they must be understood as a whole, and refused at most for what comes later."""
+
+import json
+
+import pytest
+
+from arguments.machine import check_machine
+from arguments.rules import derived
+from tests.arguments.rule_lines import ACCEPTED, base_line, findings, recorded
+
+ARCHES = (None, 9, 10)
+
+
+def judge(recipe: dict, argv: list[str], world_size: int | None) -> None:
+    settings, violations = findings(argv, world_size)
+    for arch in ARCHES:
+        violations += [found for found in check_machine(settings, recipe["env"], arch) if found.kind not in ACCEPTED]
+    left = [violation for violation in violations if violation.kind != "product"]
+    assert not left, f"{recipe['name']}: {'; '.join(map(str, left))}"
+    ours = derived(settings, world_size)
+    if recipe["derived"]:
+        assert ours["data_parallel_size"] == recipe["derived"]["dp"]
+        assert ours["virtual_pipeline_model_parallel_size"] == recipe["derived"]["vpp"]
+        assert ours["num_microbatches"] == recipe["derived"]["num_microbatches"]
+
+
+@pytest.mark.parametrize("recipe", recorded("recipes"), ids=lambda recipe: recipe["name"])
+def test_recorded_recipes(recipe):
+    judge(recipe, recipe["argv"], recipe["world_size"])
+
+
+def test_all_recipes(shared):
+    recipes = json.loads((shared / "reference" / "recipes.json").read_text())
+    assert len(recipes) > 100
+    for recipe in recipes:
+        fragment = recipe["world_size"] is None  # a few flags of a guide, to be added to a line
+        argv = base_line() + recipe["argv"] if fragment else recipe["argv"]
+        judge(recipe, argv, 8 if fragment else recipe["world_size"])
+
+
+def test_only_other_products_are_refused_for_good(shared):
+    """Fill-in-the-middle data and maximal update parametrisation belong to dense research models."""
+    refused = set()
+    for recipe in json.loads((shared / "reference" / "recipes.json").read_text()):
+        _, violations = findings(recipe["argv"], recipe["world_size"])
+        refused |= {flag for v in violations if v.kind == "product" for flag in v.flags}
+    assert {flag.split("-")[2] for flag in refused} <= {"fim", "use", "mup"}, refused

@@ -1,0 +1,83 @@
+"""The pipeline layout grammar and the batch schedule: reading, unfolding, and what does not fit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arguments.rules.batch_schedule import read_batch_schedule
+from arguments.rules.data import read_split
+from arguments.rules.layout_grammar import problems, read_layout
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("Ettt|ttL", ("Ettt", "ttL")),
+        ("E,t,t|t,L", ("Ett", "tL")),
+        ("Et*3|(tt|)*2L", ("Ettt", "tt", "tt", "L")),
+        ("Et*2|(tt|)*5t|tmL", ("Ett", "tt", "tt", "tt", "tt", "tt", "t", "tmL")),
+        ("E|t*2|(t|t)*2|L", ("E", "tt", "t", "tt", "t", "L")),
+        ("E|*3L", ("E", "", "", "L")),
+    ],
+)
+def test_reads(text, stages):
+    assert read_layout(text).stages == stages
+
+
+@pytest.mark.parametrize("text", ["Ex|L", "E((t|)*2)*2L", "Et*|L", "Et*9999999999L", "E(t)L"])
+def test_refuses_what_it_cannot_read(text):
+    with pytest.raises(ValueError):
+        read_layout(text)
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=8))
+def test_repeats_equal_written_out_layouts(counts):
+    written = "E" + "|".join("t" * n for n in counts) + "L"
+    short = "E" + "|".join(f"t*{n}" if n else "" for n in counts) + "L"
+    layout = read_layout(short)
+    assert layout == read_layout(written)
+    assert layout.count("t") == sum(counts) and len(layout.stages) == len(counts)
+    assert problems(layout, len(counts), sum(counts), None) == []
+    assert problems(layout, len(counts), sum(counts) + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "pp", "layers", "mtp", "word"),
+    [
+        ("Ett|tL", 2, 4, 0, "decoder layers"),
+        ("Ett|t|tL", 2, 4, 0, "stages"),
+        ("tt|ttL", 2, 4, 0, "E (embedding)"),
+        ("EEtt|ttL", 2, 4, 0, "E (embedding)"),
+        ("Ett|tt", 2, 4, 0, "L (loss)"),
+        ("Ett|ttL|", 3, 4, 0, "L (loss)"),
+        ("Ett|ttmL", 2, 4, 2, "MTP layers"),
+        ("Ett|tmtL", 2, 4, 1, "behind"),
+        ("Ett|t|tm|mL", 4, 4, 2, "several stages"),
+        ("Ett|tt|m|L", 2, 4, 1, "pipeline rank 0"),
+        ("Ettt|tm|L|", 2, 4, 1, "chunk"),
+    ],
+)
+def test_says_what_does_not_fit(text, pp, layers, mtp, word):
+    assert any(word in clause for clause in problems(read_layout(text), pp, layers, mtp))
+
+
+def test_standalone_prediction_heads():
+    assert read_layout("Etttt|tttt|m|L").mtp_standalone(4)
+    assert not read_layout("Etttt|ttttmL").mtp_standalone(2)
+    assert not read_layout("Etttt|ttttL").mtp_standalone(2)
+
+
+def test_batch_schedule():
+    assert read_batch_schedule("0:384 200B:768, 1.5T:1152") == ((0, 384), (200 * 10**9, 768), (1500 * 10**9, 1152))
+    for text in ("", "1:8", "0:8 5:0", "0:8 9:16 9:32", "0:8 x:16", "0:8 0.5:16"):
+        with pytest.raises(ValueError):
+            read_batch_schedule(text)
+
+
+def test_split():
+    assert read_split("969, 30, 1") == (0.969, 0.03, 0.001)
+    assert read_split("99,1") == (0.99, 0.01, 0.0)
+    assert read_split("1") == (1.0, 0.0, 0.0)
+    for text in ("", "0,0,0", "1,2,3,4", "-1,2", "a,b", "nan,1"):
+        with pytest.raises(ValueError):
+            read_split(text)

@@ -1,0 +1,85 @@
+"""Rules about environment, GPU and packages: silent without a GPU, named with one."""
+
+import pytest
+
+from arguments import parse_args
+from arguments.machine import ATTENTION, ATTENTION_SWITCHES, check_machine, check_packages, environment_defaults
+from arguments.parse import understand
+from tests.arguments.rule_lines import changed
+
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn"
+
+# (added flags, environment, GPU generation, flag that is named or None)
+CASES = (
+    (TP2, "", 9, "--tensor-model-parallel-size"),
+    (TP2, "CUDA_DEVICE_MAX_CONNECTIONS=8", 8, "--tensor-model-parallel-size"),
+    (TP2, "CUDA_DEVICE_MAX_CONNECTIONS=1", 9, None),
+    (TP2, "", 10, None),
+    (TP2, "", None, None),
+    ("--context-parallel-size 2", "", 9, "--context-parallel-size"),
+    (f"{TP2} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --overlap-moe-expert-parallel-comm",
+     "CUDA_DEVICE_MAX_CONNECTIONS=32", 9, None),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor", "CUDA_DEVICE_MAX_CONNECTIONS=1", 9, "--use-megatron-fsdp"),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor", "", 9, None),
+    ("--use-torch-fsdp2", "CUDA_DEVICE_MAX_CONNECTIONS=1", 9, "--use-torch-fsdp2"),
+    ("--pipeline-model-parallel-comm-backend ucc", "CUDA_DEVICE_MAX_CONNECTIONS=1", 9,
+     "--pipeline-model-parallel-comm-backend"),
+    ("--deterministic-mode", "NCCL_ALGO=Tree", 9, "--deterministic-mode"),
+    ("--deterministic-mode", "NCCL_ALGO=^NVLS NVTE_ALLOW_NONDETERMINISTIC_ALGO=0", 9, None),
+    ("--deterministic-mode", "CUBLAS_WORKSPACE_CONFIG=:8:8", 9, "--deterministic-mode"),
+    ("--deterministic-mode", "", 9, None),
+    ("--fine-grained-activation-offloading --offload-modules moe_act", "", 9, "--fine-grained-activation-offloading"),
+    ("--fine-grained-activation-offloading --offload-modules moe_act", "NVTE_CPU_OFFLOAD_V1=1", 9, None),
+    (GRAPHS, EXPANDABLE, 9, "--cuda-graph-impl"),
+    (GRAPHS, f"{EXPANDABLE} NCCL_GRAPH_REGISTER=0", 9, None),
+    (GRAPHS, "", 9, None),
+    ("--use-nccl-ub", EXPANDABLE, 9, "--use-nccl-ub"),
+    ("--attention-backend flash", "NVTE_FUSED_ATTN=1", 9, "--attention-backend"),
+    ("--attention-backend fused", "NVTE_FUSED_ATTN=1", 9, None),
+    ("--attention-backend auto", "NVTE_FUSED_ATTN=0", 9, None),
+    ("--attention-backend flash --transformer-impl local", "NVTE_FUSED_ATTN=1", 9, None),
+    ("--apply-query-key-layer-scaling", "NVTE_APPLY_QK_LAYER_SCALING=0", 9, "--apply-query-key-layer-scaling"),
+    ("--moe-grouped-gemm", "", 7, "--moe-grouped-gemm"),
+    ("--moe-grouped-gemm", "", 8, None),
+)  # fmt: skip
+
+
+def environment(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} | {case[1]} | {case[2]}")
+def test_machine_rules(case):
+    added, env, arch, flag = case
+    settings, _ = understand(changed(added), 8)
+    found = [v for v in check_machine(settings, environment(env), arch) if v.kind != "note"]
+    assert [v.flags[0] for v in found] == ([] if flag is None else [flag]), found
+
+
+def test_frozen_arguments_give_the_same_findings():
+    args = parse_args(changed("--deterministic-mode"), 8)
+    (found,) = check_machine(args, {"NCCL_ALGO": "Tree"}, 9)
+    assert found.kind == "machine" and "NCCL_ALGO" in found.message and "--deterministic-mode" in found.message
+    assert check_machine(args, {"NCCL_ALGO": "Tree"}, None) == []
+
+
+def test_defaults_satisfy_the_rules():
+    for backend, values in ATTENTION:
+        settings, _ = understand(changed(f"--deterministic-mode --attention-backend {backend}"), 8)
+        wanted = environment_defaults(settings, {}, 9)
+        assert tuple(wanted[name] for name in ATTENTION_SWITCHES) == values
+        assert check_machine(settings, wanted, 9) == []
+        assert environment_defaults(settings, wanted, 9) == {}
+        assert environment_defaults(settings, {}, None) == {}
+    settings, _ = understand(changed("--deterministic-mode"), 8)
+    assert "NCCL_ALGO" not in environment_defaults(settings, {"NCCL_ALGO": "^NVLS"}, 9)
+
+
+def test_package_versions():
+    settings, _ = understand(changed("--moe-permute-fusion --moe-router-fusion"), 8)
+    assert check_packages(settings, {}) == []
+    assert check_packages(settings, {"transformer_engine": "2.10.0+abc", "torch": "2.13.0"}) == []
+    old = check_packages(settings, {"transformer_engine": "2.3.0"})
+    assert [v.flags[0] for v in old] == ["--moe-router-fusion"] and "2.7" in old[0].message
