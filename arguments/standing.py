@@ -107,6 +107,8 @@ LATER = MappingProxyType(
         "result_rejected_tracker_filename": Later("the record of rejected results", CLUSTER),
         "flight_recorder_dump_path": Later("NCCL's flight recorder", CLUSTER),
         "log_straggler": Later("straggler detection", CLUSTER),
+        "log_device_memory_used": Later("the device's own memory figure in the log", CLUSTER),
+        "record_memory_history": Later("the record of allocations", CLUSTER),
         "log_energy": Later("energy in the log", CLUSTER),
         "save_params_interval": Later("dumps during the run", CLUSTER),
         "save_activations_interval": Later("dumps during the run", CLUSTER),
@@ -137,6 +139,7 @@ LATER = MappingProxyType(
         "ckpt_format": Later("this checkpoint format", MODELS, values=("torch", "torch_dcp", "fsdp_dtensor")),
         "ckpt_convert_format": Later("checkpoint conversion", MODELS),
         "ckpt_convert_save": Later("checkpoint conversion", MODELS),
+        "override_ckpt_iteration": Later("another iteration number for a checkpoint", MODELS),
         "non_persistent_save_interval": Later("non-persistent checkpoints", MODELS),
         "non_persistent_ckpt_type": Later("non-persistent checkpoints", MODELS),
         "replication": Later("replicated local checkpoints", MODELS),
@@ -222,6 +225,7 @@ PART_OF = MappingProxyType(
             "moe_routing_trace_max_training_iters moe_routing_trace_capture_logits "
             "moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights"
         ),
+        "record_memory_history": "memory_snapshot_path",
         "error_injection_rate": "error_injection_type",
         "flight_recorder_dump_path": (
             "flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace "
@@ -294,6 +298,7 @@ IDLE = MappingProxyType(
         # ---- the run
         "rerun_mode": "a loss or gradient that is not finite stops the run; nothing is run twice",
         "test_mode": "it adds checks of Megatron-LM's own test suite",
+        "empty_unused_memory_level": "cached device memory stays with the process; results do not depend on it",
         "train_sync_interval": "the loop synchronises when it logs",
         "exit_signal_handler_for_training": "--exit-signal-handler says it all",
         "exit_signal_handler_for_dataloader": "data workers end with their rank",
@@ -301,6 +306,7 @@ IDLE = MappingProxyType(
         "record_shapes": "marks for nsys; use --pytorch-profiler-collect-shapes for a profile",
         "barrier_with_L1_time": "timers never wait for other ranks here",
         # ---- data
+        "per_dataset_sequences_path": "the number of sequences is read from the index files, which is quick",
         "num_dataset_builder_threads": "index building is vectorised and needs no threads",
         "dataloader_fast_cache_load": "index files are opened without a check of the text behind them already",
         "dataloader_defer_npy_index_mmap": "index files are mapped, and read on first use",
@@ -316,6 +322,10 @@ IDLE = MappingProxyType(
         "ckpt_fully_parallel_load_per_rank_objects": _READ,
         "ckpt_fully_parallel_load_process_group": _READ,
         "ckpt_fully_parallel_save_process_group": "writing is shared over all ranks that hold a tensor",
+        "ckpt_load_validate_sharding_integrity": "that every tensor is covered exactly is always checked",
+        "ckpt_assume_constant_structure": "it saves planning time only; every save is planned anew",
+        "dist_ckpt_workers": "each rank writes with one thread",
+        "dist_ckpt_optim_fully_reshardable": "optimizer states are always stored so that any layout can load them",
         "ckpt_drop_redundant_extra_state": "the local layers have no extra state",
         "ckpt_pg_tensors_cache_path": "group tensors are not cached",
         "ckpt_pg_tensors_cache_create": "group tensors are not cached",
@@ -395,7 +405,7 @@ NEEDS = (
     (("decoupled_lr",), "decoupled_min_lr"),
     (("profile",), "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
     (("tensorboard_dir",), "log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"),
-    (("save", "load"), "ckpt_assume_constant_structure dist_ckpt_strictness"),
+    (("load", "pretrained_checkpoint"), "dist_ckpt_strictness"),
     (("save",), "async_save save_retain_interval no_save_optim no_save_rng"),
     (("load", "pretrained_checkpoint"), "finetune no_load_optim no_load_rng use_checkpoint_args"),
     (("manual_gc",), "manual_gc_interval manual_gc_eval"),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from arguments import Arguments
-from moe_trainer.checkpoint.checkpoint import AsyncSaver, check_writable, load
+from moe_trainer.checkpoint.checkpoint import AsyncSaver, check_writable, latest_iteration, load
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.checkpoint.options import LoadOptions, SaveOptions
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, requested_sizes
@@ -162,12 +162,17 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
     if output.save is not None:
         with user_input("--save"):
             check_writable(output.save, run.ps)
-    if output.load is None:
+    with user_input(f"--load {output.load}"):
+        weights_only = output.pretrained_checkpoint is not None and (
+            output.load is None or latest_iteration(output.load) is None
+        )
+    folder, finetune = (output.pretrained_checkpoint, True) if weights_only else (output.load, output.finetune)
+    if folder is None:
         return run, state
     options = LoadOptions.from_args(output, run.args.as_dict(), tokenizer.vocab_size)
-    with run.timers("load-checkpoint"), user_input(f"--load {output.load}"):
-        loaded = load(output.load, run.chunks, run.optimizer, run.ps, options)
-    if loaded is None or output.finetune:
+    with run.timers("load-checkpoint"), user_input(f"--pretrained-checkpoint {folder}" if weights_only else f"--load {folder}"):
+        loaded = load(folder, run.chunks, run.optimizer, run.ps, replace(options, finetune=finetune))
+    if loaded is None or finetune:
         return run, state
     saved = loaded.state
     optimizer = run.args.optimizer
