@@ -1,7 +1,8 @@
 """Pretrain a Mixture-of-Experts language model: `python pretrain_moe.py FLAGS`, with Megatron-LM's flags.
 
 The door and nothing more: read the flags, check them against this machine, hand over to `moe_trainer.train.pretrain`.
-Exit codes: 0 done, 2 something the user can mend (flags, files, folders), 1 anything else (with a traceback).
+Exit codes: 0 done, 2 something the user can mend (flags, files, folders), 1 anything else: a loss that is not finite
+(message), an error of ours (traceback).
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ def main(argv: list[str]) -> int:
         return pretrain(args, place)
     except InputError as error:
         return _refuse(error, "0")
+    except ArithmeticError as error:
+        # a loss or gradient that is not finite: a fact about the run, which the message tells better than a traceback
+        print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 def _recorded_flags(argv: list[str]) -> Mapping[str, object] | None:

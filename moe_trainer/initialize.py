@@ -16,7 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from arguments import Arguments
+from arguments import ArgumentError, Arguments, check_machine
+from arguments.machine import check_packages, environment_defaults
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.place import Place
 
@@ -35,10 +36,11 @@ class Runtime:
 def initialize(args: Arguments, place: Place) -> Runtime:
     """Join the process group, make the groups, seed the generators, set up logging.
 
-    Raises: ValueError if the backend cannot run here.
+    Raises: ArgumentError for flags that do not fit this machine or its environment variables.
     """
     configure_logging(place, args.output.logging_level)
     device = _choose_device(place)
+    fit_machine(args, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None)
     if place.world_size > 1:
         _join(args, place, device)
     parallel = args.parallel
@@ -60,6 +62,25 @@ def initialize(args: Arguments, place: Place) -> Runtime:
         place.world_size, place.source, device.type, torch.get_num_threads(), torch.__version__,
     )
     return Runtime(place, device, ps)
+
+
+def fit_machine(args: Arguments, arch: int | None) -> None:
+    """Check flags against environment, packages and GPU generation; set the variables that the flags imply.
+
+    Raises: ArgumentError with everything that does not fit.
+    """
+    for name, value in environment_defaults(args, os.environ, arch).items():
+        os.environ[name] = value
+        logger.info("%s=%s (implied by the flags)", name, value)
+    found = check_machine(args, os.environ, arch)
+    # Only torch counts so far: the flags that ask for a version of Transformer Engine run here without it.
+    found += check_packages(args, {"torch": torch.__version__})
+    for violation in found:
+        if violation.kind == "note":
+            logger.warning("%s", violation.message)
+    errors = [violation for violation in found if violation.kind != "note"]
+    if errors:
+        raise ArgumentError(errors)
 
 
 def configure_logging(place: Place, level: int | None) -> None:

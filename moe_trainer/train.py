@@ -92,7 +92,8 @@ def pretrain(args: Arguments, place: Place) -> int:
     if reason is None:
         print_datetime(runtime, "after training is done")
         finish(run, state)
-    run.saver.finish()
+    with user_input("--save"):
+        run.saver.finish()
     if run.metrics is not None:
         run.metrics.close()
     if reason is not None:
@@ -133,7 +134,8 @@ def train(run: Run, state: TrainState, started: float) -> str | None:
                 validate(run, state, f"iteration {state.iteration}")
             if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
                 gc.collect()
-            run.saver.poll()
+            with user_input("--save"):
+                run.saver.poll()
             reason = reason_to_leave(run, state, started, exit_signal)
             output = run.args.output
             save_is_due = output.save_interval is not None and state.iteration % output.save_interval == 0
@@ -211,7 +213,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     grad_scale = run.optimizer.loss_scale / (1 if run.per_token else num_microbatches)
 
     def forward_step() -> tuple[Tensor, Tensor]:
-        with run.timers("batch-generator"):
+        with run.timers("batch-generator"), user_input("data"):
             batch = next(run.train_batches).to(run.runtime.device)
         return masked_loss(run, batch, grad_scale)
 
@@ -314,7 +316,9 @@ def evaluate(run: Run, state: TrainState, where: str, kind: str, dataset: AnyDat
     with run.timers("evaluate"), torch.no_grad():
         run.optimizer.wait_params()
         for _ in range(iterations * (batch_size // (micro * ps.dp.size))):
-            _, sums = masked_loss(run, next(batches).to(run.runtime.device), 1.0)
+            with user_input("data"):
+                batch = next(batches).to(run.runtime.device)
+            _, sums = masked_loss(run, batch, 1.0)
             totals += sums
     set_training(run.chunks, True)
     loss_sum, tokens = collectives.all_reduce(totals, ps.dp_cp).tolist()
