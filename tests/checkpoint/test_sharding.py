@@ -2,15 +2,18 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 
+from arguments import parse_args
 from moe_trainer.checkpoint.checkpoint import CheckpointState, SaveOptions
 from moe_trainer.checkpoint.planner import global_plan
 from moe_trainer.checkpoint.saving import PieceSavePlanner, _objects, _pieces
 from moe_trainer.checkpoint.sharding import KeyScheme, boxes, pieces
+from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -124,3 +127,40 @@ def test_pieces_of_a_flat_range_are_live_views():
     expected = torch.arange(8 * 64 * 64, dtype=torch.float32)
     expected[:100] = expected[30000:] = 0
     assert torch.equal(whole[1].flatten(), expected) and not whole[0].any()
+
+
+# ---- the real model
+
+def built(shared, case, *more):
+    """(chunk on the meta device, record of its flags) of a golden case."""
+    argv = json.loads((shared / "golden" / case / "meta.json").read_text())["argv"]
+    args = parse_args([*argv, *more], world_size=1)
+    return build_chunks(args, ParallelState.single(), 512, device="meta")[0], args.as_dict()
+
+
+def test_keys_of_the_real_models_equal_megatrons(shared):
+    model, record = built(shared, "a2_mixtral")
+    weights = {key: value for key, value in recorded(shared / "golden/ckpt/a2_torch_dist.metadata.json").items()
+               if not key.startswith("optimizer.")}
+    assert content(model, record) == weights
+    model, record = built(shared, "c_qwen3moe")
+    assert content(model, record) == recorded(shared / "golden/ckpt/c_qwen3moe.metadata.json")
+
+
+def test_keys_of_the_real_deepseek_model(shared):
+    """No recorded checkpoint of it exists: layers that differ, MLA, shared experts, expert bias, MTP."""
+    found = content(*built(shared, "b_deepseek_mtp"))
+    tensors = {key: value[0] for key, value in found.items() if value is not None}
+    assert all(re.match(r"(decoder|mtp)\.layers\.\d|embedding\.|output_layer\.|decoder\.final", key) for key in tensors)
+    for layer in ("decoder.layers.1.", "mtp.layers.0.mtp_model_layer."):
+        assert tensors[layer + "mlp.experts.experts.linear_fc1.weight"] == [8, 48, 64]
+        assert tensors[layer + "mlp.router.expert_bias"] == [8]
+        assert tensors[layer + "input_layernorm.weight"] == [64]
+        assert found[layer + "mlp.experts.experts.linear_fc1._extra_state/shard_7_8"] is None
+        assert len(found[layer + "mlp.shared_experts.linear_fc1.weight"][1]) == 2
+    assert tensors["decoder.layers.0.mlp.linear_fc1.weight"] == [256, 64]
+    assert tensors["mtp.layers.0.eh_proj.weight"] == [64, 128]
+    named = sum(len(param.info.names) for param in built(shared, "b_deepseek_mtp")[0].parameters())
+    experts = 8 * 2 * sum("experts.experts.linear_fc1.weight" in key for key in tensors)
+    biases = sum(key.endswith("expert_bias") for key in tensors)
+    assert len(tensors) == named - experts + experts // 8 + biases
