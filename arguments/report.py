@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
+from arguments import rules
 from arguments.container import OPTIONS, SECTIONS, Arguments, freeze
 from arguments.parse import understand
 from arguments.settings import Settings, Violation
@@ -32,7 +33,7 @@ def run_validate_only(
     params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
     if countable(settings, violations):
         params |= count_params(freeze(settings, world_size))
-    print("\n".join(table(settings)))
+    print("\n".join(table(settings, world_size)))
     print("\n".join(summary(settings, violations, params, world_size)))
     if settings.report is not None:
         try:
@@ -66,8 +67,14 @@ def _text(value: object) -> str:
     return " ".join(map(str, value)) if value and isinstance(value, list | tuple) else str(value)
 
 
-def table(settings: Settings) -> list[str]:
-    """All settings with their sources, section by section."""
+def behind_flags(settings: Settings, world_size: int | None) -> dict[str, object]:
+    """Values that follow from several flags and that no flag holds."""
+    found = rules.derived(settings, world_size)
+    return {name: value for name, value in found.items() if name not in OPTIONS or settings.values[name] is None}
+
+
+def table(settings: Settings, world_size: int | None = None) -> list[str]:
+    """All settings with their sources, section by section, then what follows from them."""
     lines = ["------------------------ arguments ------------------------"]
     for section, _cls in SECTIONS:
         lines.append(f"[{section}]")
@@ -75,6 +82,9 @@ def table(settings: Settings) -> list[str]:
             why = f": {settings.why[dest]}" if settings.why.get(dest) and settings.source[dest] == "derived" else ""
             source = settings.source[dest]
             lines.append(f"  {dest} ".ljust(48, ".") + f" {_text(settings.values[dest])}  ({source}{why})")
+    lines.append("[derived from several flags]")
+    for name, value in behind_flags(settings, world_size).items():
+        lines.append(f"  {name} ".ljust(48, ".") + f" {_text(value)}  (derived)")
     lines.append("-------------------- end of arguments ---------------------")
     return lines
 
@@ -104,7 +114,8 @@ def as_json(
             dest: {"value": settings.values[dest], "source": settings.source[dest]}
             | ({"why": settings.why[dest]} if settings.why.get(dest) else {})
             for dest in OPTIONS
-        },
+        }
+        | {name: {"value": value, "source": "derived"} for name, value in behind_flags(settings, world_size).items()},
         "violations": [{"flags": list(v.flags), "message": v.message, "kind": v.kind} for v in violations],
         "renamed": [{"flag": flag, "became": became} for flag, became in settings.renamed],
         "idle": [{"flag": flag, "reason": reason} for flag, reason in settings.idle],

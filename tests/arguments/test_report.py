@@ -25,7 +25,8 @@ def run(tmp_path, *argv, count=lambda args: COUNTS):
 def test_a_valid_line(tmp_path, capsys):
     code, report = run(tmp_path, "--world-size", "4", "--use-flash-attn", "--layernorm-epsilon", "1e-6")
     assert code == 0 and report["violations"] == [] and report["params"] == COUNTS and report["world_size"] == 4
-    assert set(report["settings"]) == set(OPTIONS)
+    assert set(OPTIONS) < set(report["settings"])
+    assert report["settings"]["data_parallel_size"] == {"value": 4, "source": "derived"}
     assert report["settings"]["num_layers"] == {"value": 2, "source": "command line"}
     assert report["settings"]["adam_beta1"] == {"value": 0.9, "source": "default"}
     assert report["settings"]["global_batch_size"]["value"] == 8
