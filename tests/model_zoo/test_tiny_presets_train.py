@@ -1,0 +1,42 @@
+"""Every tiny preset trains through the command line, with the losses its code paths report."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from structure.source import ROOT
+
+from moe_trainer.data.indexed import IndexedDatasetBuilder
+
+LOSSES = {
+    "mixtral_tiny": {"lm loss", "load_balancing_loss"},
+    "deepseek_v3_tiny": {"lm loss", "seq_load_balancing_loss", "mtp_1 loss"},
+    "qwen3_tiny": {"lm loss", "global_load_balancing_loss"},
+}
+FEW = "--split 80,10,10 --train-iters 10 --seq-length 64 --global-batch-size 4 --eval-iters 1 --log-interval 1"
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_tiny_preset_trains(name, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    with IndexedDatasetBuilder(str(tmp_path / "pattern"), np.uint16) as builder:
+        for start in range(50):
+            builder.add_document((np.arange(300) * 7 + start) % 50, [300])
+    command = [sys.executable, "pretrain_moe.py", "--preset", name, *FEW.split()]
+    command += ["--data-path", str(tmp_path / "pattern"), "--metrics-file", str(metrics)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [record for record in records if "validation" not in record]
+    assert [step["iteration"] for step in steps] == list(range(1, 11))
+    for step in steps:
+        assert LOSSES[name] <= set(step)
+        assert all(math.isfinite(step[loss]) and step[loss] > 0 for loss in LOSSES[name])
+    # A model that has learned nothing stands at the logarithm of the vocabulary.
+    assert steps[0]["lm loss"] == pytest.approx(math.log(4096), abs=0.2)
+    assert steps[-1]["lm loss"] < steps[0]["lm loss"] - 2.0
