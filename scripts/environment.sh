@@ -3,8 +3,8 @@
 #
 #   make_environment KIND [PACKAGE...]     sets PYTHON_BIN; installs only when something changed since the last time
 #
-# The environment is .venv in the checkout, or $MOE_TRAINER_VENV. If the python in use has a CUDA build of torch 2.11 or newer, the
-# environment is laid over it and that torch is kept; otherwise the versions of constraints.txt are installed.
+# The environment is .venv in the checkout, or $MOE_TRAINER_VENV. If the python in use has a CUDA build of torch 2.11 or
+# newer, the environment is laid over it and that torch is kept; otherwise the versions of constraints.txt are installed.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -21,7 +21,8 @@ find_python() {
             return
         fi
     done
-    fail "no Python 3.10 or newer found (tried python3, python and python3.10 to python3.14); install one or set PYTHON=/path/to/python"
+    fail "no Python 3.10 or newer found (tried python3, python and python3.10 to python3.14);
+       install one or set PYTHON=/path/to/python"
 }
 
 # Prints the folder of a usable CUDA torch of this python, or nothing.
@@ -36,8 +37,8 @@ EOF
 
 run_pip() {
     local log=$venv/install.log
-    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt" "$@" \
-        >"$log" 2>&1; then
+    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$venv/constraints.txt" "$@" >"$log" 2>&1; then
         tail -n 5 "$log" >&2
         fail "pip could not install: $*
        Is there a network connection (or a package mirror in pip's own settings)? The whole output is in $log"
@@ -45,18 +46,19 @@ run_pip() {
 }
 
 make_environment() {
-    local kind=$1 python torch_folder stamp
+    local kind=$1 python torch_folder stamp packages torch
     shift
     venv=${MOE_TRAINER_VENV:-$ROOT/.venv}
     PYTHON_BIN=$venv/bin/python
     python=$(find_python) || exit 1
-    stamp="$("$python" --version) $* $(cksum <"$ROOT/setup.py") $(cksum <"$ROOT/constraints.txt") $(cksum <"$ROOT/scripts/environment.sh")"
+    stamp="$("$python" --version) $* $(cd "$ROOT" && cksum setup.py constraints.txt scripts/environment.sh)"
     if [ -x "$PYTHON_BIN" ] && [ "$(cat "$venv/installed-$kind" 2>/dev/null)" = "$stamp" ]; then
         echo "environment: $venv is up to date"
         return
     fi
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
-        fail "$python has no venv module; install it (Debian, Ubuntu: apt install python3-venv) or set PYTHON to another python"
+        fail "$python has no venv module; install it (Debian, Ubuntu: apt install python3-venv) or
+       set PYTHON to another python"
 
     torch_folder=$(cuda_torch_folder "$python") || torch_folder=
     if [ ! -x "$PYTHON_BIN" ]; then
@@ -65,12 +67,14 @@ make_environment() {
     if [ -n "$torch_folder" ]; then
         echo "environment: keeping the CUDA torch in $torch_folder"
         # A python that is itself an environment does not hand its packages down; a path file does.
-        echo "$torch_folder" >"$("$PYTHON_BIN" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kept_torch.pth"
-        grep -Ev '^(torch|numpy)\b' "$ROOT/constraints.txt" >"$venv/constraints.txt"
+        packages=$("$PYTHON_BIN" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        echo "$torch_folder" >"$packages/kept_torch.pth"
+        grep -Ev '^(torch|numpy)[<>=]' "$ROOT/constraints.txt" >"$venv/constraints.txt"
     else
         cp "$ROOT/constraints.txt" "$venv/constraints.txt"
-        echo "environment: installing $(grep '^torch==' "$ROOT/constraints.txt") into $venv (the largest download, once)"
-        run_pip "$(grep '^torch==' "$ROOT/constraints.txt")"
+        torch=$(grep '^torch==' "$ROOT/constraints.txt")
+        echo "environment: installing $torch into $venv (the largest download, once)"
+        run_pip "$torch"
     fi
     echo "environment: installing moe-trainer and what it needs"
     run_pip --editable "$ROOT" "$@"

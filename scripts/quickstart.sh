@@ -6,6 +6,9 @@
 #   RUN=folder  bash scripts/quickstart.sh     where everything goes (default: runs/quickstart)
 #   extra flags go to pretrain_moe.py          bash scripts/quickstart.sh --train-iters 1000
 set -euo pipefail
+# Relative names are meant from where the command was typed.
+case ${TEXT:-} in '' | /*) ;; *) TEXT=$PWD/$TEXT ;; esac
+case ${RUN:-} in '' | /*) ;; *) RUN=$PWD/$RUN ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
 . scripts/environment.sh
@@ -22,15 +25,19 @@ echo "[2/5] text and tokenizer"
 "$PYTHON_BIN" scripts/quickstart_text.py "$run/data" --vocab-size "$vocab_size" ${TEXT:+--text "$TEXT"}
 
 echo "[3/5] tokens"
-"$PYTHON_BIN" scripts/preprocess_data.py --input "$run/data/text.jsonl" --output-prefix "$run/data/text" \
+if ! "$PYTHON_BIN" scripts/preprocess_data.py --input "$run/data/text.jsonl" --output-prefix "$run/data/text" \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" --workers 2 --append-eod \
-    >"$run/preprocess.log" 2>&1 || { tail -n 20 "$run/preprocess.log" >&2; fail "preprocessing failed; see $run/preprocess.log"; }
-unigram=$("$PYTHON_BIN" scripts/unigram_loss.py --data-path "$run/data/text_text_document" --split "$split" --vocab-size "$vocab_size")
+    >"$run/preprocess.log" 2>&1; then
+    tail -n 20 "$run/preprocess.log" >&2
+    fail "preprocessing failed; see $run/preprocess.log"
+fi
+unigram=$("$PYTHON_BIN" scripts/unigram_loss.py --data-path "$run/data/text_text_document" --split "$split" \
+    --vocab-size "$vocab_size")
 echo "a model that knows only how frequent each token is would reach $unigram nats per token on the validation text"
 
 # One rank per GPU (as many as divide the batch), else two ranks on the CPU.
 gpus=$("$PYTHON_BIN" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
-cores=$("$PYTHON_BIN" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+cores=$("$PYTHON_BIN" -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
 ranks=2
 for n in 8 4 2 1; do
     if [ "$gpus" -ge "$n" ]; then
@@ -47,7 +54,8 @@ cat >"$run/train.sh" <<EOF
 set -euo pipefail
 cd "$PWD"
 # Threads per rank, and fewer page faults for large temporaries (glibc).
-export OMP_NUM_THREADS=$threads MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
+export OMP_NUM_THREADS=$threads
+export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
 exec "$PYTHON_BIN" -m torch.distributed.run --standalone --nproc-per-node $ranks pretrain_moe.py \\
     --preset mixtral_tiny \\
     --data-path "$run/data/text_text_document" --split $split \\
@@ -56,12 +64,16 @@ exec "$PYTHON_BIN" -m torch.distributed.run --standalone --nproc-per-node $ranks
     --save "$run/checkpoints" --tensorboard-dir "$run/tensorboard" "\$@"
 EOF
 
-echo "[4/5] training mixtral_tiny on $ranks ranks ($([ "$gpus" -gt 0 ] && echo GPU || echo "CPU, $threads thread(s) each"))"
+device=CPU
+[ "$gpus" -eq 0 ] || device=GPU
+echo "[4/5] training mixtral_tiny on $ranks $device ranks"
 grep '^export' "$run/train.sh"
 rm -rf "$run/checkpoints" "$run/tensorboard"
+# The log's iteration lines, shortened; sed's \1 to \4 are iteration, iterations, milliseconds, loss.
+shown='  iteration \1 of \2 | \3 ms | loss \4'
 set +e
 bash "$run/train.sh" "$@" 2>&1 | tee "$run/train.log" |
-    sed -nE -e 's/^ \[20.* iteration +([0-9]+)\/ +([0-9]+) .*iteration \(ms\): ([0-9.]+) .*lm loss: ([0-9.E+-]+) .*/  iteration \1 of \2 | \3 ms | loss \4/p' \
+    sed -nE -e 's/^ \[.* iteration +([0-9]+)\/ +([0-9]+) .*\(ms\): ([0-9.]+) .*lm loss: ([0-9.E+-]+) .*/'"$shown"'/p' \
         -e 's/^ (validation loss at iteration .*) lm loss PPL.*/  \1/p'
 status=${PIPESTATUS[0]}
 set -e
