@@ -14,6 +14,7 @@ from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTD
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset
 from moe_trainer.data.loader import BatchFormat
+from moe_trainer.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class _Plan:
             split=split,
             split_matrix=None if split is None else parse_split(split),
             cache_path=data.data_cache_path,
-            mmap=data.mmap_bin_files,
+            memory_map=data.mmap_bin_files,
         )
 
     def datasets(self, sizes) -> Datasets:
@@ -174,11 +175,7 @@ class _Plan:
         """The dataset of split `number`, or None when there is no data for it and none is needed."""
         if self._share_of(number) is None:
             if size:
-                origin = f'--split "{self._config.split}"' if self._config.split else f"no --{SPLIT_NAMES[number]}-data-path"
-                if number == 0:
-                    raise ValueError(f"{size} samples are asked of the train split, which has no data ({origin}); give it a share")
-                # Published recipes give the test split no share and still set --eval-iters: Megatron-LM leaves it out too.
-                logger.info("there is no data for the %s split (%s): it is not evaluated", SPLIT_NAMES[number], origin)
+                self._leave_out(number, size)
             return None
         if size == 0:
             return None
@@ -190,6 +187,14 @@ class _Plan:
         if blend.weights is None or size is None:
             return self._proportional(blend, number, size)
         return self._weighted(blend, number, size)
+
+    def _leave_out(self, number: int, size: int) -> None:
+        """Refuse training without data. Recipes give the test split no share and still set --eval-iters: that is fine."""
+        name, split = SPLIT_NAMES[number], self._config.split
+        origin = f'--split "{split}"' if split else f"no --{name}-data-path"
+        if number == 0:
+            raise InputError(f"{size} samples are asked of the train split, which has no data ({origin}); give it a share")
+        logger.info("there is no data for the %s split (%s): it is not evaluated", name, origin)
 
     def _weighted(self, blend: Blend, number: int, size: int) -> BlendedDataset:
         weights = normalize(blend.weights)
@@ -212,7 +217,7 @@ class _Plan:
 
     def _single(self, prefix: str, number: int, size: int | None) -> GPTDataset:
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix, mmap=self._config.mmap)
+            self._opened[prefix] = IndexedDataset(prefix, memory_map=self._config.memory_map)
         low = self._opened[prefix]
         if low.dtype.kind not in "iu":
             raise ValueError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")

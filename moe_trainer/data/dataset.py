@@ -56,7 +56,7 @@ class DatasetConfig:
     split: str | None = None
     split_matrix: SplitMatrix | None = None
     cache_path: str | None = None
-    mmap: bool = True
+    memory_map: bool = True
 
 
 class MockTokens:

@@ -10,8 +10,11 @@ Layout of the index, little-endian, without padding between fields:
     S         one mode byte a sequence, multimodal files only (refused here)
 
 The arrays begin at byte 34, which is aligned for neither of them, so readers get unaligned numpy views of one memory
-map; numpy handles those on every platform. The .bin is memory-mapped, or read by positional reads (`mmap=False`),
-which need no shared file position and are therefore safe in threads and forked processes.
+map; numpy handles those on every platform. The .bin is memory-mapped, or read by positional reads
+(`memory_map=False`), which need no shared file position and are therefore safe in threads and forked processes.
+
+Training reads documents in random order, so the map is marked as such: otherwise every touched page drags in its
+neighbours (128 KiB for a document of 1 KiB), which made first reads 40 times dearer when measured.
 
 Writing goes to temporary files beside the targets; `finish` renames them, index last, so a reader never sees half a
 dataset and an interrupted run leaves existing files alone. Lengths are kept in compact arrays: 4 bytes a sequence
@@ -20,6 +23,7 @@ while a corpus streams through.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import struct
@@ -38,6 +42,7 @@ _DTYPES = MappingProxyType(
 )
 # NOTE: 65500, not 65536: Megatron's preprocessing keeps a margin, and byte-equal files need the same one.
 _UINT16_VOCAB_LIMIT = 65500
+_PAGE_TOKENS = 2048
 
 
 class DataFileError(InputError):
@@ -69,10 +74,10 @@ class IndexedDataset:
     Raises: DataFileError when a file is missing, shorter than it says, multimodal, or not an index at all.
     """
 
-    def __init__(self, prefix: str, mmap: bool = True):
+    def __init__(self, prefix: str, memory_map: bool = True):
         self.prefix = str(prefix)
         self.idx_path, self.bin_path = self.prefix + ".idx", self.prefix + ".bin"
-        self._mmap = mmap
+        self._mmap = memory_map
         self._fd: int | None = None
         self._read_index()
         self._open_bin()
@@ -127,15 +132,16 @@ class IndexedDataset:
                 f"({len(self)} sequences of {self.dtype.name}); the file is truncated or belongs to another index"
             )
         self._tokens = None
-        if self._mmap:
-            # A tail that is no whole token (which only a damaged file has) is left out of the view.
-            whole = found - found % self.dtype.itemsize
-            flat = (
-                np.memmap(self.bin_path, dtype=np.uint8, mode="r", shape=(whole,)) if whole else np.empty(0, np.uint8)
-            )
-            self._tokens = flat.view(self.dtype)
-        else:
+        if not self._mmap:
             self._fd = os.open(self.bin_path, os.O_RDONLY)
+        elif found < self.dtype.itemsize:
+            self._tokens = np.empty(0, self.dtype)
+        else:
+            with open(self.bin_path, "rb") as stream:
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            if hasattr(mmap, "MADV_RANDOM"):
+                self._map.madvise(mmap.MADV_RANDOM)
+            self._tokens = np.frombuffer(self._map, self.dtype, count=found // self.dtype.itemsize)
 
     def _bytes_needed(self) -> int:
         if not len(self):
@@ -163,10 +169,19 @@ class IndexedDataset:
             )
         if self._tokens is None:
             return self._positional_read(index, start + offset, length)
+        if length > _PAGE_TOKENS and hasattr(mmap, "MADV_WILLNEED"):
+            self._want(start + offset, length)
         tokens = self._tokens[start + offset : start + offset + length]
         if len(tokens) != length:
             raise DataFileError(f"{self.bin_path}: sequence {index} ends beyond the file; the index is damaged")
         return tokens
+
+    def _want(self, first: int, length: int) -> None:
+        """Ask for all pages of a long piece at once; one by one they would be fetched as they are touched."""
+        begin, size = first * self.dtype.itemsize, length * self.dtype.itemsize
+        page = begin - begin % mmap.PAGESIZE
+        if begin + size <= len(self._map):
+            self._map.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
 
     def _positional_read(self, index: int, first: int, length: int) -> np.ndarray:
         wanted = length * self.dtype.itemsize

@@ -30,7 +30,7 @@ def write(prefix, documents, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_round_trip(tmp_path, documents, dtype, mmap):
     write(tmp_path / "x", documents, dtype)
-    data = IndexedDataset(str(tmp_path / "x"), mmap=mmap)
+    data = IndexedDataset(str(tmp_path / "x"), memory_map=mmap)
     sequences = [sequence for document in documents for sequence in document]
     assert data.dtype == dtype and len(data) == len(sequences)
     assert [data[i].tolist() for i in range(len(data))] == sequences
@@ -51,7 +51,7 @@ def test_recorded_files(shared, tmp_path, name):
     folder = shared / "golden" / "dataset"
     facts = json.loads((folder / "indexed.json").read_text())[name]
     for mmap in (True, False):
-        data = IndexedDataset(str(folder / f"{name}_text_document"), mmap=mmap)
+        data = IndexedDataset(str(folder / f"{name}_text_document"), memory_map=mmap)
         assert data.dtype.name == facts["dtype"]
         assert data.sequence_lengths.tolist() == facts["lengths"]
         assert data.sequence_pointers.tolist() == facts["pointers"]
@@ -149,7 +149,7 @@ def test_damaged_index(tmp_path, change, message):
 def test_short_bin(tmp_path, mmap):
     prefix = damaged(tmp_path, lambda raw: raw[:-1], ".bin")
     with pytest.raises(DataFileError, match=r"x\.bin: found 23 bytes, its index needs 24"):
-        IndexedDataset(prefix, mmap=mmap)
+        IndexedDataset(prefix, memory_map=mmap)
 
 
 def test_an_empty_dataset_can_be_read(tmp_path):

@@ -86,7 +86,8 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch):
     assert [data[i].tolist() for i in range(400)] == [[*map(int, row["a"].split()), 510] for row in rows]
 
 
-def test_lists_and_empty_documents(tmp_path):    write_jsonl(tmp_path / "in.jsonl", [{"text": ["1 2", "3"]}, {"text": []}, {"text": "4"}])
+def test_lists_and_empty_documents(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", [{"text": ["1 2", "3"]}, {"text": []}, {"text": "4"}])
     run(tmp_path, tmp_path / "in.jsonl", append_eod=True)
     data = IndexedDataset(str(tmp_path / "out_text_document"))
     assert [data[i].tolist() for i in range(len(data))] == [[1, 2], [3, 510], [4, 510]]
