@@ -78,8 +78,8 @@ def _pattern_value(node: ast.expr) -> int | list:
         left, right = _pattern_value(node.left), _pattern_value(node.right)
         if isinstance(node.op, ast.Add):
             return left + right
-        repeats = [side for side in (left, right) if isinstance(side, int)]
-        if any(count > 100_000 for count in repeats):
+        sizes = [side if isinstance(side, int) else len(side) for side in (left, right)]
+        if sizes[0] * sizes[1] > 100_000:
             raise TypeError("too long")
         return left * right
     raise TypeError("not part of a layer pattern")

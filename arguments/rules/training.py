@@ -71,7 +71,12 @@ def batch_divides(s: Settings, f: Facts) -> Iterator[Violation]:
 def _batch_violation(s: Settings, f: Facts, batch: str, micro: str, size: int, need: str) -> Violation:
     step = getattr(s, micro) * f.dp
     shown = say(s, batch) if getattr(s, batch) == size else f"{say(s, batch)}: a batch of {size}"
-    return broken(s, f"{shown} must be {need} {step}: {say(s, micro)} on each of {f.dp} data ranks.", batch, micro)
+    nearest = sorted({max(size // step, 1) * step, -(-size // step) * step})
+    text = (
+        f"{shown} must be {need} {step} ({say(s, micro)} on each of {f.dp} data ranks), for example "
+        f"{' or '.join(map(str, nearest))}."
+    )
+    return broken(s, text, batch, micro)
 
 
 def eval_batch_divides(s: Settings, f: Facts) -> Iterator[Violation]:
