@@ -189,11 +189,13 @@ class _Plan:
         return self._weighted(blend, number, size)
 
     def _leave_out(self, number: int, size: int) -> None:
-        """Refuse training without data. Recipes give the test split no share and still set --eval-iters: that is fine."""
+        """Refuse training without data; recipes often give the test split no share and still set --eval-iters."""
         name, split = SPLIT_NAMES[number], self._config.split
         origin = f'--split "{split}"' if split else f"no --{name}-data-path"
         if number == 0:
-            raise InputError(f"{size} samples are asked of the train split, which has no data ({origin}); give it a share")
+            raise InputError(
+                f"{size} samples are asked of the train split, which has no data ({origin}); give it a share"
+            )
         logger.info("there is no data for the %s split (%s): it is not evaluated", name, origin)
 
     def _weighted(self, blend: Blend, number: int, size: int) -> BlendedDataset:

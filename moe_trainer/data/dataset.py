@@ -166,8 +166,10 @@ class GPTDataset:
         cache = self._cache()
         if cache is not None and cache.is_complete():
             self._indices = GPTIndices(*cache.read(("document", "sample", "shuffle"), (None, len(self) + 1, len(self))))
-        else:
-            self._indices = self._build()
+            return
+        if cache is not None:
+            logger.warning("the index cache %s is not visible to this rank: building the index in memory", cache.folder)
+        self._indices = self._build()
 
     def _build(self) -> GPTIndices:
         lengths = np.ascontiguousarray(self._low.sequence_lengths)
@@ -215,7 +217,8 @@ class GPTDataset:
         """Say where token `position` of sample `index` comes from."""
         for document, offset, length in self._parts(index):
             if position < length:
-                return f"{self.name}.bin, sequence {document}, token {offset + position}"
+                file = f"{self._path}.bin" if self._path else self.name
+                return f"{file}, sequence {document}, token {offset + position}"
             position -= length
         return self.name
 
@@ -330,7 +333,7 @@ class IndexCache:
     """
 
     def __init__(self, folder: str, class_name: str, split_name: str, identifiers: OrderedDict, names: tuple[str, ...]):
-        self._folder = folder
+        self.folder = folder
         self.description = json.dumps(identifiers, indent=4)
         self.digest = hashlib.md5(self.description.encode("utf-8"), usedforsecurity=False).hexdigest()
         self._base = f"{self.digest}-{class_name}-{split_name}"
@@ -344,7 +347,7 @@ class IndexCache:
     def write(self, arrays: dict[str, np.ndarray]) -> bool:
         """Write all files; False, with a warning, when the folder cannot be written."""
         try:
-            os.makedirs(self._folder, exist_ok=True)
+            os.makedirs(self.folder, exist_ok=True)
             for name, array in arrays.items():
                 self._write(self._array_path(name), lambda stream, array=array: np.save(stream, array))
             self._write(self._path("description.txt"), lambda stream: stream.write(self.description.encode("utf-8")))
@@ -353,7 +356,7 @@ class IndexCache:
                 "the index cache %s cannot be written (%s): every rank keeps its own copy in memory; "
                 "--data-cache-path DIR "
                 "names another folder",
-                self._folder,
+                self.folder,
                 error.strerror,
             )
             return False
@@ -376,13 +379,13 @@ class IndexCache:
         return tuple(arrays)
 
     def _path(self, ending: str) -> str:
-        return os.path.join(self._folder, f"{self._base}-{ending}")
+        return os.path.join(self.folder, f"{self._base}-{ending}")
 
     def _array_path(self, name: str) -> str:
         return self._path(f"{name}_index.npy")
 
     def _write(self, path: str, save) -> None:
-        descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix=".building-")
+        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".building-")
         try:
             with os.fdopen(descriptor, "wb") as stream:
                 save(stream)

@@ -133,7 +133,10 @@ def reference_sample(ids, eod, pad, reset_positions, reset_attention, mask_eod):
             if reset_positions:
                 start = i + 1
     blocked = [[c > r or (reset_attention and documents[c] != documents[r]) for c in range(size)] for r in range(size)]
-    clean = lambda row: [0 if token == pad else token for token in row]
+
+    def clean(row):
+        return [0 if token == pad else token for token in row]
+
     return clean(tokens), clean(labels), loss, positions, blocked
 
 
