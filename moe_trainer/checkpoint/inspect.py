@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.reading import read_tensor
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_pickle
 
 
@@ -152,3 +153,24 @@ def describe(folder: Path) -> dict[str, tuple[tuple[int, ...], str] | None]:
     return {key: (tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
             if isinstance(entry, TensorStorageMetadata) else None
             for key, entry in read_index(folder).state_dict_metadata.items()}
+
+
+def differences(left: Path, right: Path) -> list[str]:
+    """How two checkpoints differ, tensor by tensor; an empty list when all are equal to the last bit.
+
+    Non-tensor entries are not compared. Reads one tensor of each at a time.
+    Raises: CheckpointError when one of them is damaged.
+    """
+    indices = [read_index(folder) for folder in (left, right)]
+    keys = [{key for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
+            for index in indices]
+    lines = [f"{key}: only in {folder}" for folder, mine, other in ((left, *keys), (right, *keys[::-1]))
+             for key in sorted(mine - other)]
+    for key in sorted(keys[0] & keys[1]):
+        first, second = (read_tensor(folder, index, key) for folder, index in zip((left, right), indices))
+        if first.shape != second.shape or first.dtype != second.dtype:
+            lines.append(f"{key}: {tuple(first.shape)} {first.dtype} and {tuple(second.shape)} {second.dtype}")
+        elif not torch.equal(first, second):
+            gap = (first.double() - second.double()).abs().max().item()
+            lines.append(f"{key}: differs by up to {gap:.3e}")
+    return lines

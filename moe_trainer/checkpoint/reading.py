@@ -64,6 +64,17 @@ def fill(folder: Path, index: Metadata, wanted: dict[str, list[Piece]]) -> None:
             raise _damaged(folder, index, place, error) from error
 
 
+def read_tensor(folder: Path, index: Metadata, key: str) -> Tensor:
+    """One whole global tensor in its stored type.
+
+    Raises: CheckpointError when a file is missing or damaged.
+    """
+    entry = index.state_dict_metadata[key]
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    fill(folder, index, {key: [Piece(key, tuple(entry.size), (0,) * len(entry.size), tuple(entry.size), whole)]})
+    return whole
+
+
 def _box(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
     for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, length)
