@@ -53,6 +53,7 @@ def initialize(args: Arguments, place: Place) -> Runtime:
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
     )
     set_seeds(args, ps)
     if args.training.deterministic_mode:

@@ -96,12 +96,11 @@ class DataParallelGrads:
                              key=lambda pending: -min(slot.position for slot in pending.bucket.slots))
         self._next = 0  # first bucket in order that is not launched
         self._accumulating = False
-        self._hooks = []
         for pending in self._order:
             for slot in pending.bucket.slots:
                 slot.param.main_grad = pending.buffer.flat[slot.start:slot.stop].view(slot.param.shape)
                 hook = functools.partial(self._on_grad, pending, slot)
-                self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
+                slot.param.register_post_accumulate_grad_hook(hook)
 
     def zero(self) -> None:
         """Begin an iteration. Costs nothing: the first micro-batch overwrites."""
@@ -140,11 +139,6 @@ class DataParallelGrads:
                 bucket, flat = pending.bucket, pending.buffer.flat
                 collectives.all_gather_flat(flat[bucket.start:bucket.stop], pending.buffer.owned(bucket).clone(),
                                             pending.buffer.layout.group)
-
-    def remove_hooks(self) -> None:
-        """Detach from the parameters."""
-        for hook in self._hooks:
-            hook.remove()
 
     @torch.no_grad()
     def _on_grad(self, pending: _PendingBucket, slot: Slot, param: Parameter) -> None:

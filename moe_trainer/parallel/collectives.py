@@ -8,7 +8,6 @@ until then. Tensors must be contiguous.
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,9 +26,6 @@ class Done:
     """The work object of a collective that had nothing to do."""
 
     def wait(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
         return True
 
 
@@ -104,10 +100,3 @@ def all_gather_object(obj: Any, group: Group) -> list:
     box = [None] * group.size
     dist.all_gather_object(box, obj, group=group.handle)
     return box
-
-
-def all_reduce_scalar(value: float, group: Group, op: str = "sum", device: str | torch.device = "cpu") -> float:
-    """Reduce one number in fp64."""
-    if group.size == 1:
-        return value
-    return all_reduce(torch.tensor(value, dtype=torch.float64, device=device), group, op).item()

@@ -94,8 +94,8 @@ class ParallelState:
                timeout: timedelta | None = None) -> "ParallelState":
         """Create every communicator. Collective: all ranks call it with the same arguments.
 
-        torch.distributed must be initialized when world_size > 1. backend None means that of the default group
-        (see `default_backend`); timeout None means its timeout.
+        torch.distributed must be initialized when world_size > 1. backend None: that of the default group.
+        timeout None: torch's default (NOTE: not that of the default group).
         Raises: ValueError when the sizes do not fit (see grid.make_layout).
         """
         layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
@@ -104,15 +104,6 @@ class ParallelState:
         made = {name: factory.make(name, layout.groups(*axes), lane) for name, axes, lane in _GROUPS}
         made["embedding"] = factory.make("embedding", _embedding_groups(layout), "pipeline")
         return ParallelState(world=world, **made)
-
-    def describe(self) -> str:
-        """One line for the log: the size of every group and this rank's position in it."""
-        return " ".join(f"{g.name} {g.rank}/{g.size}" for g in (getattr(self, field.name) for field in fields(self)))
-
-
-def default_backend(device_type: str) -> str:
-    """torch.distributed's backend for a device type: "nccl" for "cuda", else "gloo"."""
-    return "nccl" if device_type == "cuda" else "gloo"
 
 
 def _embedding_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:

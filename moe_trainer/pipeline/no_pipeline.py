@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,9 +33,3 @@ def run_microbatches(forward_step: Callable[[], tuple[Tensor, Result]], num_micr
         del loss
         results.append(result)
     return results
-
-
-@torch.no_grad()
-def run_forward_only(forward_step: Callable[[], Any], num_microbatches: int) -> list:
-    """Run the micro-batches without gradients; returns what forward_step returned, in order."""
-    return [forward_step() for _ in range(num_microbatches)]

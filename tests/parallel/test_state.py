@@ -7,7 +7,7 @@ from harness import run_ranks
 
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.grid import make_layout
-from moe_trainer.parallel.state import ParallelState, close_groups, default_backend
+from moe_trainer.parallel.state import ParallelState, close_groups
 
 
 def test_single_needs_no_process_group():
@@ -58,10 +58,6 @@ def _shared_handles(rank, n):
 
 def test_gradients_share_one_communicator_apart_from_statistics():
     assert run_ranks(_shared_handles, 2) == [(True, False)] * 2
-
-
-def test_default_backend():
-    assert (default_backend("cuda"), default_backend("cpu")) == ("nccl", "gloo")
 
 
 def _close(rank, n):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from toy import Toy, loss_of, machinery
 
-from moe_trainer.pipeline.no_pipeline import run_forward_only, run_microbatches
+from moe_trainer.pipeline.no_pipeline import run_microbatches
 
 
 def _forward_steps(model, seeds):
@@ -58,12 +58,6 @@ def test_timers_see_every_pass():
     x = torch.ones(1, requires_grad=True)
     run_microbatches(lambda: (x.sum(), None), 2, timer=timer)
     assert names == ["forward-compute", "backward-compute"] * 2
-
-
-def test_forward_only_keeps_no_graph():
-    model = Toy()
-    losses = run_forward_only(lambda: loss_of(model, 0), 2)
-    assert len(losses) == 2 and not any(loss.requires_grad for loss in losses)
 
 
 def test_zero_microbatches_are_a_mistake():
