@@ -1,18 +1,23 @@
-"""Output projection and cross entropy in one function, so that the logits exist once, in the dtype of the weights.
+"""Output projection and cross entropy in one function, so that only one [T, V] tensor ever exists, in the dtype of the
+weights.
 
-The forward keeps the logits as the matmul produced them and reads them in row blocks that fit a cache: only a block is
-ever widened to fp32. The backward turns the same storage, block by block, into the gradient of the logits
-(softmax - onehot, times the token's incoming gradient) and feeds it to the two matmuls. So a step holds one [T, V]
-tensor where log_softmax + nll_loss hold three, in fp32. The price: the backward consumes its saved logits and can run
-once only; asking again is an error.
+The matmul's result is read in row blocks that fit a cache; only a block is ever widened to fp32. The forward replaces the
+logits, in place, by exp(logit - row maximum): the backward then needs one multiplication per element, by the token's
+incoming gradient over the row's sum, to turn the same storage into the gradient of the logits for the two matmuls. The
+label's column is set from the loss itself, exp(-loss) - 1, so that rounding of the stored values cannot spoil it where the
+prediction is nearly certain. log_softmax + nll_loss hold three such tensors in fp32 and take the exponential twice. The
+price: the backward consumes what the forward kept, and can run once only; asking again is an error.
 
 Shapes: T tokens, H hidden, V vocabulary (padded columns take part in the softmax, as in Megatron-LM).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-BLOCK_NUMEL = 1 << 18  # fp32 elements widened at a time: 1 MB, half a core's L2
+BLOCK_NUMEL = 1 << 18  # fp32 elements widened at a time: 1 MB, a core's L2
+FP16_PEAK = 2.0**15  # fp16 stores the exponentials scaled up to keep the small ones; bf16 and fp32 have the range
 
 
 def _row_blocks(rows: int, columns: int, device: torch.device) -> list[tuple[int, int]]:
@@ -25,31 +30,39 @@ def _row_blocks(rows: int, columns: int, device: torch.device) -> list[tuple[int
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, weight_VH, labels_T):
-        logits_TV = x_TH @ weight_VH.t()
-        wide = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
-        lse_T = torch.empty(logits_TV.shape[0], dtype=wide, device=x_TH.device)
-        for start, stop in _row_blocks(*logits_TV.shape, x_TH.device):
-            block = logits_TV[start:stop].to(wide)
-            torch.logsumexp(block, dim=-1, out=lse_T[start:stop])
-        target_T = logits_TV.gather(1, labels_T.unsqueeze(1)).squeeze(1)
-        ctx.save_for_backward(x_TH, weight_VH, labels_T, lse_T)
-        ctx.logits_TV = logits_TV
-        return lse_T - target_T
+        exps_TV = x_TH @ weight_VH.t()
+        wide = torch.promote_types(exps_TV.dtype, torch.float32)
+        log_peak = math.log(FP16_PEAK) if exps_TV.dtype == torch.float16 else 0.0
+        sum_T = torch.empty(exps_TV.shape[0], dtype=wide, device=x_TH.device)
+        loss_T = torch.empty_like(sum_T)
+        for start, stop in _row_blocks(*exps_TV.shape, x_TH.device):
+            kept = exps_TV[start:stop]
+            block = kept.to(wide)  # the same storage if it is wide already
+            target = block.gather(1, labels_T[start:stop, None])
+            shift = block.amax(dim=1, keepdim=True).sub_(log_peak)
+            torch.sum(block.sub_(shift).exp_(), dim=1, out=sum_T[start:stop])
+            torch.sub(sum_T[start:stop].log(), target.sub_(shift).squeeze(1), out=loss_T[start:stop])
+            if block is not kept:
+                kept.copy_(block)
+        ctx.save_for_backward(x_TH, weight_VH, labels_T, sum_T, loss_T)
+        ctx.exps_TV = exps_TV
+        return loss_T
 
     @staticmethod
     def backward(ctx, grad_T):
-        x_TH, weight_VH, labels_T, lse_T = ctx.saved_tensors
-        grad_TV, ctx.logits_TV = ctx.logits_TV, None
+        x_TH, weight_VH, labels_T, sum_T, loss_T = ctx.saved_tensors
+        grad_TV, ctx.exps_TV = ctx.exps_TV, None
         if grad_TV is None:
-            raise RuntimeError("linear_cross_entropy: the logits were consumed by an earlier backward; it can run once")
+            raise RuntimeError("linear_cross_entropy: its logits were consumed by an earlier backward; it can run once")
+        factor_T1 = (grad_T / sum_T).unsqueeze_(1)
+        at_label_T1 = torch.expm1(-loss_T).mul_(grad_T).unsqueeze_(1)
         for start, stop in _row_blocks(*grad_TV.shape, grad_TV.device):
             block = grad_TV[start:stop]
-            soft = torch.sub(block, lse_T[start:stop, None], out=block) if block.dtype == lse_T.dtype else (
-                block - lse_T[start:stop, None])
-            soft.exp_().mul_(grad_T[start:stop, None])
-            soft.scatter_add_(1, labels_T[start:stop, None], grad_T[start:stop, None].neg())
-            if soft is not block:
-                block.copy_(soft)
+            if block.dtype == factor_T1.dtype:
+                block.mul_(factor_T1[start:stop])
+            else:
+                block.copy_(block * factor_T1[start:stop])
+        grad_TV.scatter_(1, labels_T.unsqueeze(1), at_label_T1.to(grad_TV.dtype))
         grad_x = grad_TV @ weight_VH if ctx.needs_input_grad[0] else None
         grad_weight = grad_TV.t() @ x_TH if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None

@@ -26,10 +26,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, zero_centered):
         x_TH = x.reshape(-1, x.shape[-1])
-        wide = _wide(x.dtype)
-        norm_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True, dtype=wide)
-        rstd_T1 = norm_T1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        y_TH = torch.mul(x_TH, rstd_T1)
+        wide_TH = x_TH.to(_wide(x.dtype))  # mixed-dtype arithmetic is slower than one conversion
+        rstd_T1 = torch.linalg.vector_norm(wide_TH, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y_TH = torch.mul(wide_TH, rstd_T1)
         if weight is not None:
             y_TH.mul_(_gain(weight, y_TH.dtype, zero_centered))
         ctx.save_for_backward(x_TH, weight, rstd_T1)
@@ -40,21 +39,20 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x_TH, weight, rstd_T1 = ctx.saved_tensors
-        wide = rstd_T1.dtype
-        g_TH = grad.reshape(x_TH.shape).to(wide)
-        product_TH = g_TH * x_TH
+        g_TH, wide_TH = grad.reshape(x_TH.shape).to(rstd_T1.dtype), x_TH.to(rstd_T1.dtype)
+        product_TH = g_TH * wide_TH
         grad_weight = None
         if weight is None:
             dot_T1 = product_TH.sum(-1, keepdim=True)
             grad_x = g_TH * rstd_T1
         else:
-            gain_H = _gain(weight, wide, ctx.zero_centered)
+            gain_H = _gain(weight, g_TH.dtype, ctx.zero_centered)
             dot_T1 = (product_TH @ gain_H).unsqueeze_(-1)
             grad_x = (g_TH * gain_H).mul_(rstd_T1)
             if ctx.needs_input_grad[1]:
                 grad_weight = (rstd_T1.squeeze(-1) @ product_TH).to(weight.dtype)
         # d rstd / dx = -rstd^3 x / H
-        grad_x.addcmul_(x_TH, dot_T1.mul_(rstd_T1.pow(3)).div_(x_TH.shape[-1]), value=-1)
+        grad_x.addcmul_(wide_TH, dot_T1.mul_(rstd_T1.pow(3)).div_(x_TH.shape[-1]), value=-1)
         return grad_x.to(x_TH.dtype).view(grad.shape), grad_weight, None, None
 
 

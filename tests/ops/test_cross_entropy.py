@@ -1,5 +1,7 @@
 """The fused projection and loss against torch's cross entropy."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,24 @@ def test_equals_torch(block_numel, dtype, tolerance):
     for a, b in zip(ours, theirs):
         assert a.grad.dtype == dtype
         assert (a.grad - b.grad).float().norm() <= tolerance * b.grad.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_nearly_certain_label_keeps_its_small_gradient(dtype):
+    """p = 0.9995: computed from rounded probabilities, p - 1 would be wrong in its first digit."""
+    x = torch.tensor([[1.0, 0.0]], dtype=dtype, requires_grad=True)
+    weight = torch.tensor([[8.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=dtype)
+    linear_cross_entropy(x, weight, torch.tensor([0])).sum().backward()
+    wide = x.detach().double().requires_grad_()
+    F.cross_entropy(wide @ weight.double().t(), torch.tensor([0])).backward()
+    torch.testing.assert_close(x.grad.double(), wide.grad, rtol=2e-2, atol=1e-6)
+
+
+def test_fp16_keeps_small_probabilities():
+    x = torch.tensor([[1.0]], dtype=torch.float16)
+    weight = torch.tensor([[20.0], [0.0]], dtype=torch.float16, requires_grad=True)
+    (linear_cross_entropy(x, weight, torch.tensor([0])).sum() * 65536).backward()
+    assert weight.grad[1].item() == pytest.approx(65536 * math.exp(-20), rel=1e-2)
 
 
 def test_large_logits_do_not_overflow():
