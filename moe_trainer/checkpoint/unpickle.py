@@ -34,7 +34,7 @@ _SAFE_CLASSES = frozenset({
     "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING", "SavePlan", "WriteItem", "WriteItemType",
     "TensorWriteData", "BytesIOWriteData", "_StorageInfo", "_StoragePrefix",
 })
-_SMALL_PICKLE_BYTES = 1 << 20
+_SMALL_PICKLE_BYTES = 1 << 18
 
 # what decoding damaged bytes may raise; which of them depends on the byte
 DECODE_ERRORS = (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, EOFError, ArithmeticError,
