@@ -37,6 +37,9 @@ class Facts:
     layout: Layout | None
 
 
+MOST_LAYERS = 100_000
+"""Beyond this a number of layers is a slip of the keyboard, and no list is made for it."""
+
 Rule = Callable[[Settings, Facts], Iterator[Violation]]
 
 
@@ -123,7 +126,7 @@ def moe_pattern(freq: object, layers: int | None) -> tuple[bool, ...] | None:
     """Which decoder layers have experts: an integer N means layers 0, N, 2N, ...; a list says it for each layer."""
     if isinstance(freq, list | tuple):
         return tuple(entry == 1 for entry in freq)
-    if layers is None or not positive(freq):
+    if layers is None or layers > MOST_LAYERS or not positive(freq):
         return None
     return tuple(index % freq == 0 for index in range(layers))
 

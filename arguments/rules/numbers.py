@@ -6,7 +6,7 @@ Rules between flags leave values out of range alone, so that each mistake is rep
 import math
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, as_list, broken, say
+from arguments.rules.facts import MOST_LAYERS, Facts, as_list, broken, say
 from arguments.settings import Settings, Violation
 
 POSITIVE = (
@@ -70,5 +70,10 @@ def numbers_are_finite(s: Settings, _f: Facts) -> Iterator[Violation]:
             yield broken(s, f"{say(s, dest)} must be a finite number.", dest)
 
 
+def layers_can_be_listed(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if any(value > MOST_LAYERS for value in _numbers(s, "num_layers")):
+        yield broken(s, f"{say(s, 'num_layers')} must be at most {MOST_LAYERS}.", "num_layers")
+
+
 RESOLVE = ()
-CHECKS = (positive_numbers, numbers_without_sign, shares, numbers_are_finite)
+CHECKS = (positive_numbers, numbers_without_sign, shares, numbers_are_finite, layers_can_be_listed)
