@@ -120,3 +120,25 @@ def test_any_tokens_are_read_without_a_crash(tokens):
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_negative_numbers_are_values(number):
     assert is_value(repr(number))
+
+
+WORDS = ["0", "-1", "1", "3", "64", "1000000000000", "1e-3", "-1e9", "nan", "inf", "x", "", "([0]*1+[1]*1)", "0:8 1B:16",
+         "1,1", "99,1,0", "|", "Et*2L", "E|tt|L", "bf16", "none", "true"]  # fmt: skip
+
+
+@st.composite
+def flags_with_values(draw):
+    option = draw(st.sampled_from(list(OPTIONS.values())))
+    count = option.takes if isinstance(option.takes, int) else draw(st.integers(0, 3))
+    words = st.sampled_from([*map(str, option.choices or ()), *WORDS])
+    return [draw(st.sampled_from(option.spellings)), *(draw(words) for _ in range(count))]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(flags_with_values(), max_size=5), st.sampled_from([1, 4, None]))
+def test_any_line_is_accepted_or_refused_with_reasons(extra, world_size):
+    argv = [*TOY, "--num-experts", "4", "--disable-bias-linear", *(token for flag in extra for token in flag)]
+    try:
+        parse_args(argv, world_size)
+    except ArgumentError as error:
+        assert error.violations and all(violation.message for violation in error.violations)
