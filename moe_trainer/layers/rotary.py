@@ -22,11 +22,11 @@ class Rotary:
         self.amplitude = amplitude
         self._tables: dict[tuple, Tables] = {}
 
-    def tables(self, length: int, device: torch.device, dtype: torch.dtype) -> Tables:
-        """cos, sin [length, R/2]."""
-        key = (length, device, dtype)
+    def tables(self, length: int, device: torch.device) -> Tables:
+        """cos, sin, fp32 [length, R/2]."""
+        key = (length, device)
         if key not in self._tables:
-            self._tables = {key: rope_tables(self.inv_freq, length, self.position_scale, self.amplitude, device, dtype)}
+            self._tables = {key: rope_tables(self.inv_freq, length, self.position_scale, self.amplitude, device)}
         return self._tables[key]
 
 
@@ -61,7 +61,8 @@ def _make_yarn(model: ModelArgs, dim: int) -> Rotary:
     factor = model.rotary_scaling_factor
     inv_freq = yarn_frequencies(
         dim, model.rotary_base, factor, model.yarn_original_max_position_embeddings or 4096,
-        model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0, model.yarn_correction_range_round_to_int is not False)
+        model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0,
+        model.yarn_correction_range_round_to_int is not False)
     amplitude = yarn_mscale(factor, model.mscale) / yarn_mscale(factor, model.mscale_all_dim)
     return Rotary(inv_freq, amplitude=amplitude)
 

@@ -95,8 +95,7 @@ class Transformer(nn.Module):
         visible = None if attention_mask is None else ~attention_mask
         rope = None
         if self.rotary is not None:
-            dtype = self.embedding.word_embeddings.weight.dtype
-            rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device, dtype)
+            rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
         for layer in self.decoder.layers:
             x_SBH = layer(x_SBH, rope, visible, grad_scale)
         x_SBH = self.decoder.final_layernorm(x_SBH)

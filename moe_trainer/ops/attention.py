@@ -2,8 +2,8 @@
 
 Two ways, chosen by a static rule:
 
-* torch's fused kernel, fitted to our layout (heads in the third dimension, moved by view), to grouped queries, to values
-  narrower than keys (latent attention; padded with zeros, which costs less than the unfused path) and to masks;
+* torch's fused kernel, fitted to our layout (heads in the third dimension, moved by view), to grouped queries, to
+  values narrower than keys (latent attention; padded with zeros, which costs less than the unfused path) and to masks;
 * for short causal sequences on a CPU, batched products over blocks of queries, each with the keys up to its end: the
   probabilities are kept for the backward, and the queries of a group are stacked into one taller matrix, so keys
   and values are never repeated. The fused CPU kernel works on tiles too small for the matrix units there: at S 256,

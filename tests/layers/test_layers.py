@@ -74,7 +74,7 @@ def test_no_rope_freq(freq, skipped):
 
 def test_a_layer_without_rope_ignores_the_tables():
     model = replace(MODEL, position_embedding_type="rope", no_rope_freq=[0, 1] * 4)
-    tables = make_rotary(model).tables(6, torch.device("cpu"), torch.float32)
+    tables = make_rotary(model).tables(6, torch.device("cpu"))
     x = torch.randn(6, 2, 32)
     for number, reads in ((1, True), (2, False)):
         layer = built(SelfAttention(model, SINGLE, name="a", layer_number=number, kit=LOCAL))
@@ -83,9 +83,9 @@ def test_a_layer_without_rope_ignores_the_tables():
 
 def test_rotary_tables_are_kept_per_length():
     rotary = make_rotary(replace(MODEL, position_embedding_type="rope"))
-    first = rotary.tables(6, torch.device("cpu"), torch.float32)
-    assert rotary.tables(6, torch.device("cpu"), torch.float32)[0] is first[0]
-    assert rotary.tables(8, torch.device("cpu"), torch.float32)[0].shape == (8, 4)
+    first = rotary.tables(6, torch.device("cpu"))
+    assert rotary.tables(6, torch.device("cpu"))[0] is first[0]
+    assert rotary.tables(8, torch.device("cpu"))[0].shape == (8, 4)
 
 
 def test_rotary_interleaved_is_a_permutation_of_halves():
@@ -98,7 +98,7 @@ def test_rotary_interleaved_is_a_permutation_of_halves():
     with torch.no_grad():
         rows = pairs.linear_qkv.weight.view(2, 4, 8, 32)  # groups, [q q k v], head dim, hidden
         rows[:, :3] = halves.linear_qkv.weight.view(2, 4, 8, 32)[:, :3][:, :, order]
-    tables = make_rotary(base).tables(6, torch.device("cpu"), torch.float32)
+    tables = make_rotary(base).tables(6, torch.device("cpu"))
     x = torch.randn(6, 2, 32)
     torch.testing.assert_close(pairs(x, tables, None), halves(x, tables, None))
     assert not torch.allclose(pairs(x, tables, None), pairs(x, None, None))

@@ -28,7 +28,7 @@ def batch():
 
 def explicit(model, tokens, positions, labels, mask, depths, layers, per_token):
     """Main loss per token, list of masked MTP losses over valid tokens, their weights' normalisation."""
-    rope = model.rotary.tables(16, tokens.device, torch.float32)
+    rope = model.rotary.tables(16, tokens.device)
     x = model.embedding(tokens, positions)
     for layer in model.decoder.layers:
         x = layer(x, rope, None, 1.0)

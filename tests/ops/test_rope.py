@@ -29,7 +29,7 @@ def slow_rope(x, cos, sin, interleaved, offset):
 @pytest.mark.parametrize("rotated, offset", [(8, 0), (4, 0), (4, 4), (2, 3)])
 def test_rotation(interleaved, rotated, offset):
     x = torch.randn(5, 2, 3, 8, dtype=torch.float64, requires_grad=True)
-    cos, sin = rope_tables(inverse_frequencies(rotated, 100), 5, dtype=torch.float64)
+    cos, sin = (table.double() for table in rope_tables(inverse_frequencies(rotated, 100), 5))
     torch.testing.assert_close(apply_rope(x, cos, sin, interleaved, offset), slow_rope(x, cos, sin, interleaved, offset))
     assert torch.autograd.gradcheck(lambda t: apply_rope(t, cos, sin, interleaved, offset), (x,))
 
