@@ -34,7 +34,7 @@ class DataArgs:
     mock_data: bool = False
     """Train on made-up tokens."""
     phase_transition_iterations: str | None = None
-    """Iterations at which the data blend changes."""
+    """Iterations at which a phase of training ends: save, stop, go on with another data blend."""
     data_cache_path: str | None = None
     """Folder for index files."""
 

@@ -192,7 +192,7 @@ class ParallelArgs:
     ddp_param_name_patterns_for_fp32_local_accumulation: list[str] = flag([])
     """Parameters (name patterns) whose gradients accumulate locally in fp32."""
     gradient_reduce_div_fusion: bool = flag(True, off=("--no-gradient-reduce-div-fusion",))
-    """Fuse the division by the data-parallel size with the copy."""
+    """Let the reduction divide by the number of ranks (fully sharded data parallel)."""
     use_layer_wise_param_layout: bool = flag(True, off=("--no-use-layer-wise-param-layout",))
     """Lay parameters out layer by layer for layer-wise optimizers."""
     on_missing_backend: Literal["error", "fallback"] | None = None

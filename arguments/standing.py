@@ -182,7 +182,7 @@ PART_OF = MappingProxyType(
             "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer "
             "fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration suggested_communication_unit_size "
             "keep_fp8_transpose_cache enable_full_sharding_in_hsdp create_all_gather_group strict_fsdp_dtensor_load "
-            "init_model_with_meta_device"
+            "init_model_with_meta_device gradient_reduce_div_fusion"
         ),
         "use_torch_fsdp2": "torch_fsdp2_reshard_after_forward",
         "recompute_granularity": (
@@ -286,7 +286,6 @@ IDLE = MappingProxyType(
         # ---- communication
         "tp_comm_overlap": "without tensor parallelism there is nothing to overlap",
         "clone_scatter_output_in_embedding": "without sequence parallelism the embedding is not scattered",
-        "gradient_reduce_div_fusion": "the division is exact in either place",
         "use_gloo_process_groups": "gloo groups are made where they are needed",
         "lazy_mpu_init": "no outer framework takes part",
         "nccl_communicator_config_path": _NCCL,
@@ -300,7 +299,7 @@ IDLE = MappingProxyType(
         "test_mode": "it adds checks of Megatron-LM's own test suite",
         "empty_unused_memory_level": "cached device memory stays with the process; results do not depend on it",
         "train_sync_interval": "the loop synchronises when it logs",
-        "exit_signal_handler_for_training": "--exit-signal-handler says it all",
+        "exit_signal_handler_for_training": "it tidies the traceback of a stopped run; --exit-signal-handler saves first",
         "exit_signal_handler_for_dataloader": "data workers end with their rank",
         "nvtx_ranges": "marks for nsys; use --use-pytorch-profiler for a profile",
         "record_shapes": "marks for nsys; use --pytorch-profiler-collect-shapes for a profile",

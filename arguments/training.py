@@ -78,7 +78,7 @@ class TrainingArgs:
     exit_signal_handler_for_dataloader: bool = False
     """Install the handler in data workers too."""
     exit_signal_handler_for_training: bool = False
-    """Install the handler in the training process."""
+    """Stop without a traceback at SIGINT or SIGTERM."""
     train_sync_interval: int | None = None
     """Synchronise device and host every so many iterations."""
     batch_size: int | None = None
@@ -98,7 +98,7 @@ class TrainingArgs:
     skip_train: bool = False
     """Evaluate only."""
     test_mode: bool = False
-    """Run the data sets' self-check mode."""
+    """Run the extra checks of Megatron-LM's own tests beside the run."""
     full_validation: bool = False
     """Evaluate on the whole validation set each time."""
     multiple_validation_sets: bool = False
