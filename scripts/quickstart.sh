@@ -101,7 +101,7 @@ done in $((SECONDS - started)) seconds after the environment
   $run/train.sh         the command, to change and run again
 
 next:
-  go on where it stopped    bash $run/train.sh --load $run/checkpoints --train-iters 400 --override-opt-param-scheduler
+  go on where it stopped    bash $run/train.sh --load $run/checkpoints --train-iters 300 --override-opt-param-scheduler
   look at curves            $PYTHON_BIN -m tensorboard.main --logdir $run/tensorboard
   a large model, no GPU     $PYTHON_BIN pretrain_moe.py --preset deepseek_v3 --mock-data --validate-only --world-size 8
 EOF
