@@ -9,7 +9,7 @@ from pathlib import Path
 
 from arguments import standing
 from arguments.container import OPTIONS, SECTIONS
-from arguments.schema import Option
+from arguments.schema import Option, layer_pattern
 
 HEAD = """usage: pretrain_moe.py [--preset NAME|FILE.yaml] FLAGS
 
@@ -42,7 +42,9 @@ def _value_name(option: Option) -> str:
         return ""
     if option.metavar:
         return " " + " ".join(option.metavar)
-    name = {"int": "N", "float": "X", "str": "TEXT"}.get(option.type_name, "PATTERN")
+    name = {"int": "N", "float": "X", "str": "TEXT"}.get(option.type_name, "A,B")
+    if option.read is layer_pattern:
+        name = "N|PATTERN"
     if option.choices and len(option.choices) <= 8:
         name = "{" + ",".join(map(str, option.choices)) + "}"
     if isinstance(option.takes, int):

@@ -212,6 +212,8 @@ BROKEN = (
     ("--split 98,1,1 --train-data-path /d", "--mock-data", "--split"),
     ("--multiple-validation-sets --train-data-path /t --valid-data-path /a /b --validation-set-names a", "--mock-data",
      "--validation-set-names"),
+    # numbers
+    ("--num-layers 1000000000000", "--num-layers", "--num-layers"),
     # attention
     ("--multi-latent-attention --group-query-attention", "", "--multi-latent-attention"),
     ("--multi-latent-attention --rope-type rope", "", "--no-rope-fusion"),
