@@ -40,7 +40,17 @@ class _Block(NamedTuple):
 
 
 def _weigh(z: Tensor, p: Tensor | None) -> Tensor:
-    return z if p is None else z.mul_(p.unsqueeze(1))
+    """z times the rows' probabilities, in place where the dtypes agree; fp32 probabilities of bf16 rows round once."""
+    if p is None:
+        return z
+    return z.mul_(p.unsqueeze(1)) if p.dtype == z.dtype else (z * p.unsqueeze(1)).to(z.dtype)
+
+
+def _through_weighing(grad_a: Tensor, z: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of z * p for z and for p, before `_weigh` overwrites z."""
+    if p is None:
+        return grad_a, None
+    return (grad_a * p.unsqueeze(1)).to(z.dtype), (grad_a * z).sum(-1, dtype=p.dtype)
 
 
 def _swiglu_forward(h: Tensor, p: Tensor | None) -> Tensor:
@@ -52,10 +62,7 @@ def _swiglu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
     gate, up = h.chunk(2, dim=-1)
     silu = F.silu(gate)
     z = silu * up
-    grad_p = None
-    if p is not None:
-        grad_p = (grad_a * z).sum(-1)
-        grad_a = grad_a * p.unsqueeze(1)
+    grad_a, grad_p = _through_weighing(grad_a, z, p)
     grad_h = torch.empty_like(h)
     grad_gate, grad_up = grad_h.chunk(2, dim=-1)
     torch.mul(grad_a, silu, out=grad_up)
@@ -70,10 +77,7 @@ def _gelu_forward(h: Tensor, p: Tensor | None) -> Tensor:
 
 def _gelu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
     z = F.gelu(h)
-    grad_p = None
-    if p is not None:
-        grad_p = (grad_a * z).sum(-1)
-        grad_a = grad_a * p.unsqueeze(1)
+    grad_a, grad_p = _through_weighing(grad_a, z, p)
     return _weigh(z, p), torch.ops.aten.gelu_backward(grad_a, h), grad_p
 
 
@@ -84,10 +88,7 @@ def _squared_relu_forward(h: Tensor, p: Tensor | None) -> Tensor:
 def _squared_relu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
     positive = F.relu(h)
     z = positive.square()
-    grad_p = None
-    if p is not None:
-        grad_p = (grad_a * z).sum(-1)
-        grad_a = grad_a * p.unsqueeze(1)
+    grad_a, grad_p = _through_weighing(grad_a, z, p)
     return _weigh(z, p), positive.mul_(grad_a).mul_(2), grad_p
 
 
@@ -96,10 +97,9 @@ def _by_autograd(activation: Activation) -> _Block:
         with torch.enable_grad():
             h = h.detach().requires_grad_()
             z = activation(h)
-            grad_h = torch.autograd.grad(z, h, grad_a if p is None else grad_a * p.unsqueeze(1))[0]
-        z = z.detach()
-        grad_p = None if p is None else (grad_a * z).sum(-1)
-        return _weigh(z, p), grad_h, grad_p
+        grad_a, grad_p = _through_weighing(grad_a, z.detach(), p)
+        grad_h = torch.autograd.grad(z, h, grad_a)[0]
+        return _weigh(z.detach(), p), grad_h, grad_p
 
     return _Block(lambda h, p: _weigh(activation(h), p), backward)
 
@@ -117,23 +117,18 @@ def _choose_block(activation: Activation) -> _Block:
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, grouped):
-        p_R = None if probs_R is None else probs_R.to(x_RH.dtype).contiguous()
+        p_R = None if probs_R is None else probs_R.contiguous()
         run = _forward_grouped if grouped else _forward_loop
         h_RG, y_RH = run(x_RH, p_R, w1, b1, w2, b2, counts, activation)
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
         ctx.counts, ctx.activation, ctx.grouped = counts, activation, grouped
-        ctx.probs_dtype = None if probs_R is None else probs_R.dtype
         ctx.has_b1 = b1 is not None
         return y_RH
 
     @staticmethod
     def backward(ctx, grad_RH):
         run = _backward_grouped if ctx.grouped else _backward_loop
-        grads = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
-        grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = grads
-        if grad_p is not None:
-            grad_p = grad_p.to(ctx.probs_dtype)
-        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None
+        return *run(ctx, grad_RH.contiguous(), *ctx.saved_tensors), None, None, None
 
 
 def _product(x: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -149,7 +144,7 @@ def _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation):
         a = activation.forward(h, p)
         y = torch.mm(a, w2[expert].t(), out=y_RH[start:stop])
         if b2 is not None:
-            y += b2[expert] if p is None else torch.outer(p, b2[expert])
+            y += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
     return h_RG, y_RH
 
 
@@ -174,7 +169,7 @@ def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
         if grad_b1 is not None:
             torch.sum(grad_h, 0, out=grad_b1[expert])
         if b2 is not None:
-            grad_b2[expert] = grad_y.sum(0) if p is None else grad_y.t() @ p
+            grad_b2[expert] = grad_y.sum(0) if p is None else grad_y.t() @ p.to(grad_y.dtype)
             if p is not None:
                 block_grad_p = block_grad_p + grad_y @ b2[expert]
         if p is not None:
@@ -226,7 +221,7 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     grad_b1 = _sum_rows(grad_h, counts) if ctx.has_b1 else None
     grad_b2 = None
     if b2 is not None:
-        grad_b2 = _sum_rows(grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1), counts)
+        grad_b2 = _sum_rows(grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1), counts).to(b2.dtype)
         if p_R is not None:
             grad_p += (grad_RH * _per_row(b2, counts)).sum(-1)
     return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2

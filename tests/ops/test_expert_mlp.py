@@ -75,7 +75,8 @@ def test_grouped_equals_loop(kind, biases, counts, monkeypatch):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_half_precision_is_close(grouped):
+def test_half_precision_is_close(grouped, monkeypatch):
+    monkeypatch.setattr(module, "prefer_grouped", lambda *_: True)
     activation = ACTIVATIONS["swiglu"]
     values = inputs(activation, torch.bfloat16, (30, 0, 10, 24))
     values["probs_R"] = values["probs_R"].detach().float().requires_grad_()
