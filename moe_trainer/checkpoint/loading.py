@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from arguments.container import OPTIONS
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.reading import fill, read_object
@@ -24,6 +25,8 @@ from moe_trainer.parallel.state import ParallelState
 logger = logging.getLogger(__name__)
 
 _OPTIMIZER = "optimizer."
+# Megatron's keys of a chain of optimizers begin with the second of these
+_OPTIMIZER_KEYS = (_OPTIMIZER, "chained_")
 _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
@@ -90,7 +93,7 @@ class Loader:
             self._refuse_optimizer(sorted(set(missing)))
 
     def _refuse_optimizer(self, missing: list[str]) -> None:
-        kept = [key for key in self._stored if key.startswith(_OPTIMIZER)]
+        kept = [key for key in self._stored if key.startswith(_OPTIMIZER_KEYS)]
         flat = [key for key in kept if not key.startswith(_OPTIMIZER + "state.")]
         if flat:
             why = (f"its optimizer state is stored as the flat buckets of one layout ({flat[0]}, ...), which fit no other; "
@@ -99,6 +102,9 @@ class Loader:
             why = "it holds no optimizer state (saved with --no-save-optim?)"
         else:
             why = f"its optimizer state lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        saved, here = self._saved_args.get("optimizer"), self._options.args.get("optimizer")
+        if saved != here:
+            why += f"; it was written with --optimizer {saved}, this run has --optimizer {here}"
         raise CheckpointError(f"the checkpoint {self._folder} cannot resume this run: {why}. To start from its weights with "
                               "a fresh optimizer: --no-load-optim --no-load-rng (keeps the iteration) or --finetune")
 
@@ -208,14 +214,15 @@ class Loader:
         return next((name for name in names if name in self._stored), None)
 
     def _unexpected(self) -> list[str]:
-        return [key for key in self._stored if key not in self._wanted and not key.startswith(_OPTIMIZER)]
+        return [key for key in self._stored if key not in self._wanted and not key.startswith(_OPTIMIZER_KEYS)]
 
     def _differing_flags(self) -> dict[str, str]:
         here = self._options.args
         found = {}
         for name in _ARCHITECTURE:
             if name in here and name in self._saved_args and _value(here[name]) != _value(self._saved_args[name]):
-                found[name] = f"{name}: {self._saved_args[name]!r} in the checkpoint, {here[name]!r} here"
+                flag = OPTIONS[name].spellings[0] if name in OPTIONS else name
+                found[name] = f"{flag} ({name}): {self._saved_args[name]!r} in the checkpoint, {here[name]!r} here"
         return found
 
 

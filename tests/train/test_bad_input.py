@@ -92,8 +92,8 @@ def test_full_disk_during_save_keeps_the_last_checkpoint(tmp_path):
 def test_checkpoint_of_another_architecture(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "1", "--save", "ckpt", "--save-interval", "1", "--load", "ckpt"]
     assert run(argv, tmp_path).returncode == 0
-    refused([*argv, "--hidden-size", "64"], tmp_path, "hidden", "32", "64")
-    refused([*argv, "--num-experts", "8"], tmp_path, "num-experts", "4", "8")
+    refused([*argv, "--hidden-size", "64"], tmp_path, "--hidden-size", "32", "64")
+    refused([*argv, "--num-experts", "8"], tmp_path, "--num-experts", "4", "8")
 
 
 def test_damaged_checkpoint_is_named_with_what_is_left(tmp_path):
