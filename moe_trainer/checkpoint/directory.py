@@ -136,7 +136,10 @@ def publish(temporary: Path, directory: Path, iteration: int) -> None:
 def remove(folder: Path) -> None:
     """Delete a folder if it is there; what cannot be deleted is named in a warning."""
     if folder.exists():
-        shutil.rmtree(folder, onerror=lambda _, path, info: logger.warning("cannot remove %s: %s", path, info[1]))
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", folder, error)
 
 
 def retire(directory: Path, iteration: int) -> None:

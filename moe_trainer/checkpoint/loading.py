@@ -227,7 +227,7 @@ class Loader:
 
 
 def _value(value: Any) -> Any:
-    """Make values comparable that mean the same: an unset switch is off, lists and tuples are alike, so are 1 and [1, 1]."""
+    """Make values comparable that mean the same: an unset switch is off, lists and tuples are alike."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
     return value or None

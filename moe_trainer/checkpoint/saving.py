@@ -142,18 +142,22 @@ class PendingSave:
         flush_folder(folder)
         previous = _tracked(self._directory)
         publish(folder, self._directory, self._iteration)
-        self._report()
-        interval = self._options.retain_interval
-        if interval and previous is not None and previous != self._iteration and previous % interval:
-            retire(self._directory, previous)
+        try:
+            self._after(previous)
+        except OSError as error:  # the checkpoint itself is complete
+            logger.warning("after saving the checkpoint of iteration %d: %s", self._iteration, error)
 
-    def _report(self) -> None:
-        ps = self._ps
+    def _after(self, previous: int | None) -> None:
+        """Report the save and retire the previous checkpoint."""
+        ps, options = self._ps, self._options
         logger.info("  [%s] successfully saved checkpoint from iteration %7d to %s [ t %d/%d, gtp_remat 1/1, p %d/%d ]",
                     datetime.datetime.now(), self._iteration, self._directory, ps.tp.rank + 1, ps.tp.size,
                     ps.pp.rank + 1, ps.pp.size)
-        if self._options.log_progress:
+        if options.log_progress:
             append_progress(self._directory, ps.world.size, f"Saved checkpoint\tIteration: {self._iteration}")
+        interval = options.retain_interval
+        if interval and previous is not None and previous != self._iteration and previous % interval:
+            retire(self._directory, previous)
 
     def _failure(self, problem: str) -> CheckpointError:
         return CheckpointError(f"cannot save the checkpoint of iteration {self._iteration} to {self._directory}: {problem}. "

@@ -269,9 +269,11 @@ def _save_for_ever(folder, ready):
 def test_kill_at_twenty_random_moments(tmp_path):
     """Whatever the moment, the tracker's checkpoint is complete and holds one iteration's values throughout."""
     context = multiprocessing.get_context("fork")
-    began = time.monotonic()
-    save(tmp_path / "timed", CheckpointState(1, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
-    delays = torch.rand(20, generator=torch.Generator().manual_seed(3)).mul(16 * (time.monotonic() - began)).tolist()
+    model = FakeModel()
+    for iteration in range(3):
+        began = time.monotonic()
+        save(tmp_path / "timed", CheckpointState(iteration, RECORD), [model], FakeOptimizer(model, SINGLE), SINGLE, SaveOptions())
+    delays = torch.rand(20, generator=torch.Generator().manual_seed(3)).mul(10 * (time.monotonic() - began)).tolist()
     seen = []
     for delay in delays:
         ready = context.Event()
@@ -289,6 +291,6 @@ def test_kill_at_twenty_random_moments(tmp_path):
         assert all(bool((param == iteration).all()) for param in model.parameters())
         assert verify(tmp_path / directory.folder_name(iteration)) == []
         seen.append(iteration)
-    assert seen == sorted(seen) and len(set(seen)) > 3
+    assert seen == sorted(seen) and len(set(seen)) > 2, seen
     save(tmp_path, CheckpointState(10**6, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
     assert not list(tmp_path.glob("*.tmp-*")) and not list(tmp_path.glob("*.old-*"))

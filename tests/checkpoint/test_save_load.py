@@ -174,7 +174,7 @@ def test_another_architecture_is_refused_before_anything_changes(tmp_path):
         load(tmp_path, [model], None, SINGLE, options)
     text = str(caught.value)
     assert "decoder.layers.mlp.experts.experts.linear_fc1.weight: (2, 8, 64, 64) in the checkpoint, (3, 8, 96, 64) here" in text
-    assert "num_layers: 2 in the checkpoint, 3 here" in text and "--use-checkpoint-args" in text
+    assert "--num-layers (num_layers): 2 in the checkpoint, 3 here" in text and "--use-checkpoint-args" in text
     assert len(text.splitlines()) < 40
     assert equal(model.tensors().values(), before.values())
 
@@ -182,7 +182,7 @@ def test_another_architecture_is_refused_before_anything_changes(tmp_path):
 def test_equal_shapes_do_not_hide_another_number_of_heads(tmp_path, caplog):
     save_one(tmp_path)
     model = FakeModel(expert_bias=True)
-    with pytest.raises(CheckpointError, match="num_attention_heads: 4 in the checkpoint, 8 here"):
+    with pytest.raises(CheckpointError, match=r"--num-attention-heads \(num_attention_heads\): 4 in the checkpoint, 8 here"):
         load(tmp_path, [model], None, SINGLE, LoadOptions(RECORD | {"num_attention_heads": 8}))
     assert load(tmp_path, [model], None, SINGLE, LoadOptions(RECORD | {"num_attention_heads": 8}, finetune=True))
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,20 @@ def test_keys_shapes_and_chunks_equal_megatrons_qwen3moe(shared):
     layers = [layer_shapes(ffn=16, qkv=256, qk_norm=32, experts=16) for _ in range(4)]
     found = content(FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
     assert found == recorded(shared / "golden/ckpt/c_qwen3moe.metadata.json")
+
+
+@pytest.mark.parametrize("case", ["a2_mixtral", "c_qwen3moe"])
+def test_keys_equal_the_recorded_list(case):
+    """The same as the two tests above, in short, for a checkout without the reference facts."""
+    expected = json.loads((Path(__file__).parents[1] / "data/checkpoint_keys.json").read_text())[case]
+    if case == "a2_mixtral":
+        model = FakeModel()
+        found = content(model, RECORD, FakeOptimizer(model, ParallelState.single()))
+    else:
+        layers = [layer_shapes(ffn=16, qkv=256, qk_norm=32, experts=16) for _ in range(4)]
+        found = content(FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
+    assert sum(value is None for value in found.values()) == expected.pop("objects")
+    assert {key: [value[0], len(value[1])] for key, value in found.items() if value is not None} == expected
 
 
 def test_tensor_parallel_chunks_equal_megatrons(shared):
