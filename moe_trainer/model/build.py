@@ -1,7 +1,7 @@
 """Build a model: shapes on the meta device, then storage, values and dtype, parameter by parameter.
 
-The order is fixed and logged. Only one parameter at a time exists in fp32, so building costs no more memory than the
-model itself. Values depend on (seed, name) alone: every layout starts from the same weights.
+Values are drawn in fp32 in small blocks and rounded into the params dtype, so building costs no more memory than the
+model itself. They depend on (seed, name) alone: every layout starts from the same weights.
 """
 
 import logging

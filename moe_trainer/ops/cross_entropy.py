@@ -1,8 +1,8 @@
 """Output projection and cross entropy in one function, so that only one [T, V] tensor ever exists, in the dtype of the
 weights.
 
-The matmul's result is read in row blocks that fit a cache; only a block is ever widened to fp32. The forward replaces the
-logits, in place, by their softmax: the backward then needs one multiplication per element, by the token's incoming
+The matmul's result is read in row blocks that fit a cache; only a block is ever widened to fp32. The forward replaces
+the logits, in place, by their softmax: the backward then needs one multiplication per element, by the token's incoming
 gradient, to turn the same storage into the gradient of the logits for the two matmuls. The label's column is set from
 the loss itself, exp(-loss) - 1, so that rounding of the stored values cannot spoil it where the prediction is nearly
 certain. The loss is log-sum-exp - logit(label), with the log-sum-exp found as max(logits) - log(max(softmax)): torch's
@@ -21,7 +21,7 @@ FP16_GAIN = 2.0**15  # fp16 stores probabilities times this, to keep the small o
 
 
 def _row_blocks(rows: int, columns: int, device: torch.device) -> list[tuple[int, int]]:
-    """Row ranges of about BLOCK_NUMEL elements (64 times that on accelerators, where launches cost more than caches)."""
+    """Row ranges of about BLOCK_NUMEL elements (64 times that on accelerators: launches cost more than caches)."""
     numel = BLOCK_NUMEL if device.type == "cpu" else 64 * BLOCK_NUMEL
     step = max(1, numel // columns)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -68,12 +68,13 @@ def rope_tables(inv_freq: Tensor, length: int, position_scale: float = 1.0, ampl
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int, sign: int) -> Tensor:
     """Rotate the features [offset, offset + 2 * cos.shape[-1]) of x [S, B, N, *]; the rest is copied.
 
-    Half-precision input is computed in fp32, in the dtype of the tables: short strided runs of bf16 are three times slower.
+    Half-precision input is computed in fp32, as the tables are: short strided runs of bf16 are three times slower.
     """
     half = cos.shape[-1]
     end = offset + 2 * half
     dtype = x.dtype
-    x = x.to(cos.dtype)
+    x = x.to(torch.promote_types(x.dtype, cos.dtype))
+    cos, sin = cos.to(x.dtype)[:, None, None, :], sin.to(x.dtype)[:, None, None, :]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if offset:
         out[..., :offset] = x[..., :offset]
@@ -82,7 +83,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int,
     first = slice(offset, end, 2) if interleaved else slice(offset, offset + half)
     second = slice(offset + 1, end, 2) if interleaved else slice(offset + half, end)
     x1, x2, y1, y2 = x[..., first], x[..., second], out[..., first], out[..., second]
-    cos, sin = cos[:, None, None, :], sin[:, None, None, :]
     torch.mul(x1, cos, out=y1)
     y1.addcmul_(x2, sin, value=-sign)
     torch.mul(x2, cos, out=y2)

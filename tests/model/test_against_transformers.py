@@ -12,13 +12,15 @@ transformers = pytest.importorskip("transformers")
 
 SEQ, VOCAB, HIDDEN, LAYERS, HEADS, FFN = 48, 96, 32, 3, 4, 56
 COMMON = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": FFN,
-              "vocab_size": VOCAB, "max_position_embeddings": SEQ, "initializer_range": 0.3, "attn_implementation": "eager"}
+              "vocab_size": VOCAB, "max_position_embeddings": SEQ, "initializer_range": 0.3,
+              "attn_implementation": "eager"}
 ARGV = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS} "
         f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 2 --global-batch-size 2 "
-        "--train-iters 1 "
-        "--lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --transformer-impl local --mock-data "
-        "--eval-iters 0 --no-rope-fusion --tokenizer-type NullTokenizer --vocab-size 95").split()
+        "--train-iters 1 --lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear "
+        "--transformer-impl local --mock-data --eval-iters 0 --no-rope-fusion --tokenizer-type NullTokenizer --vocab-size 95").split()
 LLAMA = "--normalization RMSNorm --norm-epsilon 1e-6 --swiglu --position-embedding-type rope".split()
+LATENT = ("--multi-latent-attention --qk-layernorm --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+          "--v-head-dim 6 --kv-channels 8").split()
 UNTIED = ["--untie-embeddings-and-output-weights"]
 GQA = "--group-query-attention --num-query-groups 2 --kv-channels 8".split()
 
@@ -27,6 +29,25 @@ def grouped_qkv(state, prefix, groups, leaf="weight"):
     """[q..q, k, v] per key-value group."""
     q, k, v = (state[f"{prefix}.{name}_proj.{leaf}"].unflatten(0, (groups, -1)) for name in "qkv")
     return torch.cat([q, k, v], 1).flatten(0, 1)
+
+
+def convert_mlp(out, state, ours, name, value):
+    """One tensor of a feed-forward network, of experts or of a shared expert."""
+    path, _, last = name.partition(".mlp.")[2].removesuffix(".weight").rpartition(".")
+    target = f"{ours}.shared_experts" if path.startswith("shared_expert") else ours
+    if path == "experts":
+        leaf = "linear_fc1" if last == "gate_up_proj" else "linear_fc2"
+        for expert, weight in enumerate(value):
+            out[f"{ours}.experts.local_experts.{expert}.{leaf}.weight"] = weight
+    elif last == "gate" or last == "e_score_correction_bias":
+        out[f"{ours}.router.weight" if last == "gate" else f"{ours}.router.expert_bias"] = value
+    elif last == "shared_expert_gate":
+        out[f"{ours}.shared_experts.gate_weight"] = value
+    elif last == "down_proj":
+        out[f"{target}.linear_fc2.weight"] = value
+    elif last == "up_proj":
+        gate = name.replace("up_proj", "gate_proj")
+        out[f"{target}.linear_fc1.weight"] = torch.cat([state[gate], value]) if gate in state else value
 
 
 def convert(state, groups=None):
@@ -57,11 +78,8 @@ def convert(state, groups=None):
                 out[f"{ours}.pre_mlp_layernorm.{leaf}"] = value
             elif parent == "self_attn" and child in latent and not (groups and child == "q_proj"):
                 out[f"{ours}.self_attention.{latent[child]}.{leaf}"] = value
-            elif child == "down_proj":
-                out[f"{ours}.mlp.linear_fc2.weight"] = value
-            elif child == "up_proj":
-                gate = [state[f"{theirs}.mlp.gate_proj.weight"]] if f"{theirs}.mlp.gate_proj.weight" in state else []
-                out[f"{ours}.mlp.linear_fc1.weight"] = torch.cat([*gate, value])
+            elif parent.startswith("mlp") or module.startswith("mlp"):
+                convert_mlp(out, state, f"{ours}.mlp", name, value)
     return out
 
 
@@ -71,6 +89,9 @@ def check(hf_model, argv, groups=None, tied=False):
     for name, param in hf_model.named_parameters():
         if param.dim() == 1:
             param.data += 0.3 * torch.randn(param.shape, generator=generator)
+    for name, buffer in hf_model.named_buffers():
+        if "correction_bias" in name:
+            buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     args = arguments.parse_args([*ARGV, *argv], world_size=1)
     model, = build_chunks(args, ParallelState.single(), VOCAB)
     weights = convert(hf_model.state_dict(), groups)
@@ -92,8 +113,8 @@ def check(hf_model, argv, groups=None, tied=False):
     ({"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192},
      "--use-rope-scaling --rope-scaling-factor 8 --rotary-base 500000".split()),
-    ({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0,
-          "beta_slow": 1.0, "truncate": False},
+    ({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+      "beta_fast": 8.0,          "beta_slow": 1.0, "truncate": False},
      "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
      "--yarn-beta-fast 8 --yarn-beta-slow 1 --no-yarn-correction-range-round-to-int".split()),
 ])
@@ -142,5 +163,36 @@ def test_deepseek_v3_latent_attention(q_lora_rank, yarn):
     hf = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
         **COMMON, num_key_value_heads=HEADS, q_lora_rank=q_lora_rank, kv_lora_rank=16, qk_nope_head_dim=8,
         qk_rope_head_dim=4, v_head_dim=6, first_k_dense_replace=LAYERS, rope_parameters=rope, rms_norm_eps=1e-6))
-    check(hf, LLAMA + UNTIED + argv + "--multi-latent-attention --qk-layernorm --kv-lora-rank 16 --qk-head-dim 8 "
-          "--qk-pos-emb-head-dim 4 --v-head-dim 6 --kv-channels 8".split())
+    check(hf, LLAMA + UNTIED + LATENT + argv)
+
+
+MOE = ["--num-experts", "8", "--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]
+
+
+def test_mixtral():
+    hf = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        **COMMON, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-6))
+    base = hf.config.rope_parameters["rope_theta"]
+    check(hf, LLAMA + UNTIED + GQA + MOE + ["--moe-router-topk", "2", "--rotary-base", f"{base:.0f}"], groups=2)
+
+
+@pytest.mark.parametrize("renormalised", [False, True])
+def test_qwen2_moe_gates_its_shared_expert(renormalised):
+    hf = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(
+        **COMMON, num_key_value_heads=2, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
+        shared_expert_intermediate_size=40, norm_topk_prob=renormalised, rms_norm_eps=1e-6))
+    check(hf, LLAMA + UNTIED + GQA + MOE + [
+        "--moe-router-topk", "3", "--moe-ffn-hidden-size", "24", "--moe-shared-expert-intermediate-size", "40",
+        "--moe-shared-expert-gate", "--add-qkv-bias",
+        *([] if renormalised else ["--moe-router-pre-softmax"])], groups=2)
+
+
+def test_deepseek_v3_experts():
+    hf = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
+        **COMMON, num_key_value_heads=HEADS, q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=6, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2,
+        n_shared_experts=1, moe_intermediate_size=24, routed_scaling_factor=2.5, rms_norm_eps=1e-6))
+    check(hf, LLAMA + UNTIED + LATENT + MOE + (
+        "--q-lora-rank 20 --rope-type rope --moe-layer-freq [0]+[1]*2 --moe-router-topk 4 --moe-ffn-hidden-size 24 "
+        "--moe-shared-expert-intermediate-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5").split())
