@@ -29,6 +29,7 @@ INDEX = ".metadata"
 INTEGRITY = "integrity.json"
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 _ASIDE = re.compile(r"^iter_(\d{7,})\.(tmp|old)-(.+)-(\d+)$")
+_PARTIAL_TRACKER = re.compile(rf"^{re.escape(TRACKER)}\.tmp-(.+)-(\d+)$")
 # a leftover of another host is taken for dead when nothing in it has changed for this long
 _FOREIGN_AGE_SECONDS = 900.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -176,10 +177,12 @@ def take_back(directory: Path, iteration: int) -> bool:
 def clean(directory: Path) -> None:
     """Remove what dead saves have left behind. Leaves alone what a live process of this host may still write."""
     for entry in list(directory.iterdir()):
-        match = _ASIDE.match(entry.name)
-        if match and not _alive(entry, match[3], int(match[4])):
-            final = directory / folder_name(int(match[1]))
-            if match[2] == "old" and not final.exists() and (entry / COMPLETE).is_file():
+        folder, tracker = _ASIDE.match(entry.name), _PARTIAL_TRACKER.match(entry.name)
+        if tracker and not _alive(entry, tracker[1], int(tracker[2])):
+            entry.unlink()
+        elif folder and not _alive(entry, folder[3], int(folder[4])):
+            final = directory / folder_name(int(folder[1]))
+            if folder[2] == "old" and not final.exists() and (entry / COMPLETE).is_file():
                 os.rename(entry, final)
             else:
                 remove(entry)
@@ -187,7 +190,8 @@ def clean(directory: Path) -> None:
 
 def _alive(entry: Path, host: str, pid: int) -> bool:
     if host != socket.gethostname():
-        newest = max((path.stat().st_mtime for path in (entry, *entry.iterdir())), default=0.0)
+        inside = entry.iterdir() if entry.is_dir() else ()
+        newest = max(path.stat().st_mtime for path in (entry, *inside))
         return time.time() - newest < _FOREIGN_AGE_SECONDS
     if pid == os.getpid():
         return False

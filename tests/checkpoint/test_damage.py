@@ -224,6 +224,9 @@ def test_leftovers_of_dead_runs_are_cleaned_and_live_ones_are_left(saved):
     for folder in kept + gone:
         folder.mkdir()
         (folder / "__0_0.distcp").write_bytes(b"x")
+    tracker = saved / f"{directory.TRACKER}.tmp-{host}-{dead.pid}"
+    tracker.write_text("9")
+    gone.append(tracker)
     past = time.time() - 3600
     for path in (stale / "__0_0.distcp", stale):
         os.utime(path, (past, past))
