@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     try:
         place = find_place(os.environ)
         args = arguments.parse_args(argv, place.world_size, _recorded_flags(argv))
+        if args.unbuildable:
+            raise arguments.ArgumentError(args.unbuildable)
     except ValueError as error:
         return _refuse(error, os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     for name, value in args.recipe_env.items():

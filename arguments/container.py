@@ -1,7 +1,7 @@
 """The frozen result of parsing: eight sections, and how they came about."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -13,7 +13,7 @@ from arguments.optimizer import OptimizerArgs
 from arguments.output import OutputArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from arguments.settings import Settings
+from arguments.settings import Settings, Violation
 from arguments.training import TrainingArgs
 
 SECTIONS = (
@@ -38,7 +38,7 @@ class Arguments:
     `source[dest]` says where a value came from, `typed` which destinations stood on the command line,
     `spelling[dest]` how a given flag was written, `notes` are one-line notices for the log, `recipe_env` are the
     environment variables a recipe asks for, `world_size` is the number of ranks the rules were checked against (None:
-    unknown).
+    unknown), `unbuildable` is what a run refuses although the flags are read (see `parse.parse_args`).
     """
 
     model: ModelArgs
@@ -55,13 +55,14 @@ class Arguments:
     notes: tuple[str, ...] = ()
     recipe_env: Mapping[str, str] = field(default_factory=dict)
     world_size: int | None = None
+    unbuildable: tuple[Violation, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Every flag by destination, flat, in order of declaration (for logs and for the checkpoint's record)."""
         return {f.name: getattr(getattr(self, name), f.name) for name, cls in SECTIONS for f in dataclasses.fields(cls)}
 
 
-def freeze(settings: Settings, world_size: int | None) -> Arguments:
+def freeze(settings: Settings, world_size: int | None, unbuildable: Iterable[Violation] = ()) -> Arguments:
     """Freeze resolved settings into sections."""
     sections = {
         name: cls(**{f.name: settings.values[f.name] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS
@@ -74,4 +75,5 @@ def freeze(settings: Settings, world_size: int | None) -> Arguments:
         notes=tuple(settings.lines()),
         recipe_env=MappingProxyType(dict(settings.recipe_env)),
         world_size=world_size,
+        unbuildable=tuple(unbuildable),
     )

@@ -269,3 +269,8 @@ class ModelArgs:
     """Run dense feed-forward layers through the grouped product."""
     deprecated_use_mcore_models: bool = flag(False, "--use-mcore-models")
     """Use Megatron-Core's models (there is no other kind left)."""
+
+    @property
+    def query_groups(self) -> int:
+        """Groups of heads that share one key and value: --num-query-groups counts only with --group-query-attention."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads

@@ -24,6 +24,8 @@ def parse_args(
     argv None means sys.argv[1:]; world_size None means that the rules on the number of ranks are left out; checkpoint
     is what a checkpoint recorded of its flags, for --use-checkpoint-args (see `checkpoint_wanted`; empty: there is no checkpoint yet). `--help` prints
     the flags and ends the process.
+    What Megatron-LM's parser accepts and its builders refuse (a layer list of the wrong length, ranks that the expert
+    grid does not divide) stands in `.unbuildable` when nothing else is wrong: the program refuses to start on it.
     Raises: ArgumentError (a ValueError) whose `.violations` lists everything that is wrong.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -33,9 +35,9 @@ def parse_args(
         print_help()
         sys.exit(0)
     settings, violations = understand(argv, world_size, checkpoint)
-    if violations:
+    if any(violation.kind != "build" for violation in violations):
         raise ArgumentError(violations, settings)
-    return freeze(settings, world_size)
+    return freeze(settings, world_size, violations)
 
 
 def checkpoint_wanted(argv: list[str]) -> tuple[str, int | None] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from arguments.schema import Option
 
 SOURCES = ("default", "preset", "recipe", "command line", "derived")
-KINDS = ("rule", "unknown", "value", "product", "later", "recipe", "machine", "note")
+KINDS = ("rule", "unknown", "value", "product", "later", "recipe", "machine", "build", "note")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Violation:
 
     `flags` as the user typed them (or their usual spelling), `message` a whole sentence with values, need and reason;
     `kind` one of KINDS: "later" names a feature that this version does not have yet, "product" a flag of another
-    product, "machine" and "note" come from machine.py (a note is said, and the run goes on).
+    product, "machine" and "note" come from machine.py (a note is said, and the run goes on), "build" is what Megatron-LM meets only when it
+    builds the model or the groups: `parse_args` lets it pass as Megatron's parser does, every start refuses it.
     """
 
     flags: tuple[str, ...]

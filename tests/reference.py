@@ -190,7 +190,7 @@ def rotate(x_SD: Tensor, base: float) -> Tensor:
 
 def attention(x_SH: Tensor, params: dict[str, Tensor], name: str, model) -> Tensor:
     """Causal grouped-query attention of one sequence. The qkv rows are [q .. q, k, v] per key-value group."""
-    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    heads, groups, dim = model.num_attention_heads, model.query_groups, model.kv_channels
     per_group = heads // groups
     qkv = (x_SH @ params[f"{name}.linear_qkv.weight"].t()).view(len(x_SH), groups, per_group + 2, dim)
     mask = torch.ones(len(x_SH), len(x_SH)).tril() == 0

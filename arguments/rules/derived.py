@@ -20,6 +20,7 @@ def derived(s: Settings, world_size: int | None) -> dict[str, object]:
         "expert_data_parallel_size": f.edp,
         "virtual_pipeline_model_parallel_size": f.vpp,
         "num_microbatches": microbatches,
+        "query_groups": s.num_query_groups if s.group_query_attention else s.num_attention_heads,
         "params_dtype": "torch.bfloat16" if s.bf16 else "torch.float16" if s.fp16 else "torch.float32",
         "encoder_seq_length": s.seq_length,
         "padded_vocab_size": padded,

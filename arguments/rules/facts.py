@@ -152,6 +152,6 @@ def say(s: Settings, dest: str) -> str:
     return f"{text} (derived)" if s.source[dest] == "derived" else text
 
 
-def broken(s: Settings, message: str, *dests: str) -> Violation:
+def broken(s: Settings, message: str, *dests: str, kind: str = "rule") -> Violation:
     """A violation of a rule that concerns these flags, the most important first."""
-    return Violation(tuple(s.flag(dest) for dest in dests), message)
+    return Violation(tuple(s.flag(dest) for dest in dests), message, kind)

@@ -80,6 +80,7 @@ def expert_world_divides(s: Settings, f: Facts) -> Iterator[Violation]:
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "pipeline_model_parallel_size",
+            kind="build",
         )
 
 

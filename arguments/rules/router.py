@@ -62,6 +62,7 @@ def layer_frequency_fits(s: Settings, f: Facts) -> Iterator[Violation]:
                 "for each layer.",
                 "moe_layer_freq",
                 "num_layers",
+                kind="build",
             )
     elif not positive(freq):
         yield broken(

@@ -35,12 +35,6 @@ def head_size(s: Settings, _f: Facts) -> None:
         s.set_derived("kv_channels", size, "hidden size / attention heads")
 
 
-def query_groups(s: Settings, _f: Facts) -> None:
-    if s.group_query_attention or not positive(s.num_attention_heads):
-        return
-    s.set_derived("num_query_groups", s.num_attention_heads, "no --group-query-attention: one group for each head")
-
-
 def no_experts(s: Settings, _f: Facts) -> None:
     if s.num_experts == 0:
         s.set_derived("num_experts", None, "0 means a dense model")
@@ -149,7 +143,7 @@ def one_activation(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"Use only one of {' and '.join(s.flag(d) for d in chosen)}: each is an activation.", *chosen)
 
 
-RESOLVE = (no_experts, ffn_size, moe_ffn_size, head_size, query_groups, biases, embedding_std, softmax_in_fp32)
+RESOLVE = (no_experts, ffn_size, moe_ffn_size, head_size, biases, embedding_std, softmax_in_fp32)
 CHECKS = (
     required_are_given,
     positions_cover_sequence,

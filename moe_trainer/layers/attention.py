@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
             raise ValueError("--attention-output-gate is not built yet")
         self.head_dim = model.kv_channels
         self.num_heads = model.num_attention_heads
-        self.num_groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
+        self.num_groups = model.query_groups
         self.rope = not skips_rope(model, layer_number)
         self.interleaved = model.rotary_interleaved
         self.linear_qkv = kit.column_linear(

@@ -72,7 +72,7 @@ def _gqa(args: Arguments) -> int:
     model = args.model
     hidden, channels = model.hidden_size, model.kv_channels
     query_rows = model.num_attention_heads * channels
-    qkv_rows = query_rows + 2 * model.num_query_groups * channels
+    qkv_rows = query_rows + 2 * model.query_groups * channels
     count = hidden * qkv_rows + query_rows * hidden
     if model.add_qkv_bias or model.add_bias_linear:
         count += qkv_rows

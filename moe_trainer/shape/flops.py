@@ -33,7 +33,7 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
     hidden, heads = model.hidden_size, model.num_attention_heads
     if not model.multi_latent_attention:
         query_size = heads * model.kv_channels
-        key_size = model.num_query_groups * model.kv_channels
+        key_size = model.query_groups * model.kv_channels
         return hidden * (query_size + 2 * key_size) + query_size * hidden + query_size * seq_length
     query_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
     if model.q_lora_rank is None:

@@ -16,6 +16,8 @@ def judge(case: dict, argv: list[str]) -> None:
     """Fail unless a recorded case has the recorded outcome, values included."""
     env = {name: value for name, value in case["env"].items() if value != "__unset__"}
     settings, violations = findings(argv, case["world_size"], env, case["arch"])
+    # Megatron-LM's parser accepts what only its builders refuse; so does parse_args, and the start refuses
+    violations = [violation for violation in violations if violation.kind != "build"]
     told = "; ".join(map(str, violations))
     if (case["outcome"] == "ok") == bool(violations):
         assert case["name"] in KNOWN, f"{case['name']}: recorded {case['outcome']}, ours: {told or 'no violation'}"
@@ -26,9 +28,7 @@ def judge(case: dict, argv: list[str]) -> None:
         return
     values = settings.values | derived(settings, case["world_size"])
     for key, wanted in case.get("observed", {}).items():
-        name = key.removeprefix("cfg.")
-        if name == key and f"cfg.{key}" in case["observed"]:
-            continue  # what the model gets is the value in effect
+        name = "query_groups" if key == "cfg.num_query_groups" else key.removeprefix("cfg.")
         if isinstance(wanted, list):
             wanted = [str(w).removeprefix("CudaGraphModule.") if isinstance(w, str) else w for w in wanted]
         assert values[name] == wanted, f"{case['name']}: {key}"
@@ -46,5 +46,5 @@ def test_all_recorded_cases(shared):
 
 def test_differences_name_real_cases(shared):
     names = {case["name"] for case in json.loads((shared / "reference" / "rule_cases.json").read_text())}
-    recorded_elsewhere = {"tp1_tp_comm_overlap", "expert_world_not_divisible"}  # in rules.md only
+    recorded_elsewhere = {"tp1_tp_comm_overlap"}  # in rules.md only
     assert KNOWN - recorded_elsewhere <= names

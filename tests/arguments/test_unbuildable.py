@@ -1,0 +1,28 @@
+"""What Megatron-LM's parser accepts and its builders refuse: parse_args lets it pass, no run starts on it."""
+
+import pytest
+
+import arguments
+from arguments.report import run_validate_only
+
+LINE = ("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --moe-layer-freq [0]+[1]*2 --seq-length 32 "
+        "--max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 10 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 100").split()
+
+
+def test_the_parser_passes_it_on():
+    args = arguments.parse_args(LINE, 1)
+    (violation,) = args.unbuildable
+    assert violation.flags == ("--moe-layer-freq", "--num-layers") and "3 layers" in violation.message
+
+
+def test_it_is_told_with_everything_else():
+    with pytest.raises(arguments.ArgumentError) as caught:
+        arguments.parse_args([*LINE, "--moe-router-topk", "9"], 1)
+    text = str(caught.value)
+    assert "--moe-router-topk" in text and "--moe-layer-freq" in text
+
+
+def test_validate_only_refuses(capsys):
+    assert run_validate_only(["--validate-only", *LINE], lambda args: {}) == 2
+    assert "--moe-layer-freq" in capsys.readouterr().out
