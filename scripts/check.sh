@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
 . scripts/environment.sh
 
-make_environment check ruff
+make_environment check ruff hypothesis
 "$PYTHON_BIN" -m ruff check .
 "$PYTHON_BIN" -m pytest -q tests/structure tests/model_zoo tests/shape
 if command -v shellcheck >/dev/null; then

@@ -22,6 +22,8 @@ mkdir -p "$run"
 started=$SECONDS
 
 echo "[2/5] text and tokenizer"
+# Index caches are found by name: those of another text must not stay.
+rm -rf "$run/data"
 "$PYTHON_BIN" scripts/quickstart_text.py "$run/data" --vocab-size "$vocab_size" ${TEXT:+--text "$TEXT"}
 
 echo "[3/5] tokens"
