@@ -57,7 +57,6 @@ LATER = MappingProxyType(
         "pipeline_model_parallel_size": Later("pipeline parallelism", PARALLEL),
         "pipeline_model_parallel_layout": Later("a pipeline layout", PARALLEL),
         "context_parallel_size": Later("context parallelism", PARALLEL),
-        "expert_model_parallel_size": Later("expert parallelism", PARALLEL),
         "expert_tensor_parallel_size": Later("expert tensor parallelism", PARALLEL, harmless=(1,)),
         "overlap_moe_expert_parallel_comm": Later("overlapped token exchange", PARALLEL),
         "overlap_dispatch_backward_with_experts_wgrad": Later("overlapped token exchange", PARALLEL),
@@ -282,7 +281,7 @@ IDLE = MappingProxyType(
         "moe_use_grouped_tensor": _SHAPE,
         "moe_single_grouped_weight": _SHAPE,
         "moe_single_grouped_bias": _SHAPE,
-        "moe_shared_expert_overlap": "with one expert-parallel rank there is no exchange to overlap with",
+        "moe_shared_expert_overlap": "the shared experts run after the exchange, not beside it; results do not depend on it",
         # ---- communication
         "tp_comm_overlap": "without tensor parallelism there is nothing to overlap",
         "clone_scatter_output_in_embedding": "without sequence parallelism the embedding is not scattered",

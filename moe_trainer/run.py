@@ -117,7 +117,7 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         chunks = build_chunks(args, ps, vocab, runtime.device)
         if args.output.init_from is not None:
             with user_input(f"--init-from {args.output.init_from}"):
-                load_named_weights(chunks, read_weights(args.output.init_from), strict=True)
+                load_named_weights(chunks, read_weights(args.output.init_from), ps, strict=True)
         params = [param for chunk in chunks for param in chunk.parameters()]
         count = sum(param.numel() for param in params)
         print_rank_0(runtime, f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank (0, 0, 0): {count}")

@@ -16,7 +16,6 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -35,11 +34,10 @@ from moe_trainer.guard.signals import ExitSignal
 from moe_trainer.initialize import Runtime, initialize
 from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.model.weights import export_named_weights
+from moe_trainer.model.weights import export_named_weights, gather_named
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
 from moe_trainer.optim.schedule_record import schedule_record
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import info_of, unique_params
 from moe_trainer.parallel.state import close_groups
 from moe_trainer.pipeline.no_pipeline import run_microbatches
 from moe_trainer.place import Place
@@ -356,9 +354,10 @@ def finish(run: Run, state: TrainState) -> None:
         evaluate(run, state, f"iteration {state.iteration} on test set", "test", run.datasets.test, 0, False)
     if output.export_weights is not None:
         run.optimizer.wait_params()
+        weights = {name: tensor.cpu().contiguous() for name, tensor in export_named_weights(run.chunks, run.ps)
+                   if run.runtime.place.rank == 0}
         if run.runtime.place.rank == 0:
             with user_input(f"--export-weights {output.export_weights}"):
-                weights = {name: tensor.detach().cpu().contiguous() for name, tensor in export_named_weights(run.chunks)}
                 save_file(weights, output.export_weights)
 
 
@@ -401,16 +400,12 @@ def write_dumps(run: Run, state: TrainState, records: dict[str, list]) -> None:
         if records:
             dump_routing(directory, number, run.runtime.place.rank, records)
         run.grads.gather()
+        gradients = gather_named(run.chunks, run.ps, lambda param: param.main_grad)
         if run.runtime.place.rank == 0:
-            dump_gradients(directory, number, named_gradients(run.chunks), 1.0 / run.optimizer.loss_scale)
-
-
-def named_gradients(chunks: list[Transformer]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Megatron-Core name, accumulated gradient) of every parameter, stacked experts one by one."""
-    for chunk in chunks:
-        for param in unique_params(chunk.parameters()):
-            info = info_of(param)
-            yield from zip(info.names, param.main_grad.unbind(0) if info.stacked else (param.main_grad,))
+            dump_gradients(directory, number, gradients, 1.0 / run.optimizer.loss_scale)
+        else:
+            for _ in gradients:  # this rank's part of the gathering
+                pass
 
 
 def report_timers(run: Run, iteration: int) -> None:

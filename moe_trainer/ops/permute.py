@@ -10,7 +10,10 @@ Tokens may have any number of rows (dropped tokens have fewer than k, padding gi
 Order: rows are sorted by expert, then by token (stable), as Megatron-Core's dispatchers have it; a token's rows are summed in
 ascending expert order.
 
-Shape letters: T tokens, E experts, R rows (token, expert pairs), H hidden.
+Rows that arrive from several ranks come as blocks [source][expert]; `block_order` says how to turn them into [expert][source], and
+`reorder` does it (its gradient is the gather with the inverse order).
+
+Shape letters: T tokens, E experts, R rows (token, expert pairs), H hidden, S sources.
 """
 
 from dataclasses import dataclass
@@ -116,3 +119,33 @@ def unpermute(y_RH: Tensor, routes: PermuteMap) -> Tensor:
 def permute_probs(probs_TE: Tensor, routes: PermuteMap) -> Tensor:
     """Pick the probability of every row. Returns probs_R in the dtype of probs_TE."""
     return _PermuteProbs.apply(probs_TE, routes)
+
+
+def block_order(counts_SE: Tensor, num_rows: int) -> Tensor:
+    """The order that turns rows stored as blocks [S][E] into blocks [E][S]; rows inside a block keep their order.
+
+    Shapes: counts_SE int64, rows of each block, num_rows in all. Returns: index_R, for `reorder`. The inverse is
+    block_order(counts_SE.t(), num_rows).
+    """
+    flat = counts_SE.flatten()
+    old_start_ES = (flat.cumsum(0) - flat).view(counts_SE.shape).t().flatten()
+    size_ES = counts_SE.t().flatten()
+    shift_ES = old_start_ES - (size_ES.cumsum(0) - size_ES)
+    shift_R = torch.repeat_interleave(shift_ES, size_ES, output_size=num_rows)
+    return shift_R + torch.arange(num_rows, device=counts_SE.device)
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, order_R: Tensor, inverse_R: Tensor, *tensors: Tensor):
+        ctx.inverse_R = inverse_R
+        return tuple(x.index_select(0, order_R) for x in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None, None, *(grad.index_select(0, ctx.inverse_R) for grad in grads)
+
+
+def reorder(order_R: Tensor, inverse_R: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Row order_R[i] of every tensor becomes row i; inverse_R undoes it."""
+    return _Reorder.apply(order_R, inverse_R, *tensors)

@@ -3,11 +3,18 @@
 A group of one rank costs nothing: the input comes back (or is copied into the output) and no communicator exists.
 With `async_op=True` every tensor collective returns a work object with `wait()`; the caller keeps the tensors alive
 until then. Tensors must be contiguous.
+
+The last part is differentiable: collectives on the rows of activations, each of which runs its mirror image in backward
+(all-to-all with the split sizes exchanged; all-gather and reduce-scatter each other). Ranks may have different numbers
+of rows, none included; every rank calls them all the same, or its peers would wait for ever. Several tensors
+that travel together go through one call: their backward is one node too, so no two ranks can disagree about its order.
 """
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -70,6 +77,28 @@ def reduce_scatter_flat(out: Tensor, x: Tensor, group: Group, op: str = "sum", a
     return work if async_op else out
 
 
+def all_to_all_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Any:
+    """Send the i-th equal part of `x` to member i; `out` holds what they sent, in group order.
+
+    Returns: out; with async_op the work object.
+    """
+    assert out.numel() == x.numel() and x.numel() % group.size == 0, f"all_to_all: {x.numel()} over {group.size} ranks"
+    if group.size == 1:
+        out.copy_(x)
+        return Done() if async_op else out
+    work = dist.all_to_all_single(out, x, group=group.handle, async_op=async_op)
+    return work if async_op else out
+
+
+def gather(x: Tensor, group: Group, dst: int = 0) -> list[Tensor] | None:
+    """Collect every member's `x` (all of one shape) on member number `dst`; the others get None."""
+    if group.size == 1:
+        return [x]
+    parts = [torch.empty_like(x) for _ in range(group.size)] if group.rank == dst else None
+    dist.gather(x, parts, dst=group.ranks[dst], group=group.handle)
+    return parts
+
+
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:
     """Overwrite `x` with that of the group's member number `src`."""
     if group.size == 1:
@@ -100,3 +129,104 @@ def all_gather_object(obj: Any, group: Group) -> list:
     box = [None] * group.size
     dist.all_gather_object(box, obj, group=group.handle)
     return box
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, send, receive, *tensors):
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return _exchange_rows(tensors, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, None, *_exchange_rows(grads, ctx.receive, ctx.send, ctx.group)
+
+
+def _exchange_rows(tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> tuple[Tensor, ...]:
+    tensors = [x.contiguous() for x in tensors]
+    outs = tuple(x.new_empty(sum(receive), *x.shape[1:]) for x in tensors)
+    works = [dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle, async_op=True)
+             for out, x in zip(outs, tensors)]
+    for work in works:
+        work.wait()
+    return outs
+
+
+def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Send rows [sum(send[:i]), sum(send[:i + 1])) of every tensor to member i. Differentiable.
+
+    Shapes: tensors [sum(send), ...]; receive[i] rows come from member i. Returns: tensors [sum(receive), ...], group order.
+    """
+    for x in tensors:
+        assert x.shape[0] == sum(send), f"all_to_all: {x.shape[0]} rows, but {sum(send)} are to be sent"
+    if group.size == 1:
+        return tensors
+    return _AllToAll.apply(group, tuple(send), tuple(receive), *tensors)
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sizes, group):
+        ctx.sizes, ctx.group = sizes, group
+        return _gather_rows(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _scatter_rows(grad, ctx.sizes, ctx.group), None, None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sizes, group):
+        ctx.sizes, ctx.group = sizes, group
+        return _scatter_rows(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather_rows(grad, ctx.sizes, ctx.group), None, None
+
+
+def _gather_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    longest = max(sizes)
+    mine = x.contiguous()
+    if x.shape[0] < longest:
+        mine = x.new_zeros(longest, *x.shape[1:])
+        mine[:x.shape[0]] = x
+    out = x.new_empty(longest * group.size, *x.shape[1:])
+    if out.numel():
+        _all_gather_flat(out, mine, group=group.handle)
+    if min(sizes) == longest:
+        return out
+    return torch.cat([part[:size] for part, size in zip(out.split(longest), sizes)])
+
+
+def _scatter_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    longest = max(sizes)
+    if min(sizes) == longest:
+        padded = x.contiguous()
+    else:
+        padded = x.new_zeros(longest * group.size, *x.shape[1:])
+        for place, part in zip(padded.split(longest), x.split(list(sizes))):
+            place[:part.shape[0]] = part
+    out = x.new_empty(longest, *x.shape[1:])
+    if out.numel():
+        _reduce_scatter_flat(out, padded, group=group.handle)
+    return out[:sizes[group.rank]]
+
+
+def all_gather_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Concatenate every member's rows, in group order. Differentiable: backward sums each row over the members.
+
+    Shapes: x [sizes[group.rank], ...]. Returns: [sum(sizes), ...].
+    """
+    assert x.shape[0] == sizes[group.rank], f"all_gather_rows: {x.shape[0]} rows, {sizes[group.rank]} announced"
+    return x if group.size == 1 else _AllGatherRows.apply(x, tuple(sizes), group)
+
+
+def reduce_scatter_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Sum rows over the members and keep this one's part. Differentiable: backward concatenates.
+
+    Shapes: x [sum(sizes), ...]. Returns: [sizes[group.rank], ...].
+    """
+    assert x.shape[0] == sum(sizes), f"reduce_scatter_rows: {x.shape[0]} rows, {sum(sizes)} announced"
+    return x if group.size == 1 else _ReduceScatterRows.apply(x, tuple(sizes), group)

@@ -97,7 +97,7 @@ def check(hf_model, argv, groups=None, tied=False):
     weights = convert(hf_model.state_dict(), groups)
     if tied:
         del weights["output_layer.weight"]
-    load_named_weights([model], weights)
+    load_named_weights([model], weights, ParallelState.single())
     tokens = torch.randint(VOCAB, (2, SEQ))
     positions = torch.arange(SEQ).expand(2, SEQ)
     with torch.no_grad():

@@ -37,7 +37,7 @@ def test_module_paths_are_the_global_names():
             assert param.info.names[1] == path.replace("experts.linear", "experts.local_experts.1.linear")
         else:
             assert param.info.names == (path,)
-    names = [name for name, _ in export_named_weights([model])]
+    names = [name for name, _ in export_named_weights([model], ParallelState.single())]
     assert len(names) == len(set(names))
     assert "decoder.layers.1.mlp.router.expert_bias" in names and "decoder.layers.0.mlp.linear_fc1.weight" in names
 
@@ -149,30 +149,31 @@ def test_an_attention_mask_hides_what_it_marks():
 
 def test_weights_travel_by_name_between_dtypes():
     source, target = build(*MOE), build(*MOE, "--seed", "9", "--bf16")
-    load_named_weights([target], dict(export_named_weights([source])))
-    for (name, a), (_, b) in zip(export_named_weights([source]), export_named_weights([target])):
+    load_named_weights([target], dict(export_named_weights([source], ParallelState.single())), ParallelState.single())
+    pairs = zip(export_named_weights([source], ParallelState.single()), export_named_weights([target], ParallelState.single()))
+    for (name, a), (_, b) in pairs:
         assert torch.equal(a.to(b.dtype), b), name
 
 
 def test_expert_bias_is_optional_on_load():
     model = build(*MOE)
-    weights = {name: value.clone() for name, value in export_named_weights([model]) if "expert_bias" not in name}
-    load_named_weights([model], weights)
+    weights = {name: value.clone() for name, value in export_named_weights([model], ParallelState.single()) if "expert_bias" not in name}
+    load_named_weights([model], weights, ParallelState.single())
 
 
 def test_a_misfit_lists_everything_and_copies_nothing():
     model = build(*MOE)
-    weights = {name: value.clone() for name, value in export_named_weights([model])}
+    weights = {name: value.clone() for name, value in export_named_weights([model], ParallelState.single())}
     weights["decoder.final_layernorm.weight"] += 1
     del weights["decoder.layers.0.input_layernorm.weight"]
     weights["decoder.layers.7.extra"] = torch.zeros(1)
     weights["decoder.layers.1.mlp.router.weight"] = torch.zeros(5, 32)
     with pytest.raises(ValueError) as error:
-        load_named_weights([model], weights)
+        load_named_weights([model], weights, ParallelState.single())
     for words in ("1 missing", "decoder.layers.0.input_layernorm.weight", "1 unexpected", "decoder.layers.7.extra",
                   "decoder.layers.1.mlp.router.weight: given [5, 32], the model has [4, 32]"):
         assert words in str(error.value)
     assert torch.equal(model.decoder.final_layernorm.weight, torch.ones(32))
     weights["decoder.layers.1.mlp.router.weight"] = torch.zeros(4, 32)
-    load_named_weights([model], weights, strict=False)
+    load_named_weights([model], weights, ParallelState.single(), strict=False)
     assert torch.equal(model.decoder.final_layernorm.weight, torch.full((32,), 2.0))

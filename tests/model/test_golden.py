@@ -22,7 +22,7 @@ def case(request, shared):
     folder = shared / "golden" / request.param
     args = arguments.parse_args(json.loads((folder / "meta.json").read_text())["argv"], world_size=1)
     model, = build_chunks(args, ParallelState.single(), 512)
-    load_named_weights([model], load_file(folder / "init.safetensors"))
+    load_named_weights([model], load_file(folder / "init.safetensors"), ParallelState.single())
     data = np.load(folder / "data.npz")
 
     def batch(i):
@@ -79,6 +79,6 @@ def test_mtp_loss_is_counted_and_reset(case):
 def test_export_gives_back_what_was_loaded(case):
     model, _, folder = case
     weights = load_file(folder / "init.safetensors")
-    exported = dict(export_named_weights([model]))
+    exported = dict(export_named_weights([model], ParallelState.single()))
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)

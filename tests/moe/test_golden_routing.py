@@ -23,7 +23,7 @@ def first_step(request, shared):
     meta = json.loads((folder / "meta.json").read_text())
     args = arguments.parse_args(meta["argv"], world_size=1)
     model, = build_chunks(args, ParallelState.single(), 512)
-    load_named_weights([model], load_file(folder / "init.safetensors"))
+    load_named_weights([model], load_file(folder / "init.safetensors"), ParallelState.single())
     data = np.load(folder / "data.npz")
     for layer in model.moe_layers():
         layer.router.recorder = []

@@ -6,8 +6,9 @@ overlapping schedule can run them one by one (communication of one microbatch be
     preprocess -> exchange -> postprocess      (together: dispatch)
     regroup    -> exchange_back -> restore     (together: combine)
 
-Only `exchange` and `exchange_back` communicate. State travels in the `Sent` value that preprocess makes and later phases receive:
-a dispatcher object holds constants only, so that recomputation and two microbatches in flight are safe.
+Only `exchange` and `exchange_back` wait for other ranks; `preprocess` may start the exchange of a few counts. State travels in the
+`Dispatched` value that preprocess makes and later phases receive: a dispatcher object holds constants only, so that recomputation and
+two microbatches in flight are safe.
 
 Shape letters: T local tokens, E experts, e local experts, R rows received by this rank, H hidden.
 """
@@ -22,9 +23,9 @@ from torch import Tensor
 class Dispatched:
     """What this rank's experts get, and what combine needs to bring the results home."""
 
-    x_RH: Tensor  # rows sorted by local expert, then by source
+    x_RH: Tensor  # after postprocess: rows sorted by local expert, then by source rank, then by token
     probs_R: Tensor  # probability of each row
-    tokens_per_expert_e: list[int]  # rows of each local expert, on the host; sums to R
+    tokens_per_expert_e: list[int]  # rows of each local expert, on the host; sums to R (empty until they are known)
     handle: Any  # the dispatcher's own record (a permutation, split sizes, ...)
 
 
