@@ -1,4 +1,4 @@
-"""Every golden run of Megatron-LM that needs one process or data-parallel ranks, repeated through the command line."""
+"""Every golden run of Megatron-LM that needs one process, data-parallel or expert-parallel ranks, through the command line."""
 
 import json
 
@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 SINGLE = ("a_mixtral", "a_capacity_zloss", "a2_mixtral", "b_deepseek_mtp", "c_qwen3moe", "d_dense_gpt2")
 DATA_PARALLEL = ("dp2", "dp2_distopt", "c_dp2")
+EXPERT_PARALLEL = ("ep2_a2a", "b_ep2", "acap_ep2")
 AUX_NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
 
 
@@ -60,7 +61,7 @@ def assert_curve(records, steps, tolerance):
 
 
 def over_ranks(ranks):
-    """The steps of the first rank with the auxiliary losses, which the recording holds per rank, reduced as the log does it.
+    """The steps of the first rank with the auxiliary and MTP losses, which the recording holds per rank, reduced as the log does it.
 
     They are means over data-parallel ranks, but for the global loss, of which every rank holds its share of the sum.
     """
@@ -70,6 +71,9 @@ def over_ranks(ranks):
             per_rank = [rank["steps"][number][key] for rank in ranks]
             share = 1 if key.startswith("global") else len(ranks)
             step[key] = [sum(values) / share for values in zip(*per_rank)]
+        if step.get("mtp_losses"):
+            per_rank = [rank["steps"][number]["mtp_losses"] for rank in ranks]
+            step["mtp_losses"] = [sum(values) / len(ranks) for values in zip(*per_rank)]
     return steps
 
 
@@ -111,6 +115,42 @@ def test_data_parallel_ranks_equal_the_reference(shared, tmp_path, case, overlap
     if overlap:
         argv += ["--overlap-grad-reduce"] + (["--overlap-param-gather"] if "--use-distributed-optimizer" in argv else [])
     _, records = launch(shared, tmp_path, meta["base_config"], argv, meta["world_size"])
+    assert_curve(records, over_ranks(meta["ranks"]), 2e-6)
+
+
+def with_flag(argv, flag, value):
+    return [*without(argv, (flag, 1)), flag, value]
+
+
+@pytest.mark.parametrize("case", EXPERT_PARALLEL)
+@pytest.mark.parametrize("how", ["alltoall", "allgather", "alltoall, distributed optimizer, overlap"])
+def test_expert_parallel_ranks_equal_the_reference(shared, tmp_path, case, how):
+    """Curve, and everything that leaves the run: experts of all ranks are in the exported weights and gradients."""
+    meta = json.loads((shared / "golden" / "parallel" / f"{case}.json").read_text())
+    argv = with_flag(meta["argv"], "--moe-token-dispatcher-type", how.split(",")[0])
+    if "overlap" in how:
+        argv += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"]
+    cwd, records = launch(shared, tmp_path, meta["base_config"], argv, meta["world_size"])
+    assert_curve(records, over_ranks(meta["ranks"]), 2e-6)
+
+    # the recording has no tensors of these cases, but where a capacity is not per rank they are those of one process
+    folder = shared / "golden" / meta["base_config"]
+    grads, ours = load_file(folder / "grads_step1.safetensors"), load_file(cwd / "dump" / "grads_step1.safetensors")
+    assert ours.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert np.linalg.norm(ours[name] - grad) <= 1e-5 * np.linalg.norm(grad) + 1e-12, name
+    final, ours = load_file(folder / "final.safetensors"), load_file(cwd / "final.safetensors")
+    assert ours.keys() == final.keys()
+    for name, value in final.items():
+        assert np.abs(ours[name] - value).max() <= 2e-6, name
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_the_global_aux_loss_sees_the_tokens_of_all_expert_ranks(shared, tmp_path, dispatcher):
+    """Its counts run over tensor x data x context ranks: spreading the experts over the two data ranks changes nothing."""
+    meta = json.loads((shared / "golden" / "parallel" / "c_dp2.json").read_text())
+    argv = with_flag([*meta["argv"], "--expert-model-parallel-size", "2"], "--moe-token-dispatcher-type", dispatcher)
+    _, records = launch(shared, tmp_path, meta["base_config"], argv, 2)
     assert_curve(records, over_ranks(meta["ranks"]), 2e-6)
 
 
