@@ -89,6 +89,32 @@ def test_values_that_ask_for_nothing_pass(argv):
     parse(*argv)
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(("size", "world_size"), [(2, 2), (2, 4), (4, 4)])
+def test_experts_spread_over_data_ranks(size, world_size, dispatcher):
+    args = parse("--expert-model-parallel-size", str(size), "--moe-token-dispatcher-type", dispatcher, "--global-batch-size", "8",
+                 world_size=world_size)
+    assert args.parallel.expert_model_parallel_size == size
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--tensor-model-parallel-size", "2", "--sequence-parallel"], "--tensor-model-parallel-size"),
+        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size"),
+        (["--context-parallel-size", "2"], "--context-parallel-size"),
+        (["--expert-tensor-parallel-size", "2"], "--expert-tensor-parallel-size"),
+        (["--moe-token-dispatcher-type", "flex"], "--moe-token-dispatcher-type"),
+        (["--overlap-moe-expert-parallel-comm"], "--overlap-moe-expert-parallel-comm"),
+    ],
+)
+def test_spread_experts_with_what_comes_later_are_refused_by_that_name(argv, flag):
+    found = violations("--expert-model-parallel-size", "2", *argv, "--global-batch-size", "8", world_size=8)
+    later = [violation for violation in found if violation.kind == "later"]
+    assert any(flag in violation.flags for violation in later)
+    assert not any("--expert-model-parallel-size" in violation.flags for violation in later)
+
+
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [

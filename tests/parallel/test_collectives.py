@@ -49,6 +49,48 @@ def test_collectives(n, async_op):
     run_ranks(_all, n, async_op)
 
 
+def _rows(rank, n, sizes):
+    """The differentiable ones: values, and gradients by the mirror image."""
+    group = ParallelState.create(n, rank).world
+    x = (torch.arange(sizes[rank] * 2.0).view(-1, 2) + 100 * rank).requires_grad_()
+    every = [torch.arange(size * 2.0).view(-1, 2) + 100 * other for other, size in enumerate(sizes)]
+    out = collectives.all_gather_rows(x, sizes, group)
+    assert torch.equal(out, torch.cat(every))
+    (out * (rank + 1)).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, sum(range(1, n + 1))))
+
+    whole = torch.cat(every).requires_grad_()
+    part = collectives.reduce_scatter_rows(whole, sizes, group)
+    assert torch.equal(part, every[rank] * n)
+    (part * (rank + 1)).sum().backward()
+    weights = torch.cat([torch.full((size, 2), other + 1.0) for other, size in enumerate(sizes)])
+    assert torch.equal(whole.grad, weights)
+
+    # member i gets i rows from everybody
+    send, receive = list(range(n)), [rank] * n
+    y = (torch.arange(sum(send) * 1.0) + 100 * rank).requires_grad_()
+    z = y.detach().to(torch.float64).unsqueeze(1).requires_grad_()
+    got, twin = collectives.all_to_all(group, send, receive, y, z)
+    first = sum(send[:rank])
+    assert got.tolist() == [100.0 * other + first + row for other in range(n) for row in range(rank)]
+    assert torch.equal(twin.squeeze(1), got.double())
+    (got.sum() * (rank + 1) + twin.sum()).backward()
+    assert y.grad.tolist() == [other + 1.0 for other in range(n) for _ in range(other)]
+    assert torch.equal(z.grad, torch.ones_like(z))
+
+    counts = torch.arange(2 * n) + 10 * rank
+    got = collectives.all_to_all_flat(torch.empty_like(counts), counts, group)
+    assert got.tolist() == [10 * other + 2 * rank + i for other in range(n) for i in range(2)]
+    parts = collectives.gather(counts, group, dst=n - 1)
+    assert (parts is None) == (rank != n - 1)
+    assert parts is None or [part[0].item() for part in parts] == [10 * other for other in range(n)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 0), (0, 0), (1, 4, 2)])
+def test_collectives_of_rows_and_their_gradients(sizes):
+    run_ranks(_rows, len(sizes), sizes)
+
+
 def test_a_group_of_one_returns_its_input():
     group = Group.single("dp")
     x = torch.arange(4.0)

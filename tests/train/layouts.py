@@ -21,7 +21,7 @@ MODEL = (
     "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-grouped-gemm "
     f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 "
     # at eps 1e-8 Adam turns the rounding of a gradient that all but cancels into a step of its own
-    "--adam-eps 1e-6 --lr-decay-style constant --clip-grad 0.5 --attention-dropout 0 --hidden-dropout 0 --mock-data --eval-iters 0 "
+    "--adam-eps 1e-5 --lr-decay-style constant --clip-grad 0.5 --attention-dropout 0 --hidden-dropout 0 --mock-data --eval-iters 0 "
     f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --transformer-impl local"
 ).split()
 KINDS = {
