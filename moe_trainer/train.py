@@ -33,6 +33,7 @@ from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import user_input
 from moe_trainer.guard.signals import ExitSignal
 from moe_trainer.initialize import Runtime, initialize
+from moe_trainer.memory.host_allocator import keep_freed_memory
 from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights
@@ -74,6 +75,8 @@ def pretrain(args: Arguments, place: Place) -> int:
     started = time.time()
     with user_input("start-up"):
         runtime = initialize(args, place)
+    if runtime.device.type == "cpu":
+        keep_freed_memory()
     print_rank_0(runtime, f"time to initialize megatron (seconds): {time.time() - started:.3f}")
     announce(args, runtime)
     with user_input("tokenizer"):
