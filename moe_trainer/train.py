@@ -62,7 +62,6 @@ class StepResult:
     updated: bool
     grad_norm: float | None
     num_zeros: int | None
-    samples: int
     dropped_tokens: int
     per_layer: dict[str, list[float]]
 
@@ -243,8 +242,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     losses = {"lm loss": loss_sum / max(tokens, 1.0), **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
     if args.training.check_for_nan_in_loss_and_grad:
         refuse_nan(state.iteration + 1, losses, outcome.grad_norm)
-    samples = num_microbatches * args.training.micro_batch_size * ps.dp.size
-    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, samples, moe.dropped_tokens, moe.per_layer)
+    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer)
 
 
 def masked_loss(run: Run, batch: Batch, grad_scale: float) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ overlapping schedule can run them one by one (communication of one microbatch be
     preprocess -> exchange -> postprocess      (together: dispatch)
     regroup    -> exchange_back -> restore     (together: combine)
 
-Only `exchange` and `exchange_back` communicate. State travels in the `Sent` value that preprocess makes and later phases receive:
-a dispatcher object holds constants only, so that recomputation and two microbatches in flight are safe.
+Only `exchange` and `exchange_back` communicate. State travels in the `Dispatched` value that preprocess makes and later phases
+receive: a dispatcher object holds constants only, so that recomputation and two microbatches in flight are safe.
 
 Shape letters: T local tokens, E experts, e local experts, R rows received by this rank, H hidden.
 """
