@@ -98,11 +98,27 @@ def configure_logging(place: Place, level: int | None) -> None:
 
 
 def _choose_device(place: Place) -> torch.device:
-    if torch.cuda.is_available():
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", device_index(place, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_index(place: Place, count: int) -> int:
+    """Which of this process's `count` visible GPUs to use.
+
+    A launcher that shows every task one GPU of its own (`srun --gpus-per-task=1`) leaves no choice whatever the local rank.
+    Raises: ValueError when there are fewer GPUs than local ranks.
+    """
+    if count == 1 and place.source == "SLURM":
+        return 0
+    if place.local_rank is None:
+        logger.warning("LOCAL_RANK is not set: rank %d takes GPU %d of %d", place.rank, place.rank % count, count)
+        return place.rank % count
+    if place.local_rank >= count:
+        raise ValueError(f"LOCAL_RANK {place.local_rank} needs {place.local_rank + 1} GPUs on this node, {count} are visible")
+    return place.local_rank
 
 
 def _join(args: Arguments, place: Place, device: torch.device) -> None:
@@ -116,18 +132,17 @@ def _join(args: Arguments, place: Place, device: torch.device) -> None:
         rank=place.rank,
         world_size=place.world_size,
         timeout=datetime.timedelta(minutes=args.parallel.distributed_timeout_minutes),
+        device_id=device if device.type == "cuda" else None,
     )
 
 
 def set_seeds(args: Arguments, ps: ParallelState) -> None:
-    """Seed every generator; ranks differ by pipeline stage, and by data-parallel rank where the flags ask for it.
+    """Seed every generator; ranks differ by pipeline stage (Megatron-LM: seed + 100 * stage).
 
-    Source: Megatron-LM (seed + 100 * pipeline rank, + 10 * data rank with --data-parallel-random-init). Dropout must
-    differ between data-parallel ranks, so the torch generator of the forward pass also gets the data rank.
+    Dropout must differ between data-parallel ranks, so the torch generator of the forward pass also gets the data rank.
+    Initial weights do not depend on these generators (parallel/rng.py).
     """
     seed = args.training.seed + 100 * ps.pp.rank
-    if args.training.data_parallel_random_init:
-        seed += 10 * ps.dp_cp.rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed + 1_000_003 * ps.dp_cp.rank)

@@ -19,7 +19,7 @@ class Place:
 
     rank: int
     world_size: int
-    local_rank: int
+    local_rank: int | None  # None: several ranks, and nobody says which of them share a node
     master_addr: str | None
     master_port: int | None
     source: str
@@ -34,7 +34,7 @@ def find_place(env: Mapping[str, str]) -> Place:
         place = Place(
             rank=_number(env, "RANK", 0),
             world_size=_number(env, "WORLD_SIZE", 1),
-            local_rank=_number(env, "LOCAL_RANK", 0),
+            local_rank=_number(env, "LOCAL_RANK", None if _number(env, "WORLD_SIZE", 1) > 1 else 0),
             master_addr=env.get("MASTER_ADDR"),
             master_port=_number(env, "MASTER_PORT", None),
             source="RANK/WORLD_SIZE",

@@ -44,7 +44,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.report.metrics import LogOptions, MetricsLogger
 from moe_trainer.report.profiler import Profiler
 from moe_trainer.report.timers import Timers
-from moe_trainer.shape.vocab import padded_vocab_size
+from moe_trainer.shape.vocab import vocab_rows
 
 
 @dataclass
@@ -102,11 +102,7 @@ def print_rank_0(runtime: Runtime, text: str) -> None:
 def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
     """Build model, gradient buffers, optimizer and schedules."""
     ps = runtime.ps
-    vocab = args.data.padded_vocab_size or (
-        padded_vocab_size(tokenizer.vocab_size, args.model.make_vocab_size_divisible_by, ps.tp.size)
-        if args.data.pad_vocab_size
-        else tokenizer.vocab_size
-    )
+    vocab = vocab_rows(args, tokenizer.vocab_size)
     if vocab < tokenizer.vocab_size:
         raise InputError(f"--padded-vocab-size {vocab} is smaller than the tokenizer's vocabulary ({tokenizer.vocab_size})")
     print_rank_0(

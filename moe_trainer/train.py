@@ -32,6 +32,7 @@ from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import user_input
 from moe_trainer.guard.signals import ExitSignal
 from moe_trainer.initialize import Runtime, initialize
+from moe_trainer.memory.host_allocator import keep_freed_memory
 from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, gather_named
@@ -59,7 +60,6 @@ class StepResult:
     updated: bool
     grad_norm: float | None
     num_zeros: int | None
-    samples: int
     dropped_tokens: int
     per_layer: dict[str, list[float]]
 
@@ -72,6 +72,8 @@ def pretrain(args: Arguments, place: Place) -> int:
     started = time.time()
     with user_input("start-up"):
         runtime = initialize(args, place)
+    if runtime.device.type == "cpu":
+        keep_freed_memory()
     print_rank_0(runtime, f"time to initialize megatron (seconds): {time.time() - started:.3f}")
     announce(args, runtime)
     with user_input("tokenizer"):
@@ -152,7 +154,8 @@ def train_iteration(run: Run, state: TrainState) -> None:
     samples = microbatches * run.args.training.micro_batch_size * run.ps.dp.size
     if number in run.args.training.iterations_to_skip:
         for _ in range(microbatches):
-            next(run.train_batches)
+            with user_input("data"):
+                next(run.train_batches)
         logger.info("iteration %d is skipped (--iterations-to-skip); its %d samples are consumed", number, samples)
         state.iteration, state.skipped_train_samples = number, state.skipped_train_samples + samples
         state.consumed_train_samples += samples
@@ -227,19 +230,20 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
         run.grads.scale(1.0 / max(tokens, 1.0))
     if dump_now:
         write_dumps(run, state, records)
+    # The books are read before the update: their small collectives must not queue behind the parameter gathers, and a
+    # loss that is not finite must not reach the weights.
+    update_expert_bias(run.chunks, ps)
+    moe = collect_moe_metrics(run.chunks, ps, num_microbatches)
+    losses = {"lm loss": loss_sum / max(tokens, 1.0), **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
+    if args.training.check_for_nan_in_loss_and_grad:
+        refuse_nan(state.iteration + 1, losses)
     with run.timers("optimizer"):
         outcome = run.optimizer.step(
             lr=run.learning_rate.lr(state.scheduled_samples),
             decoupled_lr=run.learning_rate.decoupled_lr(state.scheduled_samples),
             weight_decay=run.weight_decay.weight_decay(state.scheduled_samples),
         )
-    update_expert_bias(run.chunks, ps)
-    moe = collect_moe_metrics(run.chunks, ps, num_microbatches)
-    losses = {"lm loss": loss_sum / max(tokens, 1.0), **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
-    if args.training.check_for_nan_in_loss_and_grad:
-        refuse_nan(state.iteration + 1, losses, outcome.grad_norm)
-    samples = num_microbatches * args.training.micro_batch_size * ps.dp.size
-    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, samples, moe.dropped_tokens, moe.per_layer)
+    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer)
 
 
 def masked_loss(run: Run, batch: Batch, grad_scale: float) -> tuple[Tensor, Tensor]:
@@ -257,11 +261,9 @@ def masked_loss(run: Run, batch: Batch, grad_scale: float) -> tuple[Tensor, Tens
     return loss, torch.stack([loss_sum.detach(), tokens])
 
 
-def refuse_nan(iteration: int, losses: dict[str, float], grad_norm: float | None) -> None:
-    """Stop on a loss or gradient norm that is not finite (on by default, --no-check-for-nan-in-loss-and-grad)."""
+def refuse_nan(iteration: int, losses: dict[str, float]) -> None:
+    """Stop on a loss that is not finite (on by default, --no-check-for-nan-in-loss-and-grad); see Optimizer.step for gradients."""
     bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
-    if grad_norm is not None and not math.isfinite(grad_norm):
-        bad["grad norm"] = grad_norm
     if bad:
         raise FloatingPointError(
             f"iteration {iteration}: {', '.join(f'{name} is {value}' for name, value in bad.items())}; the last checkpoint "

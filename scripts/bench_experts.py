@@ -2,13 +2,15 @@
 
     python scripts/bench_experts.py [--threads 1 2] [--write]
 
-Prints milliseconds (lower quartile) and the share of this machine's GEMM rate for a few shapes; --write also records the table in
+Prints milliseconds (median) and the share of this machine's GEMM rate for a few shapes; --write also records the table in
 scripts/bench_results/experts.md. The rule in moe_trainer/ops/grouped_gemm.py (prefer_grouped) rests on it.
 """
 
 import argparse
 import datetime
+import os
 import platform
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -31,41 +33,38 @@ SHAPES = (
 )
 
 
-def lower_quartile(fn, rounds: int) -> float:
-    for _ in range(2):
-        fn()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        fn()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[rounds // 4]
-
-
 def gemm_rate(dtype: torch.dtype) -> float:
     """FLOP/s of a large square product."""
     n = 1536
     a, b = torch.randn(n, n, dtype=dtype), torch.randn(n, n, dtype=dtype)
-    return 2 * n**3 / lower_quartile(lambda: a @ b.t(), 12)
+    times = []
+    for _ in range(12):
+        start = time.perf_counter()
+        torch.mm(a, b.t())
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / statistics.median(times[2:])
 
 
-def measure(shape, dtype: torch.dtype, grouped: bool, rounds: int) -> float:
-    """Seconds of one forward and backward."""
+def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
+    """Median seconds of a forward and backward, as a loop and grouped, in turns; every round routes anew, as training does."""
     tokens, hidden, ffn, num_experts, topk = shape
-    chosen = torch.rand(tokens, num_experts).topk(topk)[1]
-    counts = tuple(torch.bincount(chosen.flatten(), minlength=num_experts).tolist())
     x = torch.randn(tokens * topk, hidden).to(dtype).requires_grad_()
     p = torch.rand(tokens * topk).requires_grad_()
     w1 = (torch.randn(num_experts, 2 * ffn, hidden) * 0.02).to(dtype).requires_grad_()
     w2 = (torch.randn(num_experts, hidden, ffn) * 0.02).to(dtype).requires_grad_()
     grad = torch.randn(tokens * topk, hidden).to(dtype)
     block = module._choose_block(Activation("silu", gated=True))
-
-    def step():
-        y = module._ExpertMLP.apply(x, p, w1, None, w2, None, counts, block, grouped)
-        torch.autograd.grad(y, (x, p, w1, w2), grad)
-
-    return lower_quartile(step, rounds)
+    skew = torch.randn(num_experts) * 0.15
+    times = {False: [], True: []}
+    for _ in range(rounds + rounds // 3):
+        for grouped, taken in times.items():
+            chosen = (torch.rand(tokens, num_experts) + skew).topk(topk)[1]
+            counts = tuple(torch.bincount(chosen.flatten(), minlength=num_experts).tolist())
+            start = time.perf_counter()
+            y = module._ExpertMLP.apply(x, p, w1, None, w2, None, counts, block, grouped)
+            torch.autograd.grad(y, (x, p, w1, w2), grad)
+            taken.append(time.perf_counter() - start)
+    return tuple(statistics.median(taken[rounds // 3:]) for taken in times.values())
 
 
 def main() -> None:
@@ -82,17 +81,16 @@ def main() -> None:
             for shape in SHAPES:
                 tokens, hidden, ffn, num_experts, topk = shape
                 flops = 3 * 2 * tokens * topk * hidden * ffn * 3
-                cells = []
-                for grouped in (False, True):
-                    seconds = measure(shape, dtype, grouped, given.rounds)
-                    cells.append(f"{seconds * 1e3:.1f} ({flops / seconds / rate:.0%})")
+                cells = [f"{seconds * 1e3:.1f} ({flops / seconds / rate:.0%})" for seconds in measure(shape, dtype, given.rounds)]
                 lines.append(
                     f"| {threads} | {str(dtype)[6:]} | {tokens} x {hidden}, {ffn}, {num_experts}/{topk} "
                     f"| {tokens * topk // num_experts} | {cells[0]} | {cells[1]} |"
                 )
                 print(lines[-1], flush=True)
     if given.write:
-        head = f"# Experts, forward and backward\n\n{datetime.date.today()}, {platform.processor() or platform.machine()}, torch {torch.__version__}.\n\n"
+        head = (
+            f"# Experts, forward and backward\n\n{datetime.date.today()}, {platform.machine()}, torch {torch.__version__}, load average "
+            f"{os.getloadavg()[0]:.0f} (shares suffer under load; the comparison is in turns). See scripts/bench_experts.py.\n\n")
         path = ROOT / "scripts" / "bench_results" / "experts.md"
         path.write_text(head + "\n".join(lines) + "\n")
 

@@ -1,9 +1,8 @@
 """Turn text into token files for training: JSON lines or plain .txt (also .gz, .zst) in,
 <prefix>_<key>_document.{bin,idx} out.
 
-    python scripts/preprocess_data.py --input corpus.jsonl --output-prefix data/my --tokenizer-type
-    HuggingFaceTokenizer \\
-        --tokenizer-model path/or/name --append-eod --workers 8
+    python scripts/preprocess_data.py --input corpus.jsonl --output-prefix data/my \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/or/name --append-eod --workers 8
 
 The result is byte-identical whatever the number of workers. Flags are those of Megatron-LM's tool of the same name.
 """

@@ -3,6 +3,7 @@
 from arguments.rules.facts import as_list, gather, positive, quotient
 from arguments.rules.optimizer import layer_wise
 from arguments.settings import Settings
+from arguments.vocabulary import padded_vocab_size
 
 
 def derived(s: Settings, world_size: int | None) -> dict[str, object]:
@@ -13,8 +14,7 @@ def derived(s: Settings, world_size: int | None) -> dict[str, object]:
         microbatches = quotient(s.global_batch_size, s.micro_batch_size * f.dp)
     padded = s.padded_vocab_size
     if padded is None and positive(s.vocab_size) and positive(s.make_vocab_size_divisible_by):
-        step = s.make_vocab_size_divisible_by * f.tp
-        padded = -(-s.vocab_size // step) * step
+        padded = padded_vocab_size(s.vocab_size, s.make_vocab_size_divisible_by, f.tp, s.pad_vocab_size)
     return {
         "data_parallel_size": f.dp,
         "expert_data_parallel_size": f.edp,

@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from moe_trainer.checkpoint import common_state, random_state
 from moe_trainer.checkpoint.directory import TRACKER, tokenizer_files
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -54,7 +56,10 @@ class AsyncSaver:
         self._pending: PendingSave | None = None
         self._written: Future[None] | None = None
         self._ps: ParallelState | None = None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._worker = ThreadPoolExecutor(1, "checkpoint")
+        if torch.cuda.is_available():
+            # a new thread starts on GPU 0; this one must stay on its rank's own
+            self._worker = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device, (torch.cuda.current_device(),))
 
     def start(self, directory: str | Path, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None,
               ps: ParallelState, options: SaveOptions) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from arguments.checkpoint_args import SHAPE
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.options import LoadOptions
@@ -31,16 +32,8 @@ _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type")
-_ARCHITECTURE = _MUST_AGREE + (
-    "ffn_hidden_size", "num_query_groups", "kv_channels", "normalization", "swiglu", "quick_geglu", "squared_relu",
-    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "max_position_embeddings",
-    "rotary_base", "rotary_percent", "layernorm_epsilon", "layernorm_zero_centered_gamma", "multi_latent_attention",
-    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers", "num_experts",
-    "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
-    "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups",
-    "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "vocab_size",
-    "make_vocab_size_divisible_by",
-)
+# flags of the architecture that say how it runs, not what it is
+_OTHER_STORAGE = frozenset({"moe_grouped_gemm"})
 
 
 class Loader:
@@ -219,7 +212,7 @@ class Loader:
     def _differing_flags(self) -> dict[str, str]:
         here = self._options.args
         found = {}
-        for name in _ARCHITECTURE:
+        for name in (dest for dest in SHAPE if dest not in _OTHER_STORAGE):
             if name in here and name in self._saved_args and _value(here[name]) != _value(self._saved_args[name]):
                 flag = OPTIONS[name].spellings[0] if name in OPTIONS else name
                 found[name] = f"{flag} ({name}): {self._saved_args[name]!r} in the checkpoint, {here[name]!r} here"

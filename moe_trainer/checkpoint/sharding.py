@@ -34,7 +34,6 @@ _LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj)\.weight$")
 
 _LOCAL_NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
                 ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
-_TE_DENSE_NORMS = _LOCAL_NORMS
 _TE_MOE_NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),)
 _TE_MLA_NORMS = (("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
                  ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"))

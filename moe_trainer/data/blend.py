@@ -9,9 +9,8 @@ operation handling one step of every block. A block cannot know its starting cou
 ideal counts, and runs a warm-up: the rule always favours the dataset that lags most, so different starting states
 fall together after a few steps. Fall together is not proof, therefore every block's end state is compared with its
 neighbour's start state; the blocks that began wrongly are done again, from the end states before them, until none is
-left. The first block is exact, so at that point all are: for any weights, at most as many rounds as
-blocks, in practice one to three. Small blends use the plain loop, which is also the
-definition the tests compare with.
+left. The first block is exact, so at that point all are: for any weights, at most as many rounds as blocks, in practice
+one to three. Small blends use the plain loop, which is also the definition the tests compare with.
 
 Source: Megatron-Core blended dataset semantics (snapshot v0.20).
 """

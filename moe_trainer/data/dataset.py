@@ -104,8 +104,7 @@ class GPTDataset:
         if tokens == 0:
             raise ValueError(
                 f"{self.name}: the {split_name} split (sequences {begin} to {end} of {len(low)}) holds no tokens, and "
-                "samples were "
-                f"asked of it; change --split, add data, or do not evaluate (--eval-iters 0)"
+                "samples were asked of it; change --split, add data, or do not evaluate (--eval-iters 0)"
             )
         self._plan = plan_epochs(tokens, config.sequence_length, num_samples)
         self._indices: GPTIndices | None = None
@@ -328,8 +327,7 @@ class IndexCache:
     """The files of one index in a cache folder: `<md5>-<class>-<split>-{description.txt,<name>_index.npy}`.
 
     The md5 is that of the description, the JSON text of everything the index depends on. Files are written under
-    temporary names and
-    renamed, the description last, so that a complete set is a correct set.
+    temporary names and renamed, the description last, so that a complete set is a correct set.
     """
 
     def __init__(self, folder: str, class_name: str, split_name: str, identifiers: OrderedDict, names: tuple[str, ...]):
@@ -354,8 +352,7 @@ class IndexCache:
         except OSError as error:
             logger.warning(
                 "the index cache %s cannot be written (%s): every rank keeps its own copy in memory; "
-                "--data-cache-path DIR "
-                "names another folder",
+                "--data-cache-path DIR names another folder",
                 self.folder,
                 error.strerror,
             )

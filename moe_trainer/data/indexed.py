@@ -100,8 +100,7 @@ class IndexedDataset:
         if size < needed:
             raise DataFileError(
                 f"{self.idx_path}: found {size} bytes, {num_sequences} sequences and {num_boundaries - 1} documents "
-                "need "
-                f"{needed}; the index is truncated"
+                f"need {needed}; the index is truncated"
             )
         if num_sequences and size == needed + num_sequences:
             raise DataFileError(

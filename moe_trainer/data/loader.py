@@ -5,9 +5,8 @@ with the very sample the interrupted one would have read, on any number of ranks
 
 Prefetching uses threads, not processes. Preparing a sample is copying some slices out of a memory map and numpy
 releases the interpreter lock while it copies (and while the kernel reads the pages), so threads keep up; they need no
-fork beside a process group, share the index
-maps, and raise the original exception in the main thread. Batches come back in order whatever the number of workers;
-no randomness lives in a worker, so the number changes nothing but speed.
+fork beside a process group, share the index maps, and raise the original exception in the main thread. Batches come
+back in order whatever the number of workers; no randomness lives in a worker, so the number changes nothing but speed.
 
 Suffixes: B samples of a micro batch, S sequence length.
 """
@@ -109,8 +108,7 @@ def _check_vocabulary(dataset, indices, ids, vocab_size) -> None:
         where = dataset.locate(indices[sample], position)
         raise InputError(
             f"token id {ids[sample, position]} in {where} lies outside the vocabulary of {vocab_size} ids; the "
-            "data was made with another "
-            "tokenizer, or --vocab-size / --tokenizer-model do not belong to it"
+            "data was made with another tokenizer, or --vocab-size / --tokenizer-model do not belong to it"
         )
 
 
@@ -251,8 +249,7 @@ def build_loader(
         if consumed_samples > total:
             raise ValueError(
                 f"{consumed_samples} samples are consumed already, the dataset holds {total}; raise --train-iters or "
-                "--train-samples, or start "
-                "the data afresh (--finetune)"
+                "--train-samples, or start the data afresh (--finetune)"
             )
         remaining = (total - consumed_samples) // chunk
 

@@ -1,6 +1,8 @@
 """The kit of building blocks a model is made of: a record of constructors, chosen once at build.
 
-Blocks call `kit.column_linear(...)` and the like; nothing else knows which library stands behind them.
+Blocks call `kit.column_linear(...)` and the like; nothing else knows which library stands behind them. Local experts
+need no grouped linear: they run as one autograd function (ops/expert_mlp.py). TransformerEngine's norm + linear and
+grouped linear become two more constructors when that kit is built.
 """
 
 import importlib.util

@@ -4,11 +4,15 @@ Positions are 0..S-1 of the sequence, also after --reset-position-ids: Megatron-
 position ids.
 """
 
+import logging
+
 import torch
 from torch import Tensor
 
 from arguments.model import ModelArgs
 from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_tables, yarn_frequencies, yarn_mscale
+
+logger = logging.getLogger(__name__)
 
 Tables = tuple[Tensor, Tensor]
 
@@ -45,6 +49,7 @@ def make_rotary(model: ModelArgs) -> Rotary | None:
         yarn, dim = model.rope_type != "rope", model.qk_pos_emb_head_dim
         if not yarn:
             dim = int(dim * model.rotary_percent)
+        _note_unused_scalings(model)
     else:
         yarn, dim = kind == "yarn", int(model.kv_channels * model.rotary_percent)
     if yarn:
@@ -54,6 +59,15 @@ def make_rotary(model: ModelArgs) -> Rotary | None:
         inv_freq = llama3_scaling(inv_freq, model.rope_scaling_factor)
     factor = None if model.multi_latent_attention else model.rotary_seq_len_interpolation_factor
     return Rotary(inv_freq, position_scale=1.0 / factor if factor else 1.0)
+
+
+def _note_unused_scalings(model: ModelArgs) -> None:
+    """Latent attention has no scaling but YaRN, here as in Megatron-LM."""
+    if model.use_rope_scaling:
+        logger.warning("--use-rope-scaling has no effect on --multi-latent-attention; --rope-type yarn scales there")
+    if model.rotary_seq_len_interpolation_factor not in (None, 1):
+        logger.warning("--rotary-seq-len-interpolation-factor %d has no effect on --multi-latent-attention; "
+                       "--rope-type yarn scales there", model.rotary_seq_len_interpolation_factor)
 
 
 def _make_yarn(model: ModelArgs, dim: int) -> Rotary:

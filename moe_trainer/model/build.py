@@ -60,9 +60,8 @@ def _make(param: Parameter, device: torch.device, dtype: torch.dtype, seed: int)
         new = Parameter(param.detach().to(dtype))
     else:
         new = Parameter(torch.empty(param.shape, dtype=dtype, device=device))
-        new.info = info
-        init_parameter(new, seed)
     new.info = info
+    init_parameter(new, seed)  # leaves a meta parameter alone
     return new
 
 

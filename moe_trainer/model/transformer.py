@@ -121,7 +121,5 @@ class Transformer(nn.Module):
 
     def named_state_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers that belong to a checkpoint (routers' expert_bias), under their global names."""
-        for path, module in self.named_modules():
-            for leaf, buffer in module.named_buffers(recurse=False):
-                if leaf not in module._non_persistent_buffers_set:
-                    yield f"{path}.{leaf}", buffer
+        for layer in self.moe_layers():
+            yield from layer.named_state_buffers()

@@ -6,6 +6,12 @@ work is done in blocks of rows that stay in the cache between the two matrix pro
 rows, in the grouped form a fixed number of rows. Each block is written into preallocated results: no concatenation, no zero-filled
 [e, ...] gradient per expert (which `w[e]` under autograd costs).
 
+Half precision on CPU: oneDNN generates code for every shape it has not met, half a millisecond each, and experts' row counts change
+at every step (measured: a third of a training step). So in the loop form an expert computes on its rows and a few surplus rows, up to
+the next size of a coarse scale (grouped_gemm.row_bucket): shapes repeat and their code is found in oneDNN's cache. Surplus rows are
+those of the experts behind, no copies; what they give is overwritten by its owner's result or cleared before it reaches a weight's
+gradient.
+
 The block functions below come in pairs: `forward(h, p) -> a` and `backward(h, p, grad_a) -> (a, grad_h, grad_p)`, where a is the
 activation times the probability. SwiGLU, gelu and squared ReLU are written by hand; any other activation goes through autograd, block
 by block.
@@ -135,46 +141,63 @@ def _product(x: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> Tensor
     return torch.mm(x, w_t, out=out) if bias is None else torch.addmm(bias, x, w_t, out=out)
 
 
+def _window(x: Tensor, start: int, stop: int, size: int) -> Tensor:
+    """`size` rows of x from `start`; those from `stop` on belong to the next experts, or are zeros where x ends."""
+    if start + size <= x.shape[0]:
+        return x[start:start + size]
+    padded = x.new_zeros(size, *x.shape[1:])
+    padded[:stop - start] = x[start:stop]
+    return padded
+
+
 def _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation):
-    h_RG = x_RH.new_empty(x_RH.shape[0], w1.shape[1])
-    y_RH = x_RH.new_empty(x_RH.shape[0], w2.shape[1])
-    for expert, start, stop in spans(counts):
-        p = None if p_R is None else p_R[start:stop]
-        h = _product(x_RH[start:stop], w1[expert].t(), None if b1 is None else b1[expert], h_RG[start:stop])
-        a = activation.forward(h, p)
-        y = torch.mm(a, w2[expert].t(), out=y_RH[start:stop])
+    found = spans(counts, x_RH)
+    slack = max((start + size for _, start, _, size in found), default=0)
+    # an expert's surplus rows overwrite the start of the next one's, which come later and are written then
+    h_RG = x_RH.new_empty(max(slack, x_RH.shape[0]), w1.shape[1])
+    y_RH = x_RH.new_empty(h_RG.shape[0], w2.shape[1])
+    for expert, start, stop, size in found:
+        p = None if p_R is None else _window(p_R, start, stop, size)
+        rows = slice(start, start + size)
+        x = _window(x_RH, start, stop, size)
+        h = _product(x, w1[expert].t(), None if b1 is None else b1[expert], h_RG[rows])
+        y = torch.mm(activation.forward(h, p), w2[expert].t(), out=y_RH[rows])
         if b2 is not None:
             y += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
-    return h_RG, y_RH
+    return h_RG, y_RH[:x_RH.shape[0]]
 
 
 def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
-    found = spans(ctx.counts)
+    found = spans(ctx.counts, x_RH)
     new_stack = torch.empty_like if len(found) == len(ctx.counts) else torch.zeros_like
-    grad_x = torch.empty_like(x_RH) if needs_x else None
+    grad_x = x_RH.new_empty(h_RG.shape[0], x_RH.shape[1]) if needs_x else None
     grad_p = None if p_R is None else torch.empty_like(p_R)
     grad_w1, grad_w2 = (new_stack(w1), new_stack(w2)) if needs_w else (None, None)
     grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
     grad_b2 = None if b2 is None else torch.zeros_like(b2)
-    for expert, start, stop in found:
-        p, grad_y = (None if p_R is None else p_R[start:stop]), grad_RH[start:stop]
-        grad_a = grad_y @ w2[expert]
-        a, grad_h, block_grad_p = ctx.activation.backward(h_RG[start:stop], p, grad_a)
+    for expert, start, stop, size in found:
+        p, grad_y = None if p_R is None else _window(p_R, start, stop, size), _window(grad_RH, start, stop, size)
+        rows, count = slice(start, start + size), stop - start
+        a, grad_h, block_grad_p = ctx.activation.backward(h_RG[rows], p, grad_y @ w2[expert])
+        if size > count:  # surplus rows must add nothing to the weights' gradients
+            a[count:].zero_()
+            grad_h[count:].zero_()
         if needs_w:
             torch.mm(grad_y.t(), a, out=grad_w2[expert])
-            torch.mm(grad_h.t(), x_RH[start:stop], out=grad_w1[expert])
+            torch.mm(grad_h.t(), _window(x_RH, start, stop, size), out=grad_w1[expert])
         if needs_x:
-            torch.mm(grad_h, w1[expert], out=grad_x[start:stop])
+            torch.mm(grad_h, w1[expert], out=grad_x[rows])
         if grad_b1 is not None:
             torch.sum(grad_h, 0, out=grad_b1[expert])
         if b2 is not None:
-            grad_b2[expert] = grad_y.sum(0) if p is None else grad_y.t() @ p.to(grad_y.dtype)
-            if p is not None:
-                block_grad_p = block_grad_p + grad_y @ b2[expert]
+            own = grad_RH[start:stop]
+            grad_b2[expert] = own.sum(0) if p is None else own.t() @ p[:count].to(own.dtype)
         if p is not None:
-            grad_p[start:stop] = block_grad_p
-    return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
+            grad_p[start:stop] = block_grad_p[:count]
+            if b2 is not None:
+                grad_p[start:stop] += grad_RH[start:stop] @ b2[expert]
+    return None if grad_x is None else grad_x[:x_RH.shape[0]], grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 
 def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
@@ -229,7 +252,7 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
 
 def _sum_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
     sums = rows.new_zeros(len(counts), rows.shape[1])
-    for expert, start, stop in spans(counts):
+    for expert, start, stop, _ in spans(counts):
         torch.sum(rows[start:stop], 0, out=sums[expert])
     return sums
 

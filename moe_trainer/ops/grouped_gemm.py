@@ -15,26 +15,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # below this many rows per expert a loop spends more time on calls than grouped_mm loses on its kernel
-GROUPED_MAX_ROWS = 160
+GROUPED_MAX_ROWS = 96
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def prefer_grouped(num_rows: int, num_experts: int, dtype: torch.dtype, is_cuda: bool) -> bool:
-    """Whether grouped_mm is the faster way: always on a GPU, for few rows per expert on a CPU."""
-    if dtype not in GROUPED_DTYPES:
-        return False
+    """Whether grouped_mm is the faster way: in bf16 on a GPU, in fp32 with few rows per expert on a CPU."""
     if is_cuda:
         return dtype == torch.bfloat16
-    return num_rows <= GROUPED_MAX_ROWS * num_experts
+    # half precision on CPU: grouped_mm meets new row counts at every step and has code generated for each; see row_bucket
+    return dtype == torch.float32 and num_rows <= GROUPED_MAX_ROWS * num_experts
 
 
-def spans(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(expert, first row, row after the last) of every expert that has rows."""
+def row_bucket(count: int) -> int:
+    """The next size of a scale of 16 steps per doubling, multiples of 16: at most 1/16 more (15 more below 256)."""
+    step = max(16, (1 << (count.bit_length() - 1)) // 16)
+    return -(-count // step) * step
+
+
+def spans(counts: Sequence[int], x: Tensor | None = None) -> list[tuple[int, int, int, int]]:
+    """(expert, first row, row after the last, rows to compute on) of every expert that has rows.
+
+    Rows to compute on: the expert's own, or for half-precision x on CPU a bucket of them.
+    """
+    in_buckets = x is not None and x.dtype in HALF_DTYPES and x.device.type == "cpu"
     found, start = [], 0
     for expert, count in enumerate(counts):
         if count:
-            found.append((expert, start, start + count))
+            found.append((expert, start, start + count, row_bucket(count) if in_buckets else count))
         start += count
     return found
 

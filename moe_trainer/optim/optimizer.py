@@ -84,6 +84,7 @@ class Optimizer:
         Overflowing gradients skip the update (and let a dynamic loss scale shrink).
         Raises: NonFiniteGradientError for such gradients when no loss scale can help and the NaN check is on.
         """
+        self.wait_params()  # nothing to wait for, unless some module did not run since the last step
         with self._timer("optimizer-unscale-and-check-inf"):
             inverse = 1.0 / self.loss_scale
             norm = self._norm(lambda segment: segment.grad) * inverse

@@ -12,7 +12,7 @@ from arguments.output import OutputArgs
 
 
 class Profiler:
-    """Starts and stops profiling at the chosen iterations; `step` is called before and after the loop's iterations."""
+    """Starts and stops profiling at the chosen iterations; `before` and `after` are called round each iteration."""
 
     def __init__(self, output: OutputArgs, rank: int):
         self._active = output.profile and rank in output.profile_ranks

@@ -144,6 +144,15 @@ def test_unbuilt_positions_are_refused_by_name():
         make_rotary(replace(MODEL, position_embedding_type="mrope"))
 
 
+def test_scalings_that_latent_attention_does_not_read_are_said(caplog):
+    latent = replace(MODEL, position_embedding_type="rope", multi_latent_attention=True, rope_type="rope")
+    plain = make_rotary(latent)
+    assert not caplog.records
+    scaled = make_rotary(replace(latent, use_rope_scaling=True, rotary_seq_len_interpolation_factor=4))
+    assert "--use-rope-scaling" in caplog.text and "--rotary-seq-len-interpolation-factor 4" in caplog.text
+    assert torch.equal(plain.inv_freq, scaled.inv_freq) and plain.position_scale == scaled.position_scale
+
+
 @pytest.mark.parametrize("change, expected", [
     ({}, ("gelu_tanh", False)), ({"bias_gelu_fusion": False}, ("gelu", False)),
     ({"add_bias_linear": False}, ("gelu", False)), ({"swiglu": True}, ("silu", True)),

@@ -114,7 +114,7 @@ def check(hf_model, argv, groups=None, tied=False):
           "original_max_position_embeddings": 8192},
      "--use-rope-scaling --rope-scaling-factor 8 --rotary-base 500000".split()),
     ({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
-      "beta_fast": 8.0,          "beta_slow": 1.0, "truncate": False},
+      "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False},
      "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
      "--yarn-beta-fast 8 --yarn-beta-slow 1 --no-yarn-correction-range-round-to-int".split()),
 ])

@@ -13,7 +13,7 @@ class LocalDispatcher(TokenDispatcher):
     """Sort the local tokens by expert (stable); sum them back."""
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
-        """Order tokens by expert. The counts reach the host here (one synchronisation on a GPU)."""
+        """Order tokens by expert. On a GPU this waits for the device: the map's sizes and the counts reach the host here."""
         routes = make_permute_map(routing_TE)
         return Dispatched(permute(x_TH, routes), permute_probs(probs_TE, routes), routes.counts_E.tolist(), routes)
 
