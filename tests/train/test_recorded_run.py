@@ -28,7 +28,7 @@ def test_ten_iterations_equal_the_recorded_ones():
     recorded = json.loads((FOLDER / "recorded.json").read_text())
     args, ps = arguments.parse_args(recorded["argv"], 1), ParallelState.single()
     chunks = build_chunks(args, ps, 512)
-    load_named_weights(chunks, load_file(FOLDER / "init.safetensors"))
+    load_named_weights(chunks, load_file(FOLDER / "init.safetensors"), ps)
     grads = DataParallelGrads(chunks[0].parameters(), ps, args.parallel, args.precision, per_token_loss=False)
     optimizer = build_optimizer(chunks, grads, args.optimizer, args.precision, args.parallel, ps)
     schedule = build_lr_schedule(args.optimizer, args.training, args.training.global_batch_size)
