@@ -26,6 +26,9 @@ SHAPE = (
 )  # fmt: skip
 """The flags that say what model the weights belong to."""
 
+WHERE_NOT_GIVEN = ("seq_length",)
+"""Taken only if the command line (or recipe) does not say: a run may train on with longer sequences."""
+
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "special_tokens")
 """Taken too, unless --no-use-tokenizer-model-from-checkpoint-args."""
 
@@ -43,6 +46,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
         settings.note("--use-checkpoint-args: there is no checkpoint yet, the command line counts.")
         return
     names = SHAPE + (TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ())
+    names += tuple(dest for dest in WHERE_NOT_GIVEN if not settings.given(dest))
     for dest in names:
         value = recorded.get(dest)
         if dest not in OPTIONS or dest not in recorded or value == settings.values[dest]:

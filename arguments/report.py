@@ -98,10 +98,27 @@ def summary(
     if params["total"] is not None:
         lines.append(f"parameters: {params['total']:,} (+ {params['mtp'] or 0:,} multi-token prediction)")
         lines.append(f"active per token: {params['active']:,} (without embedding {params['active_no_embedding']:,})")
+        lines += state_size(settings, params["total"] + (params["mtp"] or 0), world_size)
+    elif not violations:
+        lines.append("parameters: not counted, because the vocabulary comes from a tokenizer (give --vocab-size)")
     if not violations:
         return [*lines, "valid" + (f" for {world_size} ranks" if world_size else "")]
     count = f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:"
     return [*lines, count, *(f"  - {violation.message}" for violation in violations)]
+
+
+def state_size(s: Settings, num_params: int, world_size: int | None) -> list[str]:
+    """How much memory one rank's weights, gradients and optimizer state take, where every rank holds the whole model."""
+    parallel = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    if any(s.values[dest] != 1 for dest in parallel):
+        return []
+    half = s.bf16 or s.fp16
+    ranks = world_size or 1
+    weights, gradients = 2 if half else 4, 2 if s.grad_reduce_in_bf16 else 4
+    moments = {"adam": 8, "sgd": 4}.get(s.optimizer, 0)
+    optimizer = (moments + 4 * half) / (ranks if s.use_distributed_optimizer else 1)
+    size = num_params * (weights + gradients + optimizer) / 2**30
+    return [f"memory per rank: {size:.1f} GiB of weights, gradients and optimizer state, activations not counted"]
 
 
 def as_json(

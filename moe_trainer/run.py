@@ -9,6 +9,7 @@ continue bit for bit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,8 @@ from moe_trainer.report.metrics import LogOptions, MetricsLogger
 from moe_trainer.report.profiler import Profiler
 from moe_trainer.report.timers import Timers
 from moe_trainer.shape.vocab import vocab_rows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -114,6 +117,7 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         if args.output.init_from is not None:
             with user_input(f"--init-from {args.output.init_from}"):
                 load_named_weights(chunks, read_weights(args.output.init_from), ps, strict=True)
+            logger.info("initial weights from %s", args.output.init_from)
         params = [param for chunk in chunks for param in chunk.parameters()]
         count = sum(param.numel() for param in params)
         print_rank_0(runtime, f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank (0, 0, 0): {count}")
@@ -185,6 +189,20 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
         scheduled_samples=saved.scheduler.get("num_steps", saved.consumed_train_samples),
         total_flops=saved.num_floating_point_operations_so_far,
     )
+
+
+def warn_of_newer_checkpoints(run: Run, state: TrainState) -> None:
+    """Say so when the save folder's newest checkpoint is ahead of this run, which is going to move the tracker back."""
+    save = run.args.output.save
+    if save is None or run.args.output.load == save or run.runtime.place.rank != 0:
+        return
+    newest = latest_iteration(save)
+    if newest is not None and newest > state.iteration:
+        logger.warning(
+            "--save %s already holds a checkpoint of iteration %d, and this run starts at %d: its saves will move "
+            "latest_checkpointed_iteration.txt back. To go on from there: --load %s; else choose another folder",
+            save, newest, state.iteration, save,
+        )
 
 
 def open_data(run: Run, state: TrainState, tokenizer: Tokenizer) -> Run:

@@ -14,6 +14,7 @@ import datetime
 import gc
 import logging
 import math
+import os
 import resource
 import time
 from contextlib import ExitStack
@@ -46,7 +47,17 @@ from moe_trainer.report.console import arguments_block, memory_line
 from moe_trainer.report.dump import dump_gradients, dump_routing
 from moe_trainer.report.metrics import IterationRecord
 from moe_trainer.report.timers import format_report
-from moe_trainer.run import Run, TrainState, batches_of, build_run, open_data, open_metrics, print_rank_0, resume
+from moe_trainer.run import (
+    Run,
+    TrainState,
+    batches_of,
+    build_run,
+    open_data,
+    open_metrics,
+    print_rank_0,
+    resume,
+    warn_of_newer_checkpoints,
+)
 from moe_trainer.shape.flops import training_flops
 
 logger = logging.getLogger(__name__)
@@ -80,6 +91,7 @@ def pretrain(args: Arguments, place: Place) -> int:
         tokenizer = build_tokenizer(args.data)
     run = build_run(args, runtime, tokenizer)
     run, state = resume(run, tokenizer)
+    warn_of_newer_checkpoints(run, state)
     run = open_data(run, state, tokenizer)
     run = open_metrics(run, state)
     print_rank_0(runtime, f"done with setup ... ({time.time() - started:.1f} s)")
@@ -360,7 +372,16 @@ def finish(run: Run, state: TrainState) -> None:
                    if run.runtime.place.rank == 0}
         if run.runtime.place.rank == 0:
             with user_input(f"--export-weights {output.export_weights}"):
-                save_file(weights, output.export_weights)
+                write_weights(weights, output.export_weights)
+            logger.info("%d tensors written to %s", len(weights), output.export_weights)
+
+
+def write_weights(weights: dict[str, Tensor], path: str) -> None:
+    """Write a safetensors file that others may read as the user's other files (safetensors makes it private)."""
+    save_file(weights, path, metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)
 
 
 def save_checkpoint(run: Run, state: TrainState) -> None:

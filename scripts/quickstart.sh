@@ -69,13 +69,22 @@ EOF
 device=CPU
 [ "$gpus" -eq 0 ] || device=GPU
 echo "[4/5] training mixtral_tiny on $ranks $device ranks"
-grep '^export' "$run/train.sh"
-rm -rf "$run/checkpoints" "$run/tensorboard"
+echo "  environment: $(sed -n 's/^export //p' "$run/train.sh" | tr '\n' ' ')"
+# An earlier run is kept: it may have been trained on since.
+if [ -e "$run/checkpoints" ] || [ -e "$run/tensorboard" ]; then
+    number=1
+    while [ -e "$run/earlier-$number" ]; do number=$((number + 1)); done
+    mkdir "$run/earlier-$number"
+    for folder in checkpoints tensorboard; do
+        [ ! -e "$run/$folder" ] || mv "$run/$folder" "$run/earlier-$number/"
+    done
+    echo "  the earlier run was moved to $run/earlier-$number"
+fi
 # The log's iteration lines, shortened; sed's \1 to \4 are iteration, iterations, milliseconds, loss.
 shown='  iteration \1 of \2 | \3 ms | loss \4'
 set +e
 bash "$run/train.sh" "$@" 2>&1 | tee "$run/train.log" |
-    sed -nE -e 's/^ \[.* iteration +([0-9]+)\/ +([0-9]+) .*\(ms\): ([0-9.]+) .*lm loss: ([0-9.E+-]+) .*/'"$shown"'/p' \
+    sed -u -nE -e 's/^ \[.* iteration +([0-9]+)\/ +([0-9]+) .*\(ms\): ([0-9.]+) .*lm loss: ([0-9.E+-]+) .*/'"$shown"'/p' \
         -e 's/^ (validation loss at iteration .*) lm loss PPL.*/  \1/p'
 status=${PIPESTATUS[0]}
 set -e
@@ -106,7 +115,7 @@ done in $((SECONDS - started)) seconds after the environment
   $run/train.sh         the command, to change and run again
 
 next:
-  go on where it stopped    bash $run/train.sh --load $run/checkpoints --train-iters 300 --override-opt-param-scheduler
+  train on (warms up anew)  bash $run/train.sh --load $run/checkpoints --train-iters 300 --override-opt-param-scheduler
   look at curves            $PYTHON_BIN -m tensorboard.main --logdir $run/tensorboard
   a large model, no GPU     $PYTHON_BIN pretrain_moe.py --preset deepseek_v3 --mock-data --validate-only --world-size 8
 EOF

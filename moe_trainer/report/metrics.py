@@ -335,8 +335,8 @@ def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mappi
     try:
         writer = SummaryWriter(
             log_dir=options.tensorboard_dir,
+            # no purge_step: it would count the "vs samples" curves, whose steps are samples, as expired
             max_queue=options.tensorboard_queue_size,
-            purge_step=start_iteration + 1 if start_iteration else None,
         )
     except OSError as error:
         message = f"--tensorboard-dir: cannot write {options.tensorboard_dir}: {error.strerror}"
