@@ -27,11 +27,14 @@ def main(argv: list[str]) -> int:
             return _refuse(error, "0")
     try:
         place = find_place(os.environ)
+    except ValueError as error:
+        return _refuse(error, "0")
+    try:
         args = arguments.parse_args(argv, place.world_size, _recorded_flags(argv))
         if args.unbuildable:
             raise arguments.ArgumentError(args.unbuildable)
     except ValueError as error:
-        return _refuse(error, os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        return _refuse(error, str(place.rank))
     for name, value in args.recipe_env.items():
         os.environ.setdefault(name, value)
 
@@ -43,6 +46,9 @@ def main(argv: list[str]) -> int:
         return pretrain(args, place)
     except InputError as error:
         return _refuse(error, "0")
+    except KeyboardInterrupt:
+        print("pretrain_moe.py: interrupted; the last complete checkpoint stands", file=sys.stderr, flush=True)
+        return 130
     except ArithmeticError as error:
         # a loss or gradient that is not finite: a fact about the run, which the message tells better than a traceback
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)

@@ -86,7 +86,11 @@ def fit_machine(args: Arguments, arch: int | None) -> None:
 
 def configure_logging(place: Place, level: int | None) -> None:
     """Log facts from rank 0 only, warnings from every rank."""
-    level = level if level is not None else int(os.environ.get("MEGATRON_LOGGING_LEVEL", logging.INFO))
+    if level is None:
+        text = os.environ.get("MEGATRON_LOGGING_LEVEL", str(logging.INFO))
+        if not text.isdigit():
+            raise ValueError(f"environment variable MEGATRON_LOGGING_LEVEL must be a number such as 20, got {text!r}")
+        level = int(text)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s" if place.world_size == 1 else f"[rank {place.rank}] %(message)s"))
     handler.addFilter(lambda record: place.rank == 0 or record.levelno >= logging.WARNING)

@@ -10,6 +10,7 @@ continue bit for bit.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -191,6 +192,22 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
     )
 
 
+def check_outputs(run: Run, state: TrainState) -> None:
+    """Look at where the run is going to write before it trains for days.
+
+    Raises: InputError if there is nothing to train or the exported weights could not be written.
+    """
+    if run.train_iters <= 0 and not run.args.training.skip_train:
+        raise InputError(
+            f"--train-iters or --train-samples give {run.train_iters} iterations: there is nothing to train "
+            "(--skip-train evaluates only)"
+        )
+    target = run.args.output.export_weights
+    if target is not None and (os.path.isdir(target) or not os.access(os.path.dirname(target) or ".", os.W_OK)):
+        raise InputError(f"--export-weights {target}: this is a folder, or its folder does not exist or cannot be written")
+    warn_of_newer_checkpoints(run, state)
+
+
 def warn_of_newer_checkpoints(run: Run, state: TrainState) -> None:
     """Say so when the save folder's newest checkpoint is ahead of this run, which is going to move the tracker back."""
     save = run.args.output.save
@@ -242,6 +259,8 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
     Raises: ValueError if it is missing or damaged.
     """
+    if os.path.isdir(path):
+        raise ValueError("this is a folder; give a .safetensors file")
     try:
         return load_file(path)
     except FileNotFoundError:
@@ -251,10 +270,21 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 
 def open_metrics(run: Run, state: TrainState) -> Run:
-    """Open the metrics files on the last rank."""
+    """Open the metrics files on the last rank; collective, so that all ranks stop when they cannot be written."""
+    place, problem, opened = run.runtime.place, None, run
+    if place.rank == place.world_size - 1:
+        try:
+            opened = replace(run, metrics=_open_metrics(run, state))
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    problem = collectives.broadcast_object(problem, run.ps.world, src=place.world_size - 1)
+    if problem is not None:
+        raise InputError(f"logging: {problem}")
+    return opened
+
+
+def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
     args, output, place = run.args, run.args.output, run.runtime.place
-    if place.rank != place.world_size - 1:
-        return run
     folder = output.save or output.tensorboard_dir
     options = LogOptions(
         log_interval=output.log_interval,
@@ -275,5 +305,4 @@ def open_metrics(run: Run, state: TrainState) -> Run:
         wandb_save_dir=output.wandb_save_dir or (f"{output.save}/wandb" if output.save else None),
         wandb_entity=output.wandb_entity or None,
     )
-    with user_input("logging"):
-        return replace(run, metrics=MetricsLogger(options, place.world_size, state.iteration, args.as_dict()))
+    return MetricsLogger(options, place.world_size, state.iteration, args.as_dict())

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -52,11 +53,11 @@ from moe_trainer.run import (
     TrainState,
     batches_of,
     build_run,
+    check_outputs,
     open_data,
     open_metrics,
     print_rank_0,
     resume,
-    warn_of_newer_checkpoints,
 )
 from moe_trainer.shape.flops import training_flops
 
@@ -91,7 +92,7 @@ def pretrain(args: Arguments, place: Place) -> int:
         tokenizer = build_tokenizer(args.data)
     run = build_run(args, runtime, tokenizer)
     run, state = resume(run, tokenizer)
-    warn_of_newer_checkpoints(run, state)
+    check_outputs(run, state)
     run = open_data(run, state, tokenizer)
     run = open_metrics(run, state)
     print_rank_0(runtime, f"done with setup ... ({time.time() - started:.1f} s)")
@@ -319,15 +320,17 @@ def evaluate(run: Run, state: TrainState, where: str, kind: str, dataset: AnyDat
     """
     training, ps = run.args.training, run.ps
     micro, batch_size = training.eval_micro_batch_size, training.eval_global_batch_size
-    iterations = len(dataset) // batch_size if whole else training.eval_iters
-    batches = batches_of(run, dataset, micro, consumed)
+    # a whole pass ends with the last full microbatch of all ranks, not with the last full batch
+    microbatches = len(dataset) // (micro * ps.dp.size) if whole else training.eval_iters * (batch_size // (micro * ps.dp.size))
+    with user_input(f"the {kind} set"):
+        batches = batches_of(run, dataset, micro, consumed)
     totals = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
     set_training(run.chunks, False)
     if training.manual_gc and training.manual_gc_eval:
         gc.collect()
     with run.timers("evaluate"), torch.no_grad():
         run.optimizer.wait_params()
-        for _ in range(iterations * (batch_size // (micro * ps.dp.size))):
+        for _ in range(microbatches):
             with user_input("data"):
                 batch = next(batches).to(run.runtime.device)
             _, sums = masked_loss(run, batch, 1.0)
@@ -337,7 +340,7 @@ def evaluate(run: Run, state: TrainState, where: str, kind: str, dataset: AnyDat
     if run.metrics is not None:
         losses = {"lm loss": loss_sum / max(tokens, 1.0)}
         run.metrics.validation(where, kind, losses, state.iteration, state.consumed_train_samples)
-    return iterations * batch_size
+    return microbatches * micro * ps.dp.size
 
 
 def reason_to_leave(run: Run, state: TrainState, started: float, exit_signal: ExitSignal | None) -> str | None:
@@ -378,7 +381,10 @@ def finish(run: Run, state: TrainState) -> None:
 
 def write_weights(weights: dict[str, Tensor], path: str) -> None:
     """Write a safetensors file that others may read as the user's other files (safetensors makes it private)."""
-    save_file(weights, path, metadata={"format": "pt"})
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     mask = os.umask(0)
     os.umask(mask)
     os.chmod(path, 0o666 & ~mask)

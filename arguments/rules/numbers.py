@@ -34,6 +34,8 @@ NOT_NEGATIVE = (
     "cuda_graph_warmup_steps", "num_experts", "optimizer_offload_fraction", "activation_offload_fraction",
     "start_eval_at_iter", "iterations_to_skip",
 )  # fmt: skip
+MOST_SAMPLES = 10**12
+MOST_SEED = 2**32 - 1
 BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction")
 AT_MOST_ONE = ("rotary_percent", "optimizer_offload_fraction", "activation_offload_fraction")
 
@@ -75,5 +77,37 @@ def layers_can_be_listed(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{say(s, 'num_layers')} must be at most {MOST_LAYERS}.", "num_layers")
 
 
+def counts_are_within_reach(s: Settings, _f: Facts) -> Iterator[Violation]:
+    """Beyond this, sample counts no longer fit the 64-bit index of a dataset, whatever the batch size."""
+    for dest in ("train_iters", "train_samples", "eval_iters", "seq_length", "global_batch_size", "micro_batch_size"):
+        if any(value > MOST_SAMPLES for value in _numbers(s, dest)):
+            yield broken(s, f"{say(s, dest)} must be at most {MOST_SAMPLES}.", dest)
+
+
+def seed_fits_its_generators(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if any(value > MOST_SEED for value in _numbers(s, "seed")):
+        yield broken(s, f"{say(s, 'seed')} must be at most {MOST_SEED}: the shuffle of the data takes 32 bits.", "seed")
+
+
+def dumped_step_is_an_iteration(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.dump_step is not None and not (s.dump_step[0].isdigit() and int(s.dump_step[0]) > 0):
+        yield broken(s, f"{say(s, 'dump_step')}: the first value is the number of an iteration, from 1 on.", "dump_step")
+
+
+def exit_signal_can_be_caught(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.exit_signal_handler and s.exit_signal in ("SIGKILL", "SIGSTOP"):
+        yield broken(s, f"{say(s, 'exit_signal')}: no program can catch this signal; use SIGTERM or SIGUSR1.", "exit_signal")
+
+
 RESOLVE = ()
-CHECKS = (positive_numbers, numbers_without_sign, shares, numbers_are_finite, layers_can_be_listed)
+CHECKS = (
+    positive_numbers,
+    numbers_without_sign,
+    shares,
+    numbers_are_finite,
+    layers_can_be_listed,
+    counts_are_within_reach,
+    seed_fits_its_generators,
+    dumped_step_is_an_iteration,
+    exit_signal_can_be_caught,
+)

@@ -207,9 +207,9 @@ class Optimizer:
                             eps=self._settings.adam_eps, amsgrad=False, maximize=False)
 
     def _sgd(self, segments: list[Segment], grads: list[Tensor], lr: float, weight_decay: float) -> None:
-        # a zeroed momentum buffer makes the first step no special case
-        torch._fused_sgd_([segment.param for segment in segments], grads,
-                          [segment.moments["momentum_buffer"] for segment in segments], weight_decay=weight_decay,
+        # a zeroed momentum buffer makes the first step no special case; without momentum the kernel refuses buffers
+        buffers = [segment.moments["momentum_buffer"] for segment in segments if self._settings.sgd_momentum]
+        torch._fused_sgd_([segment.param for segment in segments], grads, buffers, weight_decay=weight_decay,
                           momentum=self._settings.sgd_momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
                           is_first_step=False)
 

@@ -45,8 +45,8 @@ class LrSchedule:
         if self.init_lr > self.max_lr:
             raise ValueError(f"--lr-warmup-init {self.init_lr} must not exceed --lr {self.max_lr}")
         if self.decay_samples <= 0:
-            raise ValueError(f"the learning-rate decay (--lr-decay-iters, --lr-decay-samples, else the length of the "
-                             f"training) must be longer than 0 samples, got {self.decay_samples}")
+            raise ValueError(f"the learning-rate decay (--lr-decay-iters, --lr-decay-samples, else --train-iters or --train-"
+                             f"samples) must be longer than 0 samples, got {self.decay_samples}")
         if not 0 <= self.warmup_samples < self.decay_samples:
             raise ValueError(f"the warmup ({self.warmup_samples} samples; --lr-warmup-iters, --lr-warmup-samples, "
                              f"--lr-warmup-fraction) must be shorter than the decay ({self.decay_samples} samples)")

@@ -314,12 +314,12 @@ def _free_name(target: Path) -> Path:
 
 def _drop_after(target: Path, iteration: int) -> None:
     kept = []
-    for line in target.read_text(encoding="utf-8").splitlines():
+    for line in target.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if record.get("iteration", 0) <= iteration:
+            number = json.loads(line)["iteration"]
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a kill, or not ours
+        if isinstance(number, int) and number <= iteration:
             kept.append(line)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.{time.monotonic_ns()}")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

@@ -214,6 +214,11 @@ BROKEN = (
      "--validation-set-names"),
     # numbers
     ("--num-layers 1000000000000", "--num-layers", "--num-layers"),
+    ("--train-iters 99999999999999999999", "--train-iters", "--train-iters"),
+    ("--seed 8589934592", "", "--seed"),
+    ("--dump-step one DIR", "", "--dump-step"),
+    ("--dump-step -1 DIR", "", "--dump-step"),
+    ("--exit-signal-handler --exit-signal SIGKILL", "", "--exit-signal"),
     # attention
     ("--multi-latent-attention --group-query-attention", "", "--multi-latent-attention"),
     ("--multi-latent-attention --rope-type rope", "", "--no-rope-fusion"),

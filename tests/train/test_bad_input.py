@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from commands import golden_workspace, run
+from commands import golden_workspace, read_metrics, run
 from train.tiny import MOCK, TINY
 
 DATA = ("--data-path golden/dataset/A_text_document --split 100,0,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
@@ -147,3 +147,42 @@ def test_a_nan_stops_the_run_and_says_where(tmp_path):
     finished = run([*TINY, *MOCK, "--train-iters", "40", "--lr", "1e30", "--min-lr", "1e30", "--clip-grad", "0"], tmp_path)
     assert finished.returncode != 0
     assert "iteration" in finished.stderr and "nan" in finished.stderr.lower()
+
+
+def test_outputs_are_looked_at_before_training(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "2"]
+    message = refused([*argv, "--export-weights", "missing/w.safetensors"], tmp_path, "--export-weights missing/w.safetensors")
+    assert "iteration" not in message
+    refused([*argv, "--train-iters", "0"], tmp_path, "--train-iters")
+
+
+def test_an_error_of_one_rank_ends_all_of_them_with_its_message(tmp_path):
+    finished = run([*TINY, *MOCK, "--train-iters", "2", "--metrics-file", "/proc/nope/metrics.jsonl"], tmp_path, 2)
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+    assert "--metrics-file" in finished.stderr
+
+
+@pytest.mark.parametrize("env", [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_a_wrong_rank_is_told_whatever_the_rank(tmp_path, env):
+    refused([*TINY, *MOCK, "--train-iters", "2"], tmp_path, "rank" if env["RANK"] == "1" else "RANK", **env)
+
+
+def test_flags_that_cannot_be_built_end_the_start(tmp_path):
+    refused([*TINY, *MOCK, "--train-iters", "2", "--moe-layer-freq", "[1]*5"], tmp_path, "--moe-layer-freq", "--num-layers")
+
+
+def test_validation_smaller_than_a_batch_is_evaluated_or_refused(cwd):
+    small = ["--split", "99,1,0", "--eval-interval", "1", "--eval-iters", "1", "--full-validation"]
+    finished = run(train(*small, "--micro-batch-size", "1", "--global-batch-size", "8"), cwd)
+    assert finished.returncode == 0, finished.stderr
+    assert "lm loss value: 0.0" not in finished.stdout and "validation loss at iteration 2" in finished.stdout
+    refused(train(*small, "--micro-batch-size", "64", "--global-batch-size", "64"), cwd, "validation")
+
+
+def test_a_foreign_metrics_file_does_not_stop_a_resumed_run(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "2", "--save", "ckpt", "--load", "ckpt", "--save-interval", "1"]
+    assert run([*argv, "--exit-interval", "1"], tmp_path).returncode == 0
+    (tmp_path / "ckpt" / "metrics.jsonl").write_bytes(b'[1, 2]\n"a"\n{"iteration": "x"}\n\xff\xfe\n{"iteration": 1}\n')
+    finished = run(argv, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert [r["iteration"] for r in read_metrics(tmp_path / "ckpt" / "metrics.jsonl")] == [1, 2]

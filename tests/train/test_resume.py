@@ -51,8 +51,10 @@ def test_ten_and_ten_equal_twenty(tmp_path, name):
     first = run([*argv, *outputs(parts), "--exit-interval", "10"], tmp_path, world_size)
     assert first.returncode == 0, first.stderr
     assert "[exiting program at iteration 10] datetime:" in first.stdout
-    second = run([*argv, *outputs(parts)], tmp_path, world_size)
+    # without a checkpoint the second run would simply train all twenty iterations, to the same end
+    second = run([*argv, *outputs(parts), "--exit-on-missing-checkpoint"], tmp_path, world_size)
     assert second.returncode == 0, second.stderr
+    assert " iteration       10/" not in second.stdout and " iteration       11/" in second.stdout
     assert_same_end(whole, parts)
 
 
@@ -64,7 +66,9 @@ def test_resume_inside_a_later_epoch_of_real_data(shared, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run([*argv, *outputs(whole)], cwd).returncode == 0
     assert run([*argv, *outputs(parts), "--exit-interval", "13"], cwd).returncode == 0
-    assert run([*argv, *outputs(parts)], cwd).returncode == 0
+    second = run([*argv, *outputs(parts), "--exit-on-missing-checkpoint"], cwd)
+    assert second.returncode == 0, second.stderr
+    assert " iteration       13/" not in second.stdout and " iteration       14/" in second.stdout
     assert_same_end(whole, parts)
 
 
@@ -73,7 +77,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run([*argv, *outputs(whole)], tmp_path).returncode == 0
     assert run([*argv, *outputs(parts), "--exit-interval", "3", "--use-distributed-optimizer"], tmp_path, 2).returncode == 0
-    assert run([*argv, *outputs(parts)], tmp_path).returncode == 0
+    assert run([*argv, *outputs(parts), "--exit-on-missing-checkpoint"], tmp_path).returncode == 0
+    assert (parts / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "6", "the last iteration is saved"
     for one, other in zip(read_metrics(whole / "metrics.jsonl"), read_metrics(parts / "metrics.jsonl"), strict=True):
         assert other["lm loss"] == pytest.approx(one["lm loss"], rel=2e-6)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-6)

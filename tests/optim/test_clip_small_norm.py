@@ -1,0 +1,39 @@
+"""Clipping only ever shrinks: a gradient below --clip-grad goes into the update as it is."""
+
+import pytest
+import torch
+from toy import Toy, loss_of, machinery, one_step
+
+from moe_trainer.optim.clip import clip_factor
+
+
+def _step(clip_grad):
+    model = Toy()
+    outcome = one_step(model, *machinery(model, optimizer="sgd", clip_grad=clip_grad), [0], weight_decay=0.0)
+    return outcome.grad_norm, [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_gradient_below_the_limit_is_left_alone():
+    norm, unclipped = _step(0.0)
+    for limit in (1.01 * norm, 1e6):
+        assert all(torch.equal(a, b) for a, b in zip(_step(limit)[1], unclipped))
+    assert not all(torch.equal(a, b) for a, b in zip(_step(0.9 * norm)[1], unclipped))
+
+
+@pytest.mark.parametrize("norm, limit, factor", [(0.0, 1.0, 1.0), (0.5, 1.0, 1.0), (4.0, 1.0, 0.25), (4.0, 0.0, 1.0)])
+def test_the_factor(norm, limit, factor):
+    assert clip_factor(norm, limit) == pytest.approx(factor, rel=1e-5)
+
+
+def test_sgd_without_momentum_is_plain_descent():
+    model, plain = Toy(), Toy()
+    grads, optimizer = machinery(model, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0)
+    for seed in range(2):
+        one_step(model, grads, optimizer, [seed], lr=0.05, weight_decay=0.0)
+        plain.zero_grad()
+        loss_of(plain, seed).backward()
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.sub_(0.05 * param.grad)
+    for a, b in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
