@@ -38,7 +38,7 @@ class ByHand:
         return (loss_BS * batch.loss_mask_BS).sum() / batch.loss_mask_BS.sum()
 
     def weights(self):
-        return {name: tensor.detach().clone() for name, tensor in export_named_weights(self.chunks)}
+        return {name: tensor.detach().clone() for name, tensor in export_named_weights(self.chunks, ParallelState.single())}
 
 
 def documents(prefix, eod):
