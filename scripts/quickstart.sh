@@ -55,9 +55,8 @@ cat >"$run/train.sh" <<EOF
 # Written by scripts/quickstart.sh; extra flags are appended and win.
 set -euo pipefail
 cd "$PWD"
-# Threads per rank, and fewer page faults for large temporaries (glibc).
+# Threads per rank.
 export OMP_NUM_THREADS=$threads
-export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
 exec "$PYTHON_BIN" -m torch.distributed.run --standalone --nproc-per-node $ranks pretrain_moe.py \\
     --preset mixtral_tiny \\
     --data-path "$run/data/text_text_document" --split $split \\
