@@ -9,7 +9,8 @@ median round counts. Ours is `train.train_step`, everything a training iteration
 
 transformers runs as fast as it can here: the fastest of its expert implementations (tried first), sdpa attention, torch's fused AdamW;
 in bf16 its parameters and optimizer state are bf16 throughout, which is less work than our fp32 main parameters and gradients;
-"transformers, autocast" keeps fp32 parameters and multiplies in bf16, which is nearer to what we do.
+"transformers, autocast" keeps fp32 parameters and multiplies in bf16, which is nearer to what we do. All but "default malloc" run with the
+allocator settings that moe-trainer makes for itself at start (memory/host_allocator.py); "default malloc" is transformers as it comes.
 
 Printed and (with --write) recorded in scripts/bench_results/: tokens per second, peak memory above that of the imported libraries,
 and the share of the GEMM rate of this machine, measured in the same run. Operations per token: 6 per active weight of all matrix products, head
@@ -34,10 +35,6 @@ sys.path.insert(0, str(ROOT))
 LAYERS, HIDDEN, FFN, EXPERTS, TOPK, HEADS, KV_HEADS = 4, 256, 512, 8, 2, 8, 4
 SEQ, MICRO, VOCAB = 256, 4, 8192
 TOKENS = SEQ * MICRO
-# Without these glibc returns every large temporary to the kernel and pays for its pages anew at each use
-MALLOC = (
-    ("MALLOC_MMAP_THRESHOLD_", "4294967296"), ("MALLOC_TRIM_THRESHOLD_", "17179869184"), ("MALLOC_TOP_PAD_", "268435456"),
-)
 FLAGS = (
     f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS} "
     f"--group-query-attention --num-query-groups {KV_HEADS} --num-experts {EXPERTS} --moe-router-topk {TOPK} "
@@ -176,6 +173,7 @@ def builders(dtype: str) -> dict:
     found = {"moe-trainer": build_ours}
     for implementation in IMPLEMENTATIONS:
         found[f"transformers/{implementation}"] = functools.partial(build_theirs, implementation=implementation)
+        found[f"transformers, default malloc/{implementation}"] = found[f"transformers/{implementation}"]
         if dtype == "bf16":
             found[f"transformers, autocast/{implementation}"] = functools.partial(
                 build_theirs, implementation=implementation, autocast=True)
@@ -188,6 +186,10 @@ def contender(pipe, name: str, dtype: str, threads: int) -> None:
 
     torch.set_num_threads(threads)
     sys.stdout = open(os.devnull, "w")
+    if "default malloc" not in name:
+        from moe_trainer.memory.host_allocator import keep_freed_memory
+
+        keep_freed_memory()
     if name.startswith("transformers"):
         import transformers  # noqa: F401 - its memory belongs to the libraries, not to the training
     base = memory_mb()
@@ -286,7 +288,6 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--write", action="store_true", help="record the result in scripts/bench_results/")
     given = parser.parse_args()
-    os.environ.update(dict(MALLOC))  # read by the contenders when they start
     figures = {dtype: race(dtype, given.rounds, given.steps, given.threads) for dtype in given.dtypes}
     print(table(figures))
     if given.write:
