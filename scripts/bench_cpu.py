@@ -310,7 +310,7 @@ def main() -> None:
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         head = (
             f"# A small Mixtral on CPU\n\n{record['date']}, {record['processor']}, {given.threads} threads, {versions}; median of "
-            f"{given.rounds} alternating rounds of {given.steps} steps; load average {os.getloadavg()[0]:.0f} (ours alone: about "
+            f"{given.rounds} alternating rounds of {given.steps} steps; load average {os.getloadavg()[0]:.0f} (the benchmark alone: about "
             f"{given.threads}). What is measured: see scripts/bench_cpu.py.\n\n"
         )
         (folder / "cpu.md").write_text(head + table(figures) + "\n")
