@@ -287,22 +287,9 @@ def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
     args, output, place = run.args, run.args.output, run.runtime.place
     folder = output.save or output.tensorboard_dir
     options = LogOptions(
-        log_interval=output.log_interval,
-        train_iters=run.train_iters,
-        log_throughput=output.log_throughput,
-        tensorboard_dir=output.tensorboard_dir,
-        tensorboard_log_interval=output.tensorboard_log_interval,
-        tensorboard_queue_size=output.tensorboard_queue_size,
-        log_loss_scale_to_tensorboard=output.log_loss_scale_to_tensorboard,
-        log_timers_to_tensorboard=output.log_timers_to_tensorboard,
-        log_validation_ppl_to_tensorboard=output.log_validation_ppl_to_tensorboard,
-        log_world_size_to_tensorboard=output.log_world_size_to_tensorboard,
-        log_memory_to_tensorboard=output.log_memory_to_tensorboard,
-        moe_per_layer_logging=args.moe.moe_per_layer_logging,
+        output,
+        run.train_iters,
         metrics_file=output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None),
-        wandb_project=output.wandb_project or None,
-        wandb_exp_name=output.wandb_exp_name,
-        wandb_save_dir=output.wandb_save_dir or (f"{output.save}/wandb" if output.save else None),
-        wandb_entity=output.wandb_entity or None,
+        moe_per_layer_logging=args.moe.moe_per_layer_logging,
     )
     return MetricsLogger(options, place.world_size, state.iteration, args.as_dict())

@@ -150,9 +150,7 @@ def train(run: Run, state: TrainState, started: float) -> str | None:
             with user_input("--save"):
                 run.saver.poll()
             reason = reason_to_leave(run, state, started, exit_signal)
-            output = run.args.output
-            save_is_due = output.save_interval is not None and state.iteration % output.save_interval == 0
-            if output.save is not None and (save_is_due or reason is not None):
+            if run.args.output.save is not None and (save_is_due(run, state) or reason is not None):
                 save_checkpoint(run, state)
             if reason is not None:
                 return reason
@@ -362,8 +360,7 @@ def reason_to_leave(run: Run, state: TrainState, started: float, exit_signal: Ex
 def finish(run: Run, state: TrainState) -> None:
     """What follows the last iteration: save, validate, test, export."""
     output, training = run.args.output, run.args.training
-    saved = output.save_interval is not None and state.iteration % output.save_interval == 0
-    if output.save is not None and state.iteration > 0 and not saved and not training.skip_train:
+    if output.save is not None and state.iteration > 0 and not save_is_due(run, state) and not training.skip_train:
         save_checkpoint(run, state)
     if can_validate(run):
         validate(run, state, f"iteration {state.iteration} on validation set")
@@ -388,6 +385,12 @@ def write_weights(weights: dict[str, Tensor], path: str) -> None:
     mask = os.umask(0)
     os.umask(mask)
     os.chmod(path, 0o666 & ~mask)
+
+
+def save_is_due(run: Run, state: TrainState) -> bool:
+    """Does --save-interval ask for a checkpoint of this iteration?"""
+    interval = run.args.output.save_interval
+    return interval is not None and state.iteration % interval == 0
 
 
 def save_checkpoint(run: Run, state: TrainState) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arguments.output import OutputArgs
 from moe_trainer.report.console import IterationLine, ProgressBar, perplexity, validation_line
 
 
@@ -63,25 +64,15 @@ class IterationRecord:
 
 @dataclass(frozen=True)
 class LogOptions:
-    """The flags that say what is logged where (names as the flags)."""
+    """What is logged where: the section of flags, and what follows from other ones.
 
-    log_interval: int
+    metrics_file: where metrics.jsonl goes, None for nowhere; moe_per_layer_logging: the flag of that name.
+    """
+
+    output: OutputArgs
     train_iters: int
-    log_throughput: bool = False
-    tensorboard_dir: str | None = None
-    tensorboard_log_interval: int = 1
-    tensorboard_queue_size: int = 1000
-    log_loss_scale_to_tensorboard: bool = True
-    log_timers_to_tensorboard: bool = False
-    log_validation_ppl_to_tensorboard: bool = False
-    log_world_size_to_tensorboard: bool = False
-    log_memory_to_tensorboard: bool = False
-    moe_per_layer_logging: bool = False
     metrics_file: str | None = None
-    wandb_project: str | None = None
-    wandb_exp_name: str | None = None
-    wandb_save_dir: str | None = None
-    wandb_entity: str | None = None
+    moe_per_layer_logging: bool = False
 
 
 class MetricsLogger:
@@ -112,9 +103,9 @@ class MetricsLogger:
     def record(self, record: IterationRecord) -> None:
         """Take in one iteration; print and write what is due."""
         self._accumulate(record)
-        if record.iteration % self._options.tensorboard_log_interval == 0:
+        if record.iteration % self._options.output.tensorboard_log_interval == 0:
             self._write_scalars(record)
-        due = record.iteration % self._options.log_interval == 0
+        due = record.iteration % self._options.output.log_interval == 0
         if due or self._first:
             self._bar.clear()
             self.print(self._line(record).format(datetime.datetime.now()))
@@ -154,7 +145,7 @@ class MetricsLogger:
             consumed_samples=record.consumed_samples,
             skipped_samples=record.skipped_samples,
             elapsed_ms=self._line_seconds * 1e3 / iterations,
-            throughput=self._tflops(record.flops, self._line_seconds / iterations) if self._options.log_throughput else None,
+            throughput=self._tflops(record.flops, self._line_seconds / iterations) if self._options.output.log_throughput else None,
             learning_rate=record.next_learning_rate,
             global_batch_size=record.global_batch_size,
             losses={name: total / max(1, self._advanced) for name, total in self._loss_sums.items()},
@@ -214,9 +205,9 @@ class MetricsLogger:
             self._scalar("skipped-train-samples", record.skipped_samples, iteration)
         for name, value in record.losses.items():
             self._scalar(name, value, iteration, samples if name == "lm loss" else None)
-        if options.log_loss_scale_to_tensorboard:
+        if options.output.log_loss_scale_to_tensorboard:
             self._scalar("loss-scale", record.loss_scale, iteration, samples)
-        if options.log_world_size_to_tensorboard:
+        if options.output.log_world_size_to_tensorboard:
             self._scalar("world-size", self._world_size, iteration, samples)
         if record.grad_norm is not None:
             self._scalar("grad-norm", record.grad_norm, iteration, samples)
@@ -224,7 +215,7 @@ class MetricsLogger:
             self._scalar("num-zeros", record.num_zeros, iteration, samples)
         if record.params_norm is not None:
             self._scalar("params-norm", record.params_norm, iteration, samples)
-        if options.log_memory_to_tensorboard:
+        if options.output.log_memory_to_tensorboard:
             for name, value in _memory_scalars(record.max_memory_mb).items():
                 self._scalar(name, value, iteration)
         if options.moe_per_layer_logging:
@@ -235,12 +226,12 @@ class MetricsLogger:
     def _write_interval_scalars(self, record: IterationRecord) -> None:
         seconds = self._line_seconds / (self._advanced + self._skipped)
         self._scalar("iteration-time", seconds, record.iteration)
-        if self._options.log_throughput and self._options.log_timers_to_tensorboard:
+        if self._options.output.log_throughput and self._options.output.log_timers_to_tensorboard:
             self._scalar("throughput", self._tflops(record.flops, seconds), record.iteration)
 
     def timers(self, seconds_by_name: Mapping[str, float], iteration: int) -> None:
         """Write timer scalars (--log-timers-to-tensorboard)."""
-        if self._options.log_timers_to_tensorboard:
+        if self._options.output.log_timers_to_tensorboard:
             for name, seconds in seconds_by_name.items():
                 self._scalar(f"{name}-time", seconds, iteration)
 
@@ -258,7 +249,7 @@ class MetricsLogger:
         suffix = "validation" if kind == "test" else kind
         for name, value in losses.items():
             self._scalar(f"{name} {suffix}", value, iteration, samples)
-            if self._options.log_validation_ppl_to_tensorboard:
+            if self._options.output.log_validation_ppl_to_tensorboard:
                 self._scalar(f"{name} {suffix} ppl", perplexity(value), iteration, samples)
 
     def close(self) -> None:
@@ -327,19 +318,19 @@ def _drop_after(target: Path, iteration: int) -> None:
 
 
 def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mapping[str, object]):
-    if options.tensorboard_dir is None:
+    if options.output.tensorboard_dir is None:
         return None
     # Imported here: it takes a second, and only one rank needs it.
     from torch.utils.tensorboard import SummaryWriter
 
     try:
         writer = SummaryWriter(
-            log_dir=options.tensorboard_dir,
+            log_dir=options.output.tensorboard_dir,
             # no purge_step: it would count the "vs samples" curves, whose steps are samples, as expired
-            max_queue=options.tensorboard_queue_size,
+            max_queue=options.output.tensorboard_queue_size,
         )
     except OSError as error:
-        message = f"--tensorboard-dir: cannot write {options.tensorboard_dir}: {error.strerror}"
+        message = f"--tensorboard-dir: cannot write {options.output.tensorboard_dir}: {error.strerror}"
         raise ValueError(message) from error
     for name in sorted(settings):
         writer.add_text(name, str(settings[name]), global_step=start_iteration)
@@ -347,16 +338,17 @@ def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mappi
 
 
 def _open_wandb(options: LogOptions, settings: Mapping[str, object]):
-    if not options.wandb_project:
+    output = options.output
+    if not output.wandb_project:
         return None
     try:
         import wandb
     except ImportError as error:
         raise ValueError("--wandb-project: the package wandb is not installed (pip install wandb)") from error
     return wandb.init(
-        dir=options.wandb_save_dir,
-        name=options.wandb_exp_name,
-        project=options.wandb_project,
-        entity=options.wandb_entity,
+        dir=output.wandb_save_dir or (f"{output.save}/wandb" if output.save else None),
+        name=output.wandb_exp_name,
+        project=output.wandb_project,
+        entity=output.wandb_entity or None,
         config=dict(settings),
     )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from arguments.output import OutputArgs
 from moe_trainer.report.metrics import IterationRecord, LogOptions, MetricsLogger, open_metrics_file
 
 
@@ -18,7 +19,8 @@ def record(iteration, loss, skipped=False, **changes):
 
 def run(tmp_path, records, capsys, **options):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLogger(LogOptions(train_iters=10, metrics_file=str(path), **options), 2, 0, {})
+    per_layer = options.pop("moe_per_layer_logging", False)
+    log = MetricsLogger(LogOptions(OutputArgs(**options), 10, str(path), per_layer), 2, 0, {})
     for one in records:
         log.record(one)
     log.close()
@@ -71,7 +73,7 @@ def test_a_new_run_keeps_the_old_file(tmp_path):
 
 def test_validation_record_and_line(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLogger(LogOptions(train_iters=10, log_interval=1, metrics_file=str(path)), 1, 0, {})
+    log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10, str(path)), 1, 0, {})
     log.validation("iteration 200 on test set", "test", {"lm loss": 2.0}, 200, 800)
     log.close()
     assert json.loads(path.read_text()) == {"validation": "test", "iteration": 200, "lm loss": 2.0, "ppl": math.exp(2.0)}
