@@ -15,9 +15,12 @@ class ParamInfo:
 
     names: global Megatron-Core names; one, or (with `stacked`) one per slice of the leading dimension.
     kind: which data-parallel group reduces it: "dense" over dp_cp, "expert" over edp.
-    sharded_dim, shard_rank, shard_count: tensor-parallel cut; the dimension is that of one named (unstacked) tensor.
-    sequence_parallel: its gradient is partial over the tensor-parallel group and must be summed.
-    tied: the same values live in another module or stage (embedding and head).
+    sharded_dim, shard_rank, shard_count: tensor-parallel cut (over tp; over etp for experts); the dimension is that of one
+    named (unstacked) tensor. parts: that dimension holds so many equal parts, each of which is cut by itself (a gated fc1 is
+    [gate; up]: 2); a rank has its piece of every part, one after the other.
+    partial: its gradient is partial over the tensor-parallel group (tp; etp for experts) and must be summed there.
+    tied: several pipeline stages hold it; its gradient must be summed over ps.embedding.
+    copy: an earlier stage owns it: not counted in norms, not written to checkpoints.
     stacked: the leading dimension enumerates `names` (local experts).
     init, init_std: initial distribution; init_std is read by "normal" only.
     """
@@ -27,8 +30,10 @@ class ParamInfo:
     sharded_dim: int | None = None
     shard_rank: int = 0
     shard_count: int = 1
-    sequence_parallel: bool = False
+    parts: int = 1
+    partial: bool = False
     tied: bool = False
+    copy: bool = False
     stacked: bool = False
     init: str = "normal"
     init_std: float = 0.0
@@ -39,6 +44,8 @@ class ParamInfo:
         assert self.kind in KINDS, f"ParamInfo.kind {self.kind!r} of {self.names[0]}: one of {KINDS}"
         assert self.init in INITS, f"ParamInfo.init {self.init!r} of {self.names[0]}: one of {INITS}"
         assert 0 <= self.shard_rank < self.shard_count, f"shard {self.shard_rank} of {self.shard_count}"
+        assert self.parts == 1 or self.sharded_dim is not None, f"{self.names[0]}: parts of an uncut tensor"
+        assert not self.copy or self.tied, f"{self.names[0]}: a copy is tied to its owner"
 
 
 def info_of(param: Parameter) -> ParamInfo:
