@@ -1,0 +1,76 @@
+"""Which positions of a sequence a context-parallel rank holds.
+
+The sequence is cut into 2 * cp equal chunks; rank r holds chunks r and 2 * cp - 1 - r, in that order. Under a causal mask
+early positions attend to few keys and late ones to many, and one of each gives every rank the same work (the cut is
+called zigzag). Everything that goes in per token (tokens, labels, masks, position ids) is cut the same way, so a rank's
+loss is that of its own positions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_trainer.parallel.collectives import all_gather_flat
+from moe_trainer.parallel.state import Group
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """The cut of one rank of `cp`. With one rank everything is the whole sequence, and tensors come back as they are."""
+
+    cp: Group
+
+    def chunks(self) -> tuple[int, int]:
+        """Numbers of the two chunks (of 2 * cp) that this rank holds, in order."""
+        return self.cp.rank, 2 * self.cp.size - 1 - self.cp.rank
+
+    def _chunk(self, length: int) -> int:
+        if length % (2 * self.cp.size):
+            raise ValueError(f"a sequence of {length} positions cannot be cut over {self.cp.size} context-parallel ranks: "
+                             f"it must be a multiple of {2 * self.cp.size}")
+        return length // (2 * self.cp.size)
+
+    def local(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's positions along `dim`: S -> S / cp; contiguous (at cp 1 x itself).
+
+        Raises: ValueError when the length is not a multiple of 2 * cp.
+        """
+        if self.cp.size == 1:
+            return x
+        chunk = self._chunk(x.shape[dim])
+        return torch.cat([x.narrow(dim, number * chunk, chunk) for number in self.chunks()], dim=dim)
+
+    def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
+        """Place in the whole sequence of every local position, int64 [length / cp]. length: of the whole sequence."""
+        return self.local(torch.arange(length, device=device), 0)
+
+    def full(self, x: Tensor, dim: int) -> Tensor:
+        """The whole sequence, from every rank's part, along `dim`: S / cp -> S. No gradient passes.
+
+        Communication: all-gather of x over cp.
+        """
+        if self.cp.size == 1:
+            return x
+        mine = x.detach().movedim(dim, 0).contiguous()
+        parts = mine.new_empty(self.cp.size, *mine.shape)
+        all_gather_flat(parts.view(-1), mine.view(-1), self.cp)
+        return natural_order(parts.flatten(0, 1), self.cp.size).movedim(0, dim)
+
+
+def natural_order(x: Tensor, size: int) -> Tensor:
+    """Rows of all ranks' parts, in rank order -> rows in the order of the sequence. Shapes: [S, ...] -> [S, ...]."""
+    chunks = x.view(2 * size, -1, *x.shape[1:])
+    return chunks[_places(size)].flatten(0, 1)
+
+
+def rank_order(x: Tensor, size: int) -> Tensor:
+    """The inverse of natural_order: rank 0's two chunks, rank 1's, and so on."""
+    chunks = x.view(2 * size, -1, *x.shape[1:])
+    order = [number for rank in range(size) for number in (rank, 2 * size - 1 - rank)]
+    return chunks[order].flatten(0, 1)
+
+
+def _places(size: int) -> list[int]:
+    """Where chunk 0, 1, ... of the sequence lies among the ranks' chunks."""
+    return [2 * number if number < size else 2 * (2 * size - 1 - number) + 1 for number in range(2 * size)]
