@@ -48,16 +48,27 @@ def init_parameter(param: Parameter, seed: int) -> None:
 
 
 def _draw(local: Tensor, name: str, info: ParamInfo, seed: int) -> None:
-    """Fill `local`, this rank's cut of the tensor called `name`, block of rows by block of rows."""
+    """Fill `local`, this rank's cut of the tensor called `name`: its piece of every part, one after the other."""
     full = list(local.shape)
-    first = [0] * len(full)
-    if info.sharded_dim is not None:
-        full[info.sharded_dim] *= info.shard_count
-        first[info.sharded_dim] = local.shape[info.sharded_dim] * info.shard_rank
+    if info.sharded_dim is None:
+        _draw_piece(local, full, [0] * len(full), name, info, seed)
+        return
+    dim = info.sharded_dim
+    full[dim] *= info.shard_count
+    pieces = local.chunk(info.parts, dim)
+    assert len(pieces) == info.parts and local.shape[dim] % info.parts == 0, f"{name}: {local.shape[dim]} in {info.parts} parts"
+    for part, piece in enumerate(pieces):
+        first = [0] * len(full)
+        first[dim] = (part * info.shard_count + info.shard_rank) * piece.shape[dim]
+        _draw_piece(piece, full, first, name, info, seed)
+
+
+def _draw_piece(piece: Tensor, full: list[int], first: list[int], name: str, info: ParamInfo, seed: int) -> None:
+    """Fill `piece`, which begins at `first` in the whole tensor of shape `full`, block of rows by block of rows."""
     row_shape = full[1:]
     row_numel = math.prod(row_shape)
     block_rows = max(1, BLOCK_NUMEL // max(1, row_numel))
-    stop = first[0] + local.shape[0]
+    stop = first[0] + piece.shape[0]
     for block in range(first[0] // block_rows, -(-stop // block_rows)):
         start = block * block_rows
         rows = min(block_rows, full[0] - start)
@@ -66,8 +77,8 @@ def _draw(local: Tensor, name: str, info: ParamInfo, seed: int) -> None:
         low, high = max(start, first[0]), min(start + rows, stop)
         values = values[low - start:high - start]
         for dim in range(1, len(full)):
-            values = values.narrow(dim, first[dim], local.shape[dim])
-        local[low - first[0]:high - first[0]].copy_(values)
+            values = values.narrow(dim, first[dim], piece.shape[dim])
+        piece[low - first[0]:high - first[0]].copy_(values)
 
 
 def _fill(values: Tensor, full: list[int], info: ParamInfo, generator: torch.Generator) -> None:

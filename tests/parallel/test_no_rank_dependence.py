@@ -37,6 +37,20 @@ def test_shards_are_cuts_of_the_whole(shape, dim, init):
         assert torch.equal(part, whole.chunk(2, dim)[rank])
 
 
+@pytest.mark.parametrize("init", ["normal", "xavier_uniform"])
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(("shape", "dim"), [((96, 1040), 0), ((2064, 96), 0), ((40, 96), 1)])
+def test_every_part_is_cut_by_itself(shape, dim, parts, init):
+    """[gate; up] over two ranks: each holds half of gate, then half of up; so do the experts of a stack."""
+    whole = _param(shape, init=init)
+    for rank in range(2):
+        expected = torch.cat([part.chunk(2, dim)[rank] for part in whole.chunk(parts, dim)], dim)
+        cut = {"sharded_dim": dim, "shard_rank": rank, "shard_count": 2, "parts": parts, "init": init}
+        assert torch.equal(_param(expected.shape, **cut), expected)
+        stack = _param((2, *expected.shape), names=("a.weight", "b.weight"), stacked=True, kind="expert", **cut)
+        assert torch.equal(stack[0], expected)
+
+
 def test_stacked_experts_equal_single_ones():
     names = tuple(f"experts.{e}.weight" for e in range(3))
     stack = _param((3, 16, 8), names=names, stacked=True, kind="expert")
