@@ -1,7 +1,7 @@
 """Rotary tables of a model: which frequencies, and cos/sin for the sequence at hand.
 
-Positions are 0..S-1 of the sequence, also after --reset-position-ids: Megatron-LM's rotary embedding does not read the
-position ids.
+Positions are places in the whole sequence, also after --reset-position-ids: Megatron-LM's rotary embedding does not read
+the position ids. A context-parallel rank has the rows of its own places.
 """
 
 import logging
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from arguments.model import ModelArgs
 from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_tables, yarn_frequencies, yarn_mscale
+from moe_trainer.parallel.sequence import SequenceShard
+from moe_trainer.parallel.state import Group
 
 logger = logging.getLogger(__name__)
 
@@ -20,22 +22,27 @@ Tables = tuple[Tensor, Tensor]
 class Rotary:
     """Frequencies of one model; tables are made on first use of a length and kept."""
 
-    def __init__(self, inv_freq: Tensor, position_scale: float = 1.0, amplitude: float = 1.0):
+    def __init__(self, inv_freq: Tensor, position_scale: float = 1.0, amplitude: float = 1.0,
+                 sequence: SequenceShard | None = None):
         self.inv_freq = inv_freq
+        self.sequence = sequence or SequenceShard(Group.single("cp"))
         self.position_scale = position_scale
         self.amplitude = amplitude
         self._tables: dict[tuple, Tables] = {}
 
     def tables(self, length: int, device: torch.device) -> Tables:
-        """cos, sin, fp32 [length, R/2]."""
+        """cos, sin of this rank's positions in a sequence of `length`, fp32 [length / cp, R/2]."""
         key = (length, device)
         if key not in self._tables:
-            self._tables = {key: rope_tables(self.inv_freq, length, self.position_scale, self.amplitude, device)}
+            positions_S = self.sequence.positions(length, device)
+            self._tables = {key: rope_tables(self.inv_freq, positions_S, self.position_scale, self.amplitude)}
         return self._tables[key]
 
 
-def make_rotary(model: ModelArgs) -> Rotary | None:
+def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rotary | None:
     """The rotary embedding that the flags ask for; None for learned or absent positions.
+
+    sequence: which positions this rank holds (None: all).
 
     Latent attention rotates its --qk-pos-emb-head-dim features (--rope-type); others rotate --rotary-percent of
     --kv-channels. Raises: ValueError for position types that are not built.
@@ -53,12 +60,12 @@ def make_rotary(model: ModelArgs) -> Rotary | None:
     else:
         yarn, dim = kind == "yarn", int(model.kv_channels * model.rotary_percent)
     if yarn:
-        return _make_yarn(model, dim)
+        return _make_yarn(model, dim, sequence)
     inv_freq = inverse_frequencies(dim, model.rotary_base)
     if model.use_rope_scaling and not model.multi_latent_attention:
         inv_freq = llama3_scaling(inv_freq, model.rope_scaling_factor)
     factor = None if model.multi_latent_attention else model.rotary_seq_len_interpolation_factor
-    return Rotary(inv_freq, position_scale=1.0 / factor if factor else 1.0)
+    return Rotary(inv_freq, position_scale=1.0 / factor if factor else 1.0, sequence=sequence)
 
 
 def _note_unused_scalings(model: ModelArgs) -> None:
@@ -70,7 +77,7 @@ def _note_unused_scalings(model: ModelArgs) -> None:
                        "--rope-type yarn scales there", model.rotary_seq_len_interpolation_factor)
 
 
-def _make_yarn(model: ModelArgs, dim: int) -> Rotary:
+def _make_yarn(model: ModelArgs, dim: int, sequence: SequenceShard | None) -> Rotary:
     """Defaults where a flag is unset: original context 4096, beta 32 and 1 (DeepSeek-V2/V3)."""
     factor = model.rotary_scaling_factor
     inv_freq = yarn_frequencies(
@@ -78,7 +85,7 @@ def _make_yarn(model: ModelArgs, dim: int) -> Rotary:
         model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0,
         model.yarn_correction_range_round_to_int is not False)
     amplitude = yarn_mscale(factor, model.mscale) / yarn_mscale(factor, model.mscale_all_dim)
-    return Rotary(inv_freq, amplitude=amplitude)
+    return Rotary(inv_freq, amplitude=amplitude, sequence=sequence)
 
 
 def skips_rope(model: ModelArgs, layer_number: int) -> bool:

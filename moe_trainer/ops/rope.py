@@ -57,11 +57,10 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def rope_tables(inv_freq: Tensor, length: int, position_scale: float = 1.0, amplitude: float = 1.0,
-                device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """cos and sin of the positions 0..length-1 times `position_scale`, each times `amplitude`; fp32 [length, D/2]."""
-    positions = torch.arange(length, dtype=torch.float32, device=device) * position_scale
-    angles = torch.outer(positions, inv_freq.to(device))
+def rope_tables(inv_freq: Tensor, positions_S: Tensor, position_scale: float = 1.0,
+                amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of the positions times `position_scale`, each times `amplitude`; fp32 [S, D/2] where positions_S is."""
+    angles = torch.outer(positions_S.float() * position_scale, inv_freq.to(positions_S.device))
     return angles.cos() * amplitude, angles.sin() * amplitude
 
 

@@ -29,7 +29,7 @@ def slow_rope(x, cos, sin, interleaved, offset):
 @pytest.mark.parametrize("rotated, offset", [(8, 0), (4, 0), (4, 4), (2, 3)])
 def test_rotation(interleaved, rotated, offset):
     x = torch.randn(5, 2, 3, 8, dtype=torch.float64, requires_grad=True)
-    cos, sin = (table.double() for table in rope_tables(inverse_frequencies(rotated, 100), 5))
+    cos, sin = (table.double() for table in rope_tables(inverse_frequencies(rotated, 100), torch.arange(5)))
     expected = slow_rope(x, cos, sin, interleaved, offset)
     torch.testing.assert_close(apply_rope(x, cos, sin, interleaved, offset), expected)
     assert torch.autograd.gradcheck(lambda t: apply_rope(t, cos, sin, interleaved, offset), (x,))
@@ -37,7 +37,7 @@ def test_rotation(interleaved, rotated, offset):
 
 def test_tables_scale_positions_and_amplitude():
     inv_freq = inverse_frequencies(4, 10000)
-    cos, sin = rope_tables(inv_freq, 8, position_scale=0.25, amplitude=2.0)
+    cos, sin = rope_tables(inv_freq, torch.arange(8), position_scale=0.25, amplitude=2.0)
     torch.testing.assert_close(cos[4], 2 * inv_freq.cos())
     torch.testing.assert_close(sin[4], 2 * inv_freq.sin())
 
