@@ -1,10 +1,18 @@
 """Model weights by global name: out of the chunks and into them (--export-weights, --init-from, --dump-step).
 
-Ranks of one expert-parallel group hold different experts. What leaves the model is gathered on the group's first rank one parameter at
-a time, so no other rank ever holds more than its own; what comes in is read by every rank for itself, and judged by all together.
+Every tensor of the model lives somewhere on the grid: its stage (pp, virtual chunk), its experts (ep), its piece of a cut
+dimension (tp; etp for experts), with replicas over the rest. Each piece has one representative, which every rank knows without
+asking: the first of its data-parallel group and, where the tensor is not cut, of its tensor-parallel group. Rank 0 of the world
+learns from the representatives which pieces there are and receives them one by one, in the order of the model,
+so that it holds one tensor at a time (one rank's stack, for experts) and no other rank more than its own. Names on the receiving
+side do not tell the layout. What comes in is read by every rank for itself, cut, and judged by all together.
+
+Rejected: gathers over tp, ep and pp one after the other (three orders to keep in step, and ranks that only pass data on).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -12,55 +20,140 @@ from torch.nn import Parameter
 
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import info_of, unique_params
+from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
 from moe_trainer.parallel.state import ParallelState
 
 _SHOWN = 10
+# what a tensor may be on the wire; its position is sent ahead of it
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def _named_tensors(chunks: Iterable[Transformer]) -> Iterator[tuple[str, Tensor]]:
-    """Live tensors of all parameters, stacks split by expert."""
-    for chunk in chunks:
-        for param in unique_params(chunk.parameters()):
-            info = info_of(param)
-            yield from zip(info.names, param.data.unbind(0) if info.stacked else (param.data,))
+@dataclass(frozen=True)
+class _Held:
+    """A tensor of this rank. place: (virtual stage, position in its chunk); get: called once, in order, on every rank."""
+
+    place: tuple[int, int]
+    info: ParamInfo
+    shape: tuple[int, ...]
+    get: Callable[[], Tensor]
 
 
-def _named_buffers(chunks: Iterable[Transformer]) -> Iterator[tuple[str, Tensor]]:
-    for chunk in chunks:
-        yield from chunk.named_state_buffers()
+@dataclass(frozen=True)
+class _Part:
+    """What rank 0 must know of a tensor that `rank` is going to send. place: as above, and the rank in the expert group."""
+
+    place: tuple[int, int, int]
+    rank: int
+    info: ParamInfo
+    shape: tuple[int, ...]
 
 
 def gather_named(chunks: Iterable[Transformer], ps: ParallelState,
                  value: Callable[[Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Megatron-Core name, value of that tensor) for every parameter of the model, stacked experts one by one.
+    """Yield (Megatron-Core name, whole tensor) for every parameter of the model, stacked experts one by one, tied tensors once.
 
-    value: what to take of a parameter, in its shape (the parameter itself, its main gradient). Only the first rank of each
-    expert-parallel group gets anything. Collective over ps.ep: every rank must run through the whole iteration.
+    value: what to take of a parameter, in its shape (the parameter itself, its main gradient). Called on every rank for each
+    of its parameters in the model's order, so it may be collective over ranks that hold the same ones.
+    Only rank 0 of the world gets anything; where nothing is cut the tensors are views of what value() gave.
+    Collective over ps.world: every rank must run through the whole iteration.
     """
-    params = [param for chunk in chunks for param in unique_params(chunk.parameters())]
-    spread = [info_of(param).kind == "expert" for param in params]
-    names = collectives.all_gather_object([info_of(param).names for param, apart in zip(params, spread) if apart], ps.ep)
-    parts_of = iter(zip(*names))
-    for param, apart in zip(params, spread):
-        tensor = value(param).detach()
-        name_parts = next(parts_of) if apart else (info_of(param).names,)
-        tensors = collectives.gather(tensor.contiguous(), ps.ep) if apart else [tensor]
-        if ps.ep.rank == 0:
-            for part_names, part in zip(name_parts, tensors):
-                yield from zip(part_names, part.unbind(0) if info_of(param).stacked else (part,))
+    chunks = list(chunks)
+    held = [_Held((stage, position), info_of(param), tuple(param.shape), lambda param=param: value(param).detach())
+            for stage, chunk in _stages(chunks, ps) for position, param in enumerate(unique_params(chunk.parameters()))]
+    return _gather(held, ps, _device(chunks))
 
 
 def export_named_weights(chunks: Iterable[Transformer], ps: ParallelState) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Megatron-Core name, tensor) of every parameter and checkpointed buffer, stacked experts one by one.
+    """Yield (Megatron-Core name, whole tensor) of every parameter and checkpointed buffer, stacked experts one by one.
 
-    On one rank the tensors are views of the live storage. Only the first rank of each expert-parallel group gets anything.
-    Collective over ps.ep.
+    On one rank the tensors are views of the live storage. Only rank 0 of the world gets anything.
+    Collective over ps.world: every rank must run through the whole iteration.
     """
     chunks = list(chunks)
     yield from gather_named(chunks, ps, lambda param: param.data)
-    if ps.ep.rank == 0:
-        yield from _named_buffers(chunks)
+    buffers = [_Held((stage, position), ParamInfo((name,)), tuple(buffer.shape), lambda buffer=buffer: buffer)
+               for stage, chunk in _stages(chunks, ps) for position, (name, buffer) in enumerate(chunk.named_state_buffers())]
+    yield from _gather(buffers, ps, _device(chunks))
+
+
+def _stages(chunks: Iterable[Transformer], ps: ParallelState) -> list[tuple[int, Transformer]]:
+    """(virtual stage, chunk): chunk c of pipeline rank r is number c * pp + r from the front of the model."""
+    return [(index * ps.pp.size + ps.pp.rank, chunk) for index, chunk in enumerate(chunks)]
+
+
+def _device(chunks: Iterable[Transformer]) -> torch.device:
+    return next((param.device for chunk in chunks for param in chunk.parameters()), torch.device("cpu"))
+
+
+def _represents(info: ParamInfo, ps: ParallelState) -> bool:
+    """Whether this rank speaks for its piece of a tensor among all that hold the same."""
+    replicas, cut = (ps.edp, ps.etp) if info.kind == "expert" else (ps.dp_cp, ps.tp)
+    return not info.copy and replicas.rank == 0 and (info.shard_count > 1 or cut.rank == 0)
+
+
+def _gather(held: Sequence[_Held], ps: ParallelState, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Bring tensors to rank 0; all ranks walk through them in the order of the model."""
+    parts = [_Part((*entry.place, ps.ep.rank if entry.info.kind == "expert" else 0), ps.world.rank, entry.info, entry.shape)
+             for entry in held if _represents(entry.info, ps)]
+    everything = collectives.gather_object(parts, ps.world)
+    if everything is None:
+        for entry in held:
+            tensor = entry.get()
+            if _represents(entry.info, ps):
+                header = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
+                collectives.send(header, ps.world)
+                collectives.send(tensor.contiguous(), ps.world)
+        return
+    own = {entry.place: entry.get for entry in held}
+    seen: set[str] = set()
+    ordered = sorted(chain.from_iterable(everything), key=lambda part: (part.place, part.info.shard_rank))
+    for place, group in groupby(ordered, key=lambda part: part.place):
+        shards = list(group)
+        info = shards[0].info
+        assert len(shards) == info.shard_count, f"{info.names[0]}: {len(shards)} pieces of {info.shard_count}"
+        assert seen.isdisjoint(info.names), f"{info.names[0]} is held twice; is one of them a copy?"
+        seen.update(info.names)
+        whole = join_shards([own[place[:2]]() if part.rank == 0 else _receive(part, ps, device) for part in shards], info)
+        yield from zip(info.names, whole.unbind(0) if info.stacked else (whole,))
+
+
+def _receive(part: _Part, ps: ParallelState, device: torch.device) -> Tensor:
+    header = collectives.receive(torch.zeros(1, dtype=torch.int64, device=device), ps.world, part.rank)
+    return collectives.receive(torch.empty(part.shape, dtype=_DTYPES[int(header)], device=device), ps.world, part.rank)
+
+
+def join_shards(shards: Sequence[Tensor], info: ParamInfo) -> Tensor:
+    """Put the pieces of a cut tensor (or stack of tensors) together, in shard order; `info` is that of any of them."""
+    if len(shards) == 1:
+        return shards[0]
+    dim = info.sharded_dim + int(info.stacked)
+    cut = [shard.chunk(info.parts, dim) for shard in shards]
+    return torch.cat([pieces[part] for part in range(info.parts) for pieces in cut], dim)
+
+
+def own_shard(whole: Tensor, info: ParamInfo) -> Tensor:
+    """This rank's piece of one named (unstacked) tensor: a view, unless the tensor has several parts."""
+    if info.shard_count == 1:
+        return whole
+    pieces = [part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in whole.chunk(info.parts, info.sharded_dim)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, info.sharded_dim)
+
+
+def _whole_shape(shape: Sequence[int], info: ParamInfo) -> list[int]:
+    """The shape of a named tensor from that of this rank's piece."""
+    whole = list(shape)
+    if info.sharded_dim is not None:
+        whole[info.sharded_dim] *= info.shard_count
+    return whole
+
+
+def _named_tensors(chunks: Iterable[Transformer]) -> Iterator[tuple[str, Tensor, ParamInfo]]:
+    """Live tensors of all parameters, stacks split by expert."""
+    for chunk in chunks:
+        for param in unique_params(chunk.parameters()):
+            info = info_of(param)
+            for name, tensor in zip(info.names, param.data.unbind(0) if info.stacked else (param.data,)):
+                yield name, tensor, info
 
 
 @torch.no_grad()
@@ -68,30 +161,37 @@ def load_named_weights(chunks: Iterable[Transformer], mapping: Mapping[str, Tens
                        strict: bool = True) -> None:
     """Copy tensors into the model by name, converting dtypes.
 
-    `mapping` has the whole model; a rank takes its own experts. Buffers (expert_bias) may be missing. strict False lets
-    parameters be missing and ignores unexpected names; shapes must fit in either case. Nothing is copied on any rank when anything
-    is wrong on one. Collective over ps.ep.
-    Raises: ValueError that lists all missing and unexpected names and all shape mismatches.
+    `mapping` has the whole model on every rank; a rank takes its stages, its experts and its piece of cut tensors. Buffers
+    (expert_bias) may be missing. strict False lets parameters be missing and ignores unexpected names; shapes must fit
+    in either case. Nothing is copied on any rank when anything is wrong on one. Collective over ps.world.
+    Raises: ValueError that lists all missing and unexpected names and all shape mismatches, the same on every rank.
     """
     chunks = list(chunks)
-    params, buffers = dict(_named_tensors(chunks)), dict(_named_buffers(chunks))
-    known = {**params, **buffers}
-    present = [(name, target, mapping[name]) for name, target in known.items() if name in mapping]
-    missing = [name for name in params if name not in mapping]
-    misshapen = [f"{name}: given {list(value.shape)}, the model has {list(target.shape)}"
-                 for name, target, value in present if value.shape != target.shape]
-    # every rank learns what all of them know and lack, so that all of them raise the same or none does
-    found = collectives.all_gather_object((list(known), missing, misshapen), ps.ep)
+    params = list(_named_tensors(chunks))
+    buffers = [(name, buffer, ParamInfo((name,))) for chunk in chunks for name, buffer in chunk.named_state_buffers()]
+    present = [(target, info, mapping[name], name) for name, target, info in params + buffers if name in mapping]
+    missing = [name for name, _, _ in params if name not in mapping]
+    misshapen = [f"{name}: given {list(value.shape)}, the model has {_whole_shape(target.shape, info)}"
+                 for target, info, value, name in present if list(value.shape) != _whole_shape(target.shape, info)]
+    known = [name for name, _, info in params + buffers if _represents(info, ps)]
+    problem = collectives.broadcast_object(_judge(collectives.gather_object((known, missing, misshapen), ps.world),
+                                                  mapping, strict), ps.world)
+    if problem:
+        raise ValueError("the weights do not fit the model:\n" + problem)
+    for target, info, value, _ in present:
+        target.copy_(own_shard(value, info))
+
+
+def _judge(found: Sequence[tuple[list[str], list[str], list[str]]] | None, mapping: Mapping[str, Tensor], strict: bool) -> str:
+    """On rank 0: what is wrong, over all ranks. found: of every rank the names it speaks for, and what it misses or cannot fit."""
+    if found is None:
+        return ""
     everywhere, missing, misshapen = (list(dict.fromkeys(item for rank in found for item in rank[part])) for part in range(3))
     problems = []
     if strict:
         problems += _listing("missing", missing)
         problems += _listing("unexpected", sorted(set(mapping) - set(everywhere)))
-    problems += _listing("of another shape", misshapen)
-    if problems:
-        raise ValueError("the weights do not fit the model:\n" + "\n".join(problems))
-    for _, target, value in present:
-        target.copy_(value)
+    return "\n".join(problems + _listing("of another shape", misshapen))
 
 
 def _listing(what: str, items: list[str]) -> list[str]:

@@ -131,6 +131,26 @@ def all_gather_object(obj: Any, group: Group) -> list:
     return box
 
 
+def gather_object(obj: Any, group: Group, dst: int = 0) -> list | None:
+    """Collect every member's picklable object, in group order, on member number `dst`; the others get None."""
+    if group.size == 1:
+        return [obj]
+    box = [None] * group.size if group.rank == dst else None
+    dist.gather_object(obj, box, dst=group.ranks[dst], group=group.handle)
+    return box
+
+
+def send(x: Tensor, group: Group, dst: int = 0) -> None:
+    """Send `x` to the group's member number `dst`, which must call `receive`; returns when `x` may be reused."""
+    dist.send(x, dst=group.ranks[dst], group=group.handle)
+
+
+def receive(out: Tensor, group: Group, src: int) -> Tensor:
+    """Overwrite `out` with what the group's member number `src` sends; shape and dtype must be those sent."""
+    dist.recv(out, src=group.ranks[src], group=group.handle)
+    return out
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, send, receive, *tensors):
