@@ -35,10 +35,14 @@ ALLOWED = {
     "guard": MACHINERY,
     "planner": frozenset({"arguments", "shape", "parallel"}),
     "initialize": GROUND | {"parallel", "report"},
+    "proof": GROUND | {"train", "run", "initialize", "model", "data", "parallel", "guard"},
 }
 # The roof may import everything: the loop and what belongs to it, and the entry points.
 ROOF = ("train", "run", "pretrain_moe", "scripts", "setup")
-WITHOUT_TORCH = ("arguments", "model_zoo", "moe_trainer.shape", "moe_trainer.place", "moe_trainer.errors")
+WITHOUT_TORCH = (
+    "arguments", "model_zoo", "moe_trainer.shape", "moe_trainer.place", "moe_trainer.errors", "moe_trainer.proof.shrink",
+    "moe_trainer.proof.random_layouts",
+)
 ONLY_GRID = ("planner",)
 
 

@@ -1,0 +1,191 @@
+"""Where two trainings part: every quantity that differs, in the order in which it is computed.
+
+Order: losses and dropped tokens of the first step (forward), its gradients from the last layer to the first (backward), the gradient
+norm, then losses, drops and norms of the later steps, the weights and the expert bias at the end, and last the copies of one piece on
+several ranks. The first difference is the one to look at; those behind it usually follow from it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_trainer.proof.observe import Outcome, Piece
+
+_LAYER = re.compile(r"(?:^|\.)(decoder|mtp)\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """How far two trainings may be apart in fp32.
+
+    loss, norm: relative. grad: norm of the difference relative to the norm of the gradient, plus `tiny`. weight: absolute. copies:
+    fingerprints of one piece on several ranks, relative to its norm.
+    """
+
+    loss: float = 2e-6
+    norm: float = 2e-6
+    grad: float = 1e-5
+    weight: float = 2e-6
+    copies: float = 1e-6
+    tiny: float = 1e-9
+
+
+FP32 = Tolerances()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity that parts: what, where, how far (`size`, in the terms of its tolerance `allowed`), and on which rank."""
+
+    quantity: str
+    where: str
+    size: float
+    allowed: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.quantity} of {self.where}" if self.where else self.quantity
+        return f"{text}: apart by {self.size:.3g} (allowed {self.allowed:.3g})" + (f"; {self.detail}" if self.detail else "")
+
+
+def compare(one: Outcome, many: Outcome, tolerances: Tolerances = FP32) -> list[Difference]:
+    """List what differs between one process and many ranks, in order of execution; empty: equal."""
+    found = list(_step(one, many, 0, tolerances))
+    found += _tensors("gradient (step 1)", one.grads, many, many.grads, tolerances)
+    found += _number("gradient norm (step 1)", one.grad_norms[0], many.grad_norms[0], tolerances.norm)
+    for step in range(1, len(one.losses)):
+        found += _step(one, many, step, tolerances)
+        found += _number(f"gradient norm (step {step + 1})", one.grad_norms[step], many.grad_norms[step], tolerances.norm)
+    found += _tensors(f"weight (after step {len(one.losses)})", one.weights, many, many.weights, tolerances)
+    return found + list(_copies(many, tolerances))
+
+
+def _step(one: Outcome, many: Outcome, step: int, tolerances: Tolerances) -> Iterator[Difference]:
+    ours, theirs, number = many.losses[step], one.losses[step], f"(step {step + 1})"
+    if one.dropped[step] != many.dropped[step]:
+        detail = f"one process {one.dropped[step]}, here {many.dropped[step]}"
+        yield Difference(f"dropped tokens {number}", "", abs(one.dropped[step] - many.dropped[step]), 0.0, detail)
+    for name in dict.fromkeys([*theirs, *ours]):
+        where = _layer_that_parts(one, many, step, name, tolerances)
+        yield from _number(f"{name} {number}", theirs.get(name), ours.get(name), tolerances.loss, where)
+
+
+def _layer_that_parts(one: Outcome, many: Outcome, step: int, name: str, tolerances: Tolerances) -> str:
+    """The first layer whose share of a loss differs."""
+    if not one.per_layer or name not in one.per_layer[step] or name not in many.per_layer[step]:
+        return ""
+    for layer, (theirs, ours) in enumerate(zip(one.per_layer[step][name], many.per_layer[step][name])):
+        if _apart(theirs, ours) > tolerances.loss:
+            return f"layer {layer}"
+    return ""
+
+
+def _number(quantity: str, theirs: float | None, ours: float | None, allowed: float, where: str = "") -> Iterator[Difference]:
+    if theirs is None and ours is None:
+        return
+    size = math.inf if theirs is None or ours is None else _apart(theirs, ours)
+    if not size <= allowed:
+        yield Difference(quantity, where, size, allowed, f"one process {_shown(theirs)}, here {_shown(ours)}")
+
+
+def _apart(theirs: float, ours: float) -> float:
+    """Relative distance; nan is infinitely far from everything."""
+    if math.isnan(theirs) or math.isnan(ours):
+        return math.inf
+    return 0.0 if theirs == ours else max(abs(ours - theirs) - 1e-12, 0.0) / max(abs(theirs), 1e-30)
+
+
+def _shown(value: float | None) -> str:
+    return "absent" if value is None else f"{value:.9g}"
+
+
+def _tensors(what: str, one: dict[str, Tensor], many: Outcome, ours: dict[str, Tensor], tolerances: Tolerances) -> list[Difference]:
+    """Tensors that differ, from the last layer to the first."""
+    found = []
+    for name in sorted(one.keys() | ours.keys(), key=execution_order, reverse=True):
+        if name not in one or name not in ours:
+            detail = "one process does not have it" if name in ours else "it is missing here"
+            found.append(Difference(what, name, math.inf, 0.0, detail))
+        elif one[name].shape != ours[name].shape:
+            detail = f"one process {list(one[name].shape)}, here {list(ours[name].shape)}"
+            found.append(Difference(what, name, math.inf, 0.0, f"shapes: {detail}"))
+        else:
+            found += _tensor(what, name, one[name], ours[name], many.pieces, tolerances)
+    return found
+
+
+def _tensor(what: str, name: str, one: Tensor, ours: Tensor, pieces: list[list[Piece]], tolerances: Tolerances) -> Iterator[Difference]:
+    apart = ours.double() - one.double()
+    if what.startswith("gradient"):
+        norm = one.double().norm().item()
+        size = apart.norm().item() / max(norm, tolerances.tiny)
+        allowed, unequal = tolerances.grad, not apart.norm().item() <= tolerances.grad * norm + tolerances.tiny
+    else:
+        size = apart.abs().max().item() if apart.numel() else 0.0
+        allowed, unequal = tolerances.weight, not size <= tolerances.weight
+    if unequal:
+        scale = f"norm {one.double().norm().item():.3g} in one process, {ours.double().norm().item():.3g} here"
+        yield Difference(what, name, size, allowed, "; ".join(filter(None, [scale, _holder(name, apart, pieces)])))
+
+
+def _holder(name: str, apart: Tensor, pieces: list[list[Piece]]) -> str:
+    """Which ranks hold the piece that differs most."""
+    held = [(rank, piece) for rank, mine in enumerate(pieces) for piece in mine if piece.name == name]
+    if not held:
+        return ""
+    sizes = {(piece.dim, piece.index): _cut(apart, piece).norm().item() for _, piece in held}
+    worst = max(sizes, key=lambda key: math.inf if math.isnan(sizes[key]) else sizes[key])
+    ranks = ", ".join(str(rank) for rank, piece in held if (piece.dim, piece.index) == worst)
+    count = held[0][1].count
+    return f"held by rank {ranks}" if count == 1 else f"most in piece {worst[1]} of {count}, held by rank {ranks}"
+
+
+def _cut(tensor: Tensor, piece: Piece) -> Tensor:
+    if piece.dim is None:
+        return tensor
+    parts = tensor.chunk(piece.parts, piece.dim)
+    return torch.cat([part.chunk(piece.count, piece.dim)[piece.index] for part in parts], piece.dim)
+
+
+def _copies(many: Outcome, tolerances: Tolerances) -> Iterator[Difference]:
+    """Pieces that several ranks hold and that are not the same there; one line for each tensor."""
+    first: dict[tuple, tuple[int, Piece]] = {}
+    for rank, mine in enumerate(many.pieces):
+        for piece in mine:
+            holder, kept = first.setdefault((piece.name, piece.index), (rank, piece))
+            for what, theirs, ours in zip(("gradient (step 1)", "weight at the end"), kept.fingerprints, piece.fingerprints):
+                scale = max(abs(theirs[0]), 1e-6)
+                size = max(_distance(a, b) for a, b in zip(theirs, ours)) / scale
+                if not size <= tolerances.copies:
+                    yield Difference(f"copies of the {what}", piece.name, size, tolerances.copies, f"on rank {holder} and rank {rank}")
+
+
+def _distance(a: float, b: float) -> float:
+    return math.inf if math.isnan(a) or math.isnan(b) else abs(a - b)
+
+
+def execution_order(name: str) -> tuple:
+    """Sort key of a tensor's name: its place in the forward pass."""
+    layer = _LAYER.search(name)
+    if name.startswith("embedding"):
+        place = (0, 0)
+    elif layer is not None:
+        place = (1 if layer.group(1) == "decoder" else 3, int(layer.group(2)))
+    else:
+        place = (2, 0) if name.startswith("decoder") else (4, 0)
+    inside = next((rank for rank, word in enumerate(_INSIDE) if word in name), len(_INSIDE))
+    expert = _EXPERT.search(name)
+    return (*place, inside, name.endswith("fc2.weight"), int(expert.group(1)) if expert else -1, name)
+
+
+_INSIDE = (
+    "enorm", "hnorm", "eh_proj", "input_layernorm", "linear_q_down", "linear_q_up", "linear_q_proj", "linear_kv_down", "linear_kv_up", "layernorm_qkv",
+    "linear_qkv", "q_layernorm", "k_layernorm", "linear_proj", "pre_mlp_layernorm", "router", "mlp",
+)

@@ -1,0 +1,163 @@
+"""Training a small model for some steps under any layout, in this process, and what came out under global names.
+
+Nothing here imitates the trainer: the model, the schedule, the reductions and the optimizer are those of `train.train_step`; only the
+batches are drawn here (from a seed, the same global batch for every layout, cut over data-parallel ranks as the loader does it).
+Rank 0 holds whole tensors afterwards. What rank 0 cannot see - a copy on another rank that went its own way - is caught by
+fingerprints: every rank reduces each of its tensors to a few numbers, and copies of one piece must agree on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from arguments import Arguments
+from moe_trainer.data.loader import Batch
+from moe_trainer.initialize import Runtime
+from moe_trainer.model.weights import export_named_weights, gather_named
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.params import info_of, unique_params
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.place import Place
+from moe_trainer.run import Run, TrainState, build_run
+from moe_trainer.train import train_step
+
+MASKED = 0.2
+"""Share of the labels that carry no loss."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Which part of a named tensor a rank holds: piece `index` of `count` along `dim`, in `parts` equal stretches."""
+
+    name: str
+    dim: int | None
+    index: int
+    count: int
+    parts: int
+    fingerprints: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What some steps of training gave. Tensors and pieces on rank 0 only.
+
+    Of every step: `losses` as the log names them, `per_layer` (loss name -> one value a layer), `grad_norms`, `dropped` tokens.
+    `grads`: all gradients of the first step, reduced and not yet clipped; `weights`: parameters and expert bias after the last step.
+    `pieces`: by rank, what it holds; their fingerprints are those of the gradient of the first step and of the weight after the last.
+    """
+
+    losses: list[dict[str, float]]
+    grad_norms: list[float]
+    dropped: list[int]
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    per_layer: list[dict[str, list[float]]] = field(default_factory=list)
+    pieces: list[list[Piece]] = field(default_factory=list)
+
+
+def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: int = 0, seed: int = 0) -> Run:
+    """Build a run whose batches need no files; `skip` leaves out those of the first steps. Collective."""
+    place = Place(rank, ps.world.size, rank, None, None, "proof")
+    tokenizer = SimpleNamespace(vocab_size=vocab_size(args))
+    run = build_run(args, Runtime(place, torch.device("cpu"), ps), tokenizer)
+    return replace(run, train_batches=iter(batches(args, ps, skip, steps, seed)))
+
+
+def vocab_size(args: Arguments) -> int:
+    """Number of token ids: --vocab-size and NullTokenizer's end of document."""
+    return args.data.vocab_size + 1
+
+
+def batches(args: Arguments, ps: ParallelState, first: int, steps: int, seed: int = 0) -> list[Batch]:
+    """Draw this rank's micro-batches of some steps, full sequences on every tp, cp and pp rank; some labels carry no loss."""
+    training, dp, length = args.training, ps.dp, args.data.seq_length
+    micro, size = training.micro_batch_size, training.global_batch_size
+    found = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+        tokens, labels = torch.randint(0, vocab_size(args) - 1, (2, size, length), generator=generator)
+        # equal first tokens have equal scores up to rounding: which of them a full expert keeps would be a matter of chance
+        tokens[:, 0] = torch.randperm(vocab_size(args) - 1, generator=generator)[:size]
+        mask = (torch.rand(size, length, generator=generator) >= MASKED).float()
+        for start in range(dp.rank * micro, size, dp.size * micro):
+            cut = slice(start, start + micro)
+            found.append(Batch(tokens[cut], labels[cut], mask[cut], torch.arange(length).expand(micro, -1)))
+    return found
+
+
+def train(args: Arguments, rank: int, ps: ParallelState, steps: int = 3, seed: int = 0) -> Outcome:
+    """Train from the named initialisation. Collective over the world; seed chooses the batches."""
+    run, state, results = make_run(args, rank, ps, steps, seed=seed), TrainState(), []
+    grads: dict[str, Tensor] = {}
+    prints: dict[str, list] = {}
+    microbatches = args.training.global_batch_size // (args.training.micro_batch_size * ps.dp.size)
+    step = run.optimizer.step
+
+    def record_and_step(**rates):
+        if state.iteration == 0:
+            run.grads.gather()
+            grads.update((name, grad.clone()) for name, grad in gather_named(run.chunks, ps, _main_grad))
+            prints.update(_fingerprints(run, _main_grad))
+        return step(**rates)
+
+    run.optimizer.step = record_and_step
+    for _ in range(steps):
+        results.append(train_step(run, state, microbatches))
+        state.iteration += 1
+    run.optimizer.wait_params()
+    weights = {name: tensor.clone() for name, tensor in export_named_weights(run.chunks, ps)}
+    for name, value in _fingerprints(run, lambda param: param.data).items():
+        prints[name] = [*prints.get(name, []), value[0]]
+    return Outcome(
+        losses=[result.losses for result in results],
+        grad_norms=[result.grad_norm for result in results],
+        dropped=[result.dropped_tokens for result in results],
+        grads=grads,
+        weights=weights,
+        per_layer=[result.per_layer for result in results],
+        pieces=collectives.all_gather_object(list(_pieces(run, prints)), ps.world),
+    )
+
+
+def _main_grad(param: Parameter) -> Tensor:
+    return param.main_grad
+
+
+def _named(run: Run) -> Iterable[tuple[Parameter, int, str]]:
+    """Every (parameter, position in the stack, name) of this rank."""
+    for chunk in run.chunks:
+        for param in unique_params(chunk.parameters()):
+            for position, name in enumerate(info_of(param).names):
+                yield param, position, name
+
+
+def _fingerprints(run: Run, value: Callable[[Parameter], Tensor]) -> dict[str, list]:
+    """Norm, sum and a sum with unequal weights of every named tensor of this rank, fp64."""
+    found = {}
+    for param, position, name in _named(run):
+        tensor = value(param).detach().double()
+        flat = (tensor[position] if info_of(param).stacked else tensor).flatten()
+        ramp = torch.cos(torch.arange(len(flat), dtype=torch.float64))
+        found[name] = [(flat.norm().item(), flat.sum().item(), (flat * ramp).sum().item())]
+    return found
+
+
+def _pieces(run: Run, prints: dict[str, list]) -> Iterable[Piece]:
+    for param, _, name in _named(run):
+        info = info_of(param)
+        whole = info.shard_count == 1 or info.sharded_dim is None
+        cut = (None, 0, 1, 1) if whole else (info.sharded_dim, info.shard_rank, info.shard_count, info.parts)
+        yield Piece(name, *cut, tuple(prints[name]))
+
+
+def is_finite(outcome: Outcome) -> bool:
+    """Are all losses and norms numbers?"""
+    values = [value for losses in outcome.losses for value in losses.values()] + outcome.grad_norms
+    return all(math.isfinite(value) for value in values)
