@@ -39,6 +39,7 @@ from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, gather_named
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.optim.schedule_record import schedule_record
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import close_groups
@@ -235,6 +236,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
         )
     with run.timers("all-grads-sync"):
         run.grads.finish()
+        finalize_grads(run.grads, ps)
     totals = collectives.all_reduce(torch.stack(sums).sum(0).double(), ps.dp_cp)
     loss_sum, tokens = totals.tolist()
     if run.per_token:

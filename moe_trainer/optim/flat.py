@@ -36,7 +36,10 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Elements [start, stop) of a buffer, divisible by the group's size; gaps between slots hold zeros."""
+    """Elements [start, stop) of a buffer, divisible by the group's size; gaps between slots hold zeros.
+
+    A tied parameter has a bucket of its own: the stages that hold it lay out different models, but cut this bucket alike.
+    """
 
     start: int
     stop: int
@@ -122,16 +125,24 @@ def _bucket_size(numel: int, dp_size: int, parallel: ParallelArgs) -> int | None
 
 def _buckets(members: Sequence[tuple[int, Parameter]], bucket_size: int | None, align: int) -> tuple[Bucket, ...]:
     buckets, slots, begin, end = [], [], 0, 0
-    for position, param in reversed(members):
-        start = _round_up(end, PARAM_ALIGN)
-        end = start + param.numel()
-        slots.append(Slot(param, position, start, end))
-        if bucket_size is not None and end - begin >= bucket_size:
+
+    def close() -> None:
+        nonlocal slots, begin, end
+        if slots:
             end = begin + _round_up(end - begin, align)
             buckets.append(Bucket(begin, end, tuple(slots)))
             slots, begin = [], end
-    if slots:
-        buckets.append(Bucket(begin, begin + _round_up(end - begin, align), tuple(slots)))
+
+    for position, param in reversed(members):
+        alone = info_of(param).tied
+        if alone:
+            close()
+        start = _round_up(end, PARAM_ALIGN)
+        end = start + param.numel()
+        slots.append(Slot(param, position, start, end))
+        if alone or bucket_size is not None and end - begin >= bucket_size:
+            close()
+    close()
     return tuple(buckets)
 
 

@@ -95,6 +95,7 @@ class DataParallelGrads:
         self._order = sorted((_PendingBucket(buffer, bucket) for buffer in self.buffers for bucket in buffer.layout.buckets),
                              key=lambda pending: -min(slot.position for slot in pending.bucket.slots))
         self._next = 0  # first bucket in order that is not launched
+        self.finished = 0  # iterations
         self._accumulating = False
         for pending in self._order:
             for slot in pending.bucket.slots:
@@ -122,10 +123,20 @@ class DataParallelGrads:
         for pending in self._order[self._next:]:
             self._launch(pending)
         self._next = len(self._order)
+        self.finished += 1
         for pending in self._order:
             if pending.work is not None:
                 pending.work.wait()
                 pending.work = None
+
+    def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
+        """The flat part of every main gradient that is reduced on this rank, in one order on every rank; may be empty."""
+        for pending in self._order:
+            buffer = pending.buffer
+            low, high = pending.bucket.owned(buffer.layout.group, buffer.sharded)
+            for slot in pending.bucket.slots:
+                start = max(slot.start, low)
+                yield slot, buffer.flat[start:max(start, min(slot.stop, high))]
 
     def scale(self, factor: float) -> None:
         """Multiply the reduced gradients, in place."""
