@@ -83,6 +83,21 @@ class Layout:
         grid = self.expert if expert else self.dense
         return grid.groups(*(_locate(self, axis)[1] for axis in axes))
 
+    def instances(self, which: str, count: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Cut every data-parallel group ("dp_cp" or "edp") into `count` runs of consecutive members.
+
+        Returns: (the runs, the ranks that stand at the same place of all runs of one group).
+        Raises: ValueError when the groups cannot be cut so.
+        """
+        inner, outer = [], []
+        for ranks in self.groups(*(("dp", "cp") if which == "dp_cp" else ("edp",))):
+            if len(ranks) % count:
+                raise ValueError(f"{count} instances of the distributed optimizer do not divide the {len(ranks)} ranks of {which}")
+            length = len(ranks) // count
+            inner += [ranks[start:start + length] for start in range(0, len(ranks), length)]
+            outer += [ranks[place::length] for place in range(length)]
+        return tuple(sorted(inner)), tuple(sorted(outer))
+
 
 def _locate(layout: Layout, axis: str) -> tuple[Grid, str]:
     if axis in ("etp", "ep", "edp"):
