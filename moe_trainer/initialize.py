@@ -20,6 +20,7 @@ from arguments import ArgumentError, Arguments, check_machine
 from arguments.machine import check_packages, environment_defaults
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.place import Place
+from moe_trainer.shape.layout import chunk_layouts, embedding_stages
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ def initialize(args: Arguments, place: Place) -> Runtime:
     if place.world_size > 1:
         _join(args, place, device)
     parallel = args.parallel
+    layouts = chunk_layouts(args.model, parallel)
     ps = ParallelState.create(
         place.world_size,
         place.rank,
@@ -53,6 +55,8 @@ def initialize(args: Arguments, place: Place) -> Runtime:
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        optimizer_instances=parallel.num_distributed_optimizer_instances,
+        embedding_stages=embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights),
         timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
     )
     set_seeds(args, ps)

@@ -14,14 +14,15 @@ from moe_trainer.parallel.state import Group
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a [V, H] table, cut over the group along V. `tied`: the output head reads the same table."""
+    """Rows of a [V, H] table, cut over the group along V. tied, copy: see ParamInfo."""
 
-    def __init__(self, num_rows: int, hidden_size: int, *, name: str, group: Group, init: Init, tied: bool = False):
+    def __init__(self, num_rows: int, hidden_size: int, *, name: str, group: Group, init: Init, tied: bool = False,
+                 copy: bool = False):
         super().__init__()
         if group.size > 1:
             raise ValueError(f"{name}: a {group.name} group of {group.size} ranks; tensor parallelism is not built yet")
         self.weight = make_parameter((num_rows, hidden_size), ParamInfo(
-            (f"{name}.weight",), sharded_dim=0, init=init.kind, init_std=init.std, tied=tied))
+            (f"{name}.weight",), sharded_dim=0, init=init.kind, init_std=init.std, tied=tied, copy=copy))
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] int64 -> [..., H]."""

@@ -16,6 +16,7 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.shape.layout import chunk_layouts, embedding_stages
 
 logger = logging.getLogger(__name__)
 
@@ -24,22 +25,29 @@ DTYPES = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.floa
 
 def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
                  device: torch.device | str = "cpu") -> list[Transformer]:
-    """Return this rank's model chunks: initialized, in the params dtype, in training mode.
+    """Return this rank's model chunks (one per virtual stage): initialized, in the params dtype, in training mode.
 
     device "meta" builds shapes only: nothing is allocated or initialized.
     Buffers start at zero. Raises: ValueError when flags ask for a model that is not built.
     """
-    kit = choose(args.precision.transformer_impl)
-    with torch.device("meta"):
-        chunk = Transformer(args, ps, padded_vocab_size, kit)
     device = torch.device(device)
     dtype = dict(DTYPES)[args.precision.params_dtype_name]
-    _materialize(chunk, device, dtype, args.training.seed)
-    if device.type != "meta":
-        _check(chunk)
-    count = sum(param.numel() for param in chunk.parameters())
+    kit = choose(args.precision.transformer_impl)
+    layouts = chunk_layouts(args.model, args.parallel)
+    assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
+    shared = len(embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights)) > 1
+    chunks = []
+    for layout in layouts[ps.pp.rank]:
+        with torch.device("meta"):
+            chunk = Transformer(args, ps, padded_vocab_size, kit, layout, shared_embedding=shared,
+                                params_dtype=dtype, device=device)
+        _materialize(chunk, device, dtype, args.training.seed)
+        if device.type != "meta":
+            _check(chunk)
+        chunks.append(chunk)
+    count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info("model: %s parameters on %s in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
-    return [chunk]
+    return chunks
 
 
 def _materialize(chunk: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:

@@ -7,11 +7,14 @@ are masked. Its loss never leaves the module: it is attached to the hidden state
 factor / depths over the valid tokens of the microbatch, and its value goes to a counter for the log. In evaluation none
 of it runs.
 
+The layers (`MultiTokenPrediction`) and the losses (`MTPLosses`) are two modules, because they may stand on two pipeline
+stages: the losses always stand with the output head.
+
 Source: DeepSeek-V3 report, section 2.2; shapes, names and normalization of Megatron-Core.
-Shapes: S sequence, B microbatch, H hidden.
+Shapes: S sequence (of one rank in hidden states, whole in tokens, labels and masks), B microbatch, H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,8 @@ from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.ops.attach_loss import attach_loss
-from moe_trainer.parallel.collectives import all_reduce
+from moe_trainer.parallel.collectives import all_reduce, broadcast
+from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -55,55 +59,74 @@ class MTPLayer(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """All depths (--mtp-num-layers); with --mtp-use-repeated-layer one layer serves them all."""
+    """The layers of all depths (--mtp-num-layers); with --mtp-use-repeated-layer one layer serves them all."""
 
     def __init__(self, args: Arguments, ps: ParallelState, *, is_moe: bool, kit: Kit):
         super().__init__()
         model = args.model
+        self.sequence = SequenceShard(ps.cp)
         self.num_depths = model.mtp_num_layers
-        self.loss_weight = model.mtp_loss_scaling_factor / self.num_depths
-        self.per_token_loss = args.training.calculate_per_token_loss
         num_layers = 1 if model.mtp_use_repeated_layer else self.num_depths
         self.layers = nn.ModuleList(
             MTPLayer(args, ps, name=f"mtp.layers.{i}", layer_number=model.num_layers + i + 1, is_moe=is_moe, kit=kit)
             for i in range(num_layers))
+
+    def forward(self, x_SBH: Tensor, tokens_BS: Tensor, position_ids_BS: Tensor, embed: Callable[[Tensor, Tensor], Tensor],
+                rope: Tables | None, visible: Tensor | None, grad_scale: float | Tensor) -> list[Tensor]:
+        """Return the normed hidden state of every depth. x_SBH: the decoder's normed output."""
+        local, hidden, states = self.sequence.local, x_SBH, []
+        for depth in range(self.num_depths):
+            tokens_BS, position_ids_BS = shift_left(tokens_BS), shift_left(position_ids_BS)
+            layer = self.layers[min(depth, len(self.layers) - 1)]
+            hidden = layer(hidden, embed(local(tokens_BS, 1), local(position_ids_BS, 1)), rope, visible, grad_scale)
+            states.append(hidden)
+        return states
+
+
+class MTPLosses(nn.Module):
+    """The losses of all depths; no parameters."""
+
+    def __init__(self, args: Arguments, ps: ParallelState):
+        super().__init__()
+        self.sequence = SequenceShard(ps.cp)
+        self.num_depths = args.model.mtp_num_layers
+        self.loss_weight = args.model.mtp_loss_scaling_factor / self.num_depths
+        self.per_token_loss = args.training.calculate_per_token_loss
         # per depth: sum over microbatches of the mean loss; last: number of microbatches
         self.register_buffer("losses", torch.zeros(self.num_depths + 1, dtype=torch.float32), persistent=False)
 
-    def forward(self, x_SBH: Tensor, tokens_BS: Tensor, position_ids_BS: Tensor, labels_BS: Tensor,
-                loss_mask_BS: Tensor | None, embed: Callable[[Tensor, Tensor], Tensor],
-                loss_BS: Callable[[Tensor, Tensor], Tensor], rope: Tables | None, visible: Tensor | None,
-                grad_scale: float | Tensor) -> Tensor:
+    def forward(self, x_SBH: Tensor, states: Sequence[Tensor], labels_BS: Tensor, loss_mask_BS: Tensor | None,
+                loss_BS: Callable[[Tensor, Tensor], Tensor], grad_scale: float | Tensor) -> Tensor:
         """Return x_SBH (the decoder's normed output) with the losses of all depths attached."""
+        local = self.sequence.local
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
-        original_count = mask_BS.sum()
-        result, hidden = x_SBH, x_SBH
-        for depth in range(self.num_depths):
-            tokens_BS, position_ids_BS = shift_left(tokens_BS), shift_left(position_ids_BS)
+        original_count = local(mask_BS, 1).sum()
+        for depth, state in enumerate(states):
             labels_BS, mask_BS = shift_left(labels_BS), shift_left(mask_BS)
-            layer = self.layers[min(depth, len(self.layers) - 1)]
-            hidden = layer(hidden, embed(tokens_BS, position_ids_BS), rope, visible, grad_scale)
-            masked_BS = loss_BS(hidden, labels_BS) * mask_BS
-            count = mask_BS.sum().clamp(min=1)
+            mine_BS = local(mask_BS, 1)
+            masked_BS = loss_BS(state, local(labels_BS, 1)) * mine_BS
+            count = mine_BS.sum().clamp(min=1)
             self.losses[depth] += masked_BS.detach().sum() / count
-            norm = original_count / count if self.per_token_loss else 1.0 / count
-            result = attach_loss(result, masked_BS, norm * self.loss_weight * grad_scale)
+            # grad_scale makes a sum over cp out of the mean over dp_cp, but these means of each rank are to be averaged
+            norm = original_count / count if self.per_token_loss else 1.0 / (count * self.sequence.cp.size)
+            x_SBH = attach_loss(x_SBH, masked_BS, norm * self.loss_weight * grad_scale)
         self.losses[-1] += 1
-        return result
+        return x_SBH
 
 
 def collect_mtp_metrics(chunks: list[nn.Module], ps: ParallelState) -> dict[str, float]:
     """Mean loss of every depth since the last call, over microbatches and dp_cp: {"mtp_1 loss": ...}; then zero.
 
-    Communication: depths + 1 fp32 values, all-reduced over ps.dp_cp, when the model has MTP.
+    Every rank gets it. Communication: depths + 1 fp32 values, all-reduced over ps.dp_cp and broadcast from the last stage,
+    when the model has MTP.
     """
-    metrics: dict[str, float] = {}
-    for chunk in chunks:
-        mtp = chunk.mtp
-        if mtp is None:
-            continue
-        sums = all_reduce(mtp.losses.clone(), ps.dp_cp).tolist()
-        mtp.losses.zero_()
-        count = max(sums.pop(), 1.0)
-        metrics.update({f"mtp_{depth} loss": value / count for depth, value in enumerate(sums, start=1)})
-    return metrics
+    depths = chunks[0].mtp_depths
+    if not depths:
+        return {}
+    losses = chunks[-1].mtp_losses
+    sums = torch.zeros(depths + 1, device=chunks[-1].device) if losses is None else losses.losses.clone()
+    if losses is not None:
+        all_reduce(sums, ps.dp_cp)
+        losses.losses.zero_()
+    *sums, count = broadcast(sums, ps.pp, src=ps.pp.size - 1).tolist()
+    return {f"mtp_{depth} loss": value / max(count, 1.0) for depth, value in enumerate(sums, start=1)}

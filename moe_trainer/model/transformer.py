@@ -1,9 +1,11 @@
-"""A decoder-only language model: embedding, blocks, final norm, head; per-token loss or logits.
+"""A decoder-only language model, or one chunk of it: embedding, blocks, final norm, head; per-token loss or logits.
 
-Module paths equal Megatron-Core's names (`decoder.layers.0.self_attention.linear_qkv.weight`), so a name in an error, a
-checkpoint or a golden file leads straight to the code.
+What a chunk holds is a ChunkLayout (shape/layout.py); with one chunk it is everything. Module paths then equal Megatron-Core's
+names (`decoder.layers.0.self_attention.linear_qkv.weight`), so a name in an error, a checkpoint or a golden file leads straight
+to the code.
 
-Shapes: S sequence, B microbatch, H hidden, V padded vocabulary.
+Shapes: S sequence (this rank's part in hidden states; whole in tokens, labels and masks), B microbatch, H hidden, V padded
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -18,25 +20,28 @@ from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import make_rotary
 from moe_trainer.layers.vocab import OutputHead, VocabParallelEmbedding
 from moe_trainer.model.block import TransformerLayer
-from moe_trainer.model.mtp import MultiTokenPrediction
+from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
 from moe_trainer.moe.layer import MoELayer
+from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+from moe_trainer.shape.layout import ChunkLayout
 
 
 class Embedding(nn.Module):
     """Token embedding, learned positions if asked for, dropout."""
 
-    def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int):
+    def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, *, tied: bool = False, copy: bool = False):
+        """tied: other pipeline stages hold the word embeddings too; copy: an earlier one owns them, and the positions."""
         super().__init__()
         model = args.model
         self.dropout_p = model.hidden_dropout
         self.fp32_residual = model.fp32_residual_connection
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size, model.hidden_size, name="embedding.word_embeddings", group=ps.tp,
-            init=embedding_init(model), tied=not model.untie_embeddings_and_output_weights)
+            init=embedding_init(model), tied=tied, copy=copy)
         self.position_embeddings = None
-        if model.position_embedding_type == "learned_absolute" and model.add_position_embedding:
+        if model.position_embedding_type == "learned_absolute" and model.add_position_embedding and not copy:
             self.position_embeddings = VocabParallelEmbedding(
                 model.max_position_embeddings, model.hidden_size, name="embedding.position_embeddings", group=ps.tp,
                 init=embedding_init(model))
@@ -54,57 +59,91 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The blocks and the final norm."""
+    """The blocks of one chunk and, where it stands here, the final norm.
 
-    def __init__(self, args: Arguments, ps: ParallelState, kit: Kit, pattern: tuple[bool, ...]):
+    `layers` counts from the chunk's first layer; global numbers are in the parameters' names and in `layer_number`.
+    """
+
+    def __init__(self, args: Arguments, ps: ParallelState, kit: Kit, pattern: tuple[bool, ...], layout: ChunkLayout):
         super().__init__()
         self.layers = nn.ModuleList(
-            TransformerLayer(args, ps, name=f"decoder.layers.{i}", layer_number=i + 1, is_moe=is_moe, kit=kit)
-            for i, is_moe in enumerate(pattern))
-        self.final_layernorm = kit.norm(args.model.hidden_size, args.model, name="decoder.final_layernorm")
+            TransformerLayer(args, ps, name=f"decoder.layers.{i}", layer_number=i + 1, is_moe=pattern[i], kit=kit)
+            for i in layout.layers)
+        self.final_layernorm = None
+        if layout.has_final_norm:
+            self.final_layernorm = kit.norm(args.model.hidden_size, args.model, name="decoder.final_layernorm")
 
 
 class Transformer(nn.Module):
-    """The whole model on one rank. Built by build.build_chunks, which also gives the parameters their values."""
+    """One chunk of the model, or all of it. Built by build.build_chunks, which also gives the parameters their values."""
 
-    def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, kit: Kit):
+    def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, kit: Kit, layout: ChunkLayout,
+                 *, shared_embedding: bool, params_dtype: torch.dtype, device: torch.device):
+        """shared_embedding: other pipeline stages hold the word embeddings too. params_dtype, device: where it is going to be."""
         super().__init__()
         model = args.model
         pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
+        self.layout, self.params_dtype, self.device = layout, params_dtype, device
+        self.sequence = SequenceShard(ps.cp)
+        self.rows_cut = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
+        self.hidden_size = model.hidden_size
+        self.fp32_residual = model.fp32_residual_connection
+        self.mtp_depths = model.mtp_num_layers or 0
         self.rotary = make_rotary(model)
         self.tied = not model.untie_embeddings_and_output_weights
-        self.embedding = Embedding(args, ps, padded_vocab_size)
-        self.decoder = Decoder(args, ps, kit, pattern)
-        self.mtp = None
-        if model.mtp_num_layers:
-            self.mtp = MultiTokenPrediction(args, ps, is_moe=mtp_is_moe(pattern), kit=kit)
-        self.output_layer = OutputHead(
-            model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=hidden_init(model),
-            tied=self.tied)
+        self.embedding = None
+        if layout.has_word_embeddings or (layout.has_loss and self.tied):
+            self.embedding = Embedding(args, ps, padded_vocab_size, tied=shared_embedding, copy=not layout.has_embedding)
+        self.decoder = Decoder(args, ps, kit, pattern, layout)
+        self.mtp = MultiTokenPrediction(args, ps, is_moe=mtp_is_moe(pattern), kit=kit) if layout.mtp else None
+        self.mtp_losses = MTPLosses(args, ps) if layout.has_loss and self.mtp_depths else None
+        self.output_layer = None
+        if layout.has_loss:
+            self.output_layer = OutputHead(
+                model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=hidden_init(model),
+                tied=self.tied)
+
+    def input_spec(self, micro_batch_size: int, seq_length: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the x_SBH that this chunk receives from the one before it (in training mode or not, as it is)."""
+        states = 1 + (self.layout.receives_depths if self.training else 0)
+        fp32 = self.fp32_residual and not self.layout.receives_normed
+        return (states * seq_length // self.rows_cut, micro_batch_size, self.hidden_size), torch.float32 if fp32 else self.params_dtype
 
     def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor, labels_BS: Tensor | None = None,
                 loss_mask_BS: Tensor | None = None, attention_mask: Tensor | None = None,
-                grad_scale: float | Tensor = 1.0) -> Tensor:
-        """Per-token LM loss, fp32 [B, S], when labels are given, else logits_BSV.
+                grad_scale: float | Tensor = 1.0, x_SBH: Tensor | None = None) -> Tensor:
+        """Run the chunk. Everything per token is given whole, on every rank; the chunk takes its part over cp itself.
 
+        x_SBH: the previous chunk's output; None on the first one.
         attention_mask: None for causal, else bool [B or 1, 1, S, S], True = hidden (Megatron's convention).
         loss_mask_BS: read by multi-token prediction only; the caller masks the returned loss.
         grad_scale: factor of the auxiliary (balancing, z, MTP) losses in the gradient.
+        Returns: the last chunk: per-token LM loss of this cp rank's tokens, fp32 [B, S/cp], when labels are given, else
+        logits_BSV. Other chunks: x_SBH for the next one (behind it, along S, the states of MTP depths: see ChunkLayout).
         """
-        x_SBH = self.embedding(tokens_BS, position_ids_BS)
+        local, with_mtp = self.sequence.local, self.training and labels_BS is not None
+        states: list[Tensor] = []
+        if self.layout.has_embedding:
+            x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
+        elif self.layout.receives_depths and with_mtp:
+            x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
         visible = None if attention_mask is None else ~attention_mask
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
         for layer in self.decoder.layers:
             x_SBH = layer(x_SBH, rope, visible, grad_scale)
-        x_SBH = self.decoder.final_layernorm(x_SBH)
+        if self.decoder.final_layernorm is not None:
+            x_SBH = self.decoder.final_layernorm(x_SBH)
+        if self.mtp is not None and with_mtp:
+            states = self.mtp(x_SBH, tokens_BS, position_ids_BS, self.embedding, rope, visible, grad_scale)
+        if not self.layout.has_loss:
+            return torch.cat([x_SBH, *states]) if states else x_SBH
         if labels_BS is None:
             return self.output_layer.logits_BSV(x_SBH, self._tied_weight())
-        if self.mtp is not None and self.training:
-            x_SBH = self.mtp(x_SBH, tokens_BS, position_ids_BS, labels_BS, loss_mask_BS, self.embedding, self._loss_BS,
-                             rope, visible, grad_scale)
-        return self._loss_BS(x_SBH, labels_BS)
+        if states:
+            x_SBH = self.mtp_losses(x_SBH, states, labels_BS, loss_mask_BS, self._loss_BS, grad_scale)
+        return self._loss_BS(x_SBH, local(labels_BS, 1))
 
     def _tied_weight(self) -> Tensor | None:
         return self.embedding.word_embeddings.weight if self.tied else None
@@ -113,7 +152,7 @@ class Transformer(nn.Module):
         return self.output_layer.loss_BS(x_SBH, labels_BS, self._tied_weight())
 
     def moe_layers(self) -> list[MoELayer]:
-        """The decoder's MoE layers in order, then those of multi-token prediction."""
+        """The chunk's MoE layers: the decoder's in order, then those of multi-token prediction."""
         layers = [*self.decoder.layers]
         if self.mtp is not None:
             layers += [depth.mtp_model_layer for depth in self.mtp.layers]

@@ -7,14 +7,15 @@ data-parallel run opens a single one for gradients; traffic of different kinds n
 reduction cannot stand in front of a small statistic.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moe_trainer.parallel.grid import DEFAULT_ORDER, Layout, make_layout
+from moe_trainer.parallel.trace import Trace, communicate
 
 # field of ParallelState -> axes that vary inside the group, and the lane whose communicator it may share
 _GROUPS = (
@@ -43,6 +44,7 @@ class Group:
     rank: int
     size: int
     handle: ProcessGroup | None = None
+    trace: Trace = field(default_factory=Trace, compare=False, repr=False)  # shared by all groups of a rank
 
     @staticmethod
     def single(name: str, rank: int = 0) -> "Group":
@@ -56,7 +58,9 @@ class ParallelState:
 
     Dense side: tp cp dp pp, and dp_cp (reduces dense gradients), tp_cp, tp_dp_cp (router statistics), mp (tp x pp).
     Expert side: etp ep edp (reduces expert gradients), tp_ep (etp x ep), expert_mp (etp x ep x pp).
-    embedding: first and last pipeline stage, which share tied embeddings; a middle stage has a group of its own.
+    dp_cp_inner, edp_inner: the part of dp_cp and of edp inside one instance of the distributed optimizer, which shards its state
+    over it; dp_cp_outer, edp_outer: the ranks of all instances that hold the same shard. One instance: inner is everything.
+    embedding: the pipeline stages that hold the word embeddings; any other stage has a group of its own.
     """
 
     world: Group
@@ -73,6 +77,10 @@ class ParallelState:
     edp: Group
     tp_ep: Group
     expert_mp: Group
+    dp_cp_inner: Group
+    dp_cp_outer: Group
+    edp_inner: Group
+    edp_outer: Group
     embedding: Group
 
     @property
@@ -90,9 +98,12 @@ class ParallelState:
 
     @staticmethod
     def create(world_size: int, rank: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1,
-               order: str = DEFAULT_ORDER, *, backend: str | None = None,
-               timeout: timedelta | None = None) -> "ParallelState":
+               order: str = DEFAULT_ORDER, *, optimizer_instances: int = 1, embedding_stages: Collection[int] | None = None,
+               backend: str | None = None, timeout: timedelta | None = None) -> "ParallelState":
         """Create every communicator. Collective: all ranks call it with the same arguments.
+
+        optimizer_instances: parts of dp_cp, and of edp, that each hold all of the sharded optimizer state.
+        embedding_stages: pipeline ranks that hold the word embeddings; None: the first and the last.
 
         torch.distributed must be initialized when world_size > 1. backend None: that of the default group.
         timeout None: torch's default (NOTE: not that of the default group).
@@ -100,20 +111,26 @@ class ParallelState:
         """
         layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
         factory = _Factory(rank, backend, timeout)
-        world = Group("world", tuple(range(world_size)), rank, world_size, dist.group.WORLD if world_size > 1 else None)
+        world = Group("world", tuple(range(world_size)), rank, world_size, dist.group.WORLD if world_size > 1 else None,
+                      factory.trace)
         made = {name: factory.make(name, layout.groups(*axes), lane) for name, axes, lane in _GROUPS}
-        made["embedding"] = factory.make("embedding", _embedding_groups(layout), "pipeline")
+        for name in ("dp_cp", "edp"):
+            inner, outer = layout.instances(name, optimizer_instances)
+            made[f"{name}_inner"] = factory.make(f"{name}_inner", inner, "gradients")
+            made[f"{name}_outer"] = factory.make(f"{name}_outer", outer, "gradients")
+        made["embedding"] = factory.make("embedding", _embedding_groups(layout, embedding_stages), "embedding")
         return ParallelState(world=world, **made)
 
 
-def _embedding_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """First and last rank of every pipeline; ranks of middle stages stand alone."""
+def _embedding_groups(layout: Layout, stages: Collection[int] | None) -> tuple[tuple[int, ...], ...]:
+    """The given stages of every pipeline (ascending) form a group; every other rank stands alone."""
     groups = []
     for pipeline in layout.groups("pp"):
-        ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
-        groups.append(ends)
-        groups.extend((rank,) for rank in pipeline[1:-1])
-    return tuple(sorted(groups))
+        held = {0, len(pipeline) - 1} if stages is None else set(stages)
+        assert held <= set(range(len(pipeline))), f"embedding stages {sorted(held)} of {len(pipeline)}"
+        groups.append(tuple(rank for stage, rank in enumerate(pipeline) if stage in held))
+        groups.extend((rank,) for stage, rank in enumerate(pipeline) if stage not in held)
+    return tuple(sorted(group for group in groups if group))
 
 
 class _Factory:
@@ -121,6 +138,7 @@ class _Factory:
 
     def __init__(self, rank: int, backend: str | None, timeout: timedelta | None):
         self.rank = rank
+        self.trace = Trace(rank)
         self.options = {"backend": backend, "timeout": timeout}
         self.handles: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = {}
 
@@ -130,7 +148,7 @@ class _Factory:
             if len(ranks) > 1 and (lane, ranks) not in self.handles:
                 self.handles[lane, ranks] = dist.new_group(list(ranks), group_desc=f"{lane}: {name}", **self.options)
             if self.rank in ranks:
-                mine = Group(name, ranks, ranks.index(self.rank), len(ranks), self.handles.get((lane, ranks)))
+                mine = Group(name, ranks, ranks.index(self.rank), len(ranks), self.handles.get((lane, ranks)), self.trace)
         assert mine is not None, f"rank {self.rank} is in no {name} group"
         return mine
 
@@ -141,5 +159,6 @@ def close_groups(ps: ParallelState) -> None:
     A process that simply exits leaves its peers' communication threads behind, and they may abort.
     """
     if ps.world.size > 1:
-        dist.barrier(group=ps.world.handle)
+        world = ps.world
+        communicate(world.trace, world.name, world.ranks, "barrier at the end", None, False, dist.barrier, group=world.handle)
         dist.destroy_process_group()

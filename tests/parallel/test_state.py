@@ -60,6 +60,17 @@ def test_gradients_share_one_communicator_apart_from_statistics():
     assert run_ranks(_shared_handles, 2) == [(True, False)] * 2
 
 
+def _embedding(rank, n, stages):
+    group = ParallelState.create(n, rank, pp=4, embedding_stages=stages).embedding
+    return group.ranks, group.rank, group.handle is None
+
+
+def test_embedding_stages():
+    assert [ranks for ranks, _, _ in run_ranks(_embedding, 8, (0, 2, 3))] == [
+        (0, 4, 6), (1, 5, 7), (2,), (3,), (0, 4, 6), (1, 5, 7), (0, 4, 6), (1, 5, 7)]
+    assert run_ranks(_embedding, 4, (0,)) == [((rank,), 0, True) for rank in range(4)]
+
+
 def _close(rank, n):
     import torch.distributed as dist
 

@@ -1,0 +1,48 @@
+"""Deferred weight gradients reach `.grad` and the hooks as autograd's own do."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from moe_trainer.parallel.weight_grads import WeightGradQueue
+
+
+def watched(shape):
+    seen = []
+    param = Parameter(torch.randn(shape))
+    param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    return param, seen
+
+
+def test_gradients_are_set_then_added_and_hooks_run_once_a_pass():
+    queue, (param, seen) = WeightGradQueue(), watched(3)
+    queue.active = True
+    first, second = torch.randn(3), torch.randn(3)
+    queue.defer(param, lambda: first)
+    queue.defer(param, lambda: second)  # a weight that two layers share
+    assert param.grad is None
+    queue.run()
+    assert torch.equal(param.grad, first + second) and len(seen) == 1
+    queue.defer(param, lambda: first)
+    queue.run()
+    assert torch.equal(param.grad, (first + second) + first) and len(seen) == 2
+    queue.run()
+    assert len(seen) == 2
+
+
+def test_passes_are_taken_apart_and_run_in_any_order():
+    queue, (param, seen) = WeightGradQueue(), watched(2)
+    queue.active = True
+    queue.defer(param, lambda: torch.tensor([1.0, 2.0]))
+    early = queue.take()
+    queue.defer(param, lambda: torch.tensor([10.0, 20.0]))
+    queue.run()
+    assert param.grad.tolist() == [10.0, 20.0]
+    early.run()
+    assert param.grad.tolist() == [11.0, 22.0] and len(seen) == 2
+
+
+def test_an_idle_queue_refuses():
+    queue, (param, _) = WeightGradQueue(), watched(1)
+    with pytest.raises(AssertionError, match="active"):
+        queue.defer(param, lambda: torch.ones(1))
