@@ -2,18 +2,24 @@
 
 linear_qkv's rows are ordered by key-value group: [q..q, k, v], each of --kv-channels rows, as in Megatron-Core.
 
-Shapes: S sequence, B microbatch, H hidden, N query heads, G key-value groups, D head dim.
+Tensor parallelism deals out whole groups. With fewer groups than ranks several ranks share one: the rows of linear_qkv are
+still cut evenly, wherever that falls, so the projections are gathered, and every rank takes its own queries and its
+group's key and value out of them. The gradient of a shared key is summed on the way back.
+
+Shapes: S sequence, B microbatch, H hidden, N query heads, G key-value groups (both of this rank), D head dim.
 """
 
 import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.norm import L2Norm
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.rope import apply_rope
+from moe_trainer.parallel.mappings import gather_last_dim
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -37,41 +43,62 @@ class _SplitQKV(torch.autograd.Function):
 
 
 class SelfAttention(nn.Module):
-    """Attention of one layer. name: global name, e.g. "decoder.layers.0.self_attention"; layer_number from 1."""
+    """Attention of one layer. name: global name, e.g. "decoder.layers.0.self_attention"; layer_number from 1.
 
-    def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit):
+    sequence_parallel: see layers/linear.py.
+    """
+
+    def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit,
+                 sequence_parallel: bool = False):
         super().__init__()
         if model.attention_output_gate:
             raise ValueError("--attention-output-gate is not built yet")
+        heads, groups, tp = model.num_attention_heads, model.query_groups, ps.tp
+        if heads % tp.size or (groups % tp.size and tp.size % groups):
+            raise ValueError(f"{name}: {heads} heads in {groups} groups cannot be dealt out to {tp.size} tensor-parallel ranks")
+        self.tp = tp
         self.head_dim = model.kv_channels
-        self.num_heads = model.num_attention_heads
-        self.num_groups = model.query_groups
+        self.num_heads = heads // tp.size
+        self.num_groups = max(1, groups // tp.size)
+        self.ranks_per_group = max(1, tp.size // groups)
         self.rope = not skips_rope(model, layer_number)
         self.interleaved = model.rotary_interleaved
+        self.stream = kit.stream if model.attention_dropout > 0.0 else None
         self.linear_qkv = kit.column_linear(
-            model.hidden_size, (self.num_heads + 2 * self.num_groups) * self.head_dim, name=f"{name}.linear_qkv",
-            group=ps.tp, init=hidden_init(model), bias=model.add_bias_linear or model.add_qkv_bias)
+            model.hidden_size, (heads + 2 * groups) * self.head_dim, name=f"{name}.linear_qkv", group=tp,
+            init=hidden_init(model), bias=model.add_bias_linear or model.add_qkv_bias, sequence_parallel=sequence_parallel)
         self.q_layernorm = self._qk_norm(model, kit, f"{name}.q_layernorm")
         self.k_layernorm = self._qk_norm(model, kit, f"{name}.k_layernorm")
         self.core_attention = kit.core_attention(model, layer_number, head_dim=self.head_dim)
         self.linear_proj = kit.row_linear(
-            self.num_heads * self.head_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp,
-            init=residual_init(model), bias=model.add_bias_linear)
+            heads * self.head_dim, model.hidden_size, name=f"{name}.linear_proj", group=tp, init=residual_init(model),
+            bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
 
     def _qk_norm(self, model: ModelArgs, kit: Kit, name: str) -> nn.Module | None:
         if model.qk_l2_norm:
             return L2Norm(model.layernorm_epsilon)
-        return kit.norm(self.head_dim, model, name=name) if model.qk_layernorm else None
+        # one gain for all heads, of which this rank sees some
+        return kit.norm(self.head_dim, model, name=name, partial=self.tp.size > 1) if model.qk_layernorm else None
+
+    def _queries_keys_values(self, x_SBH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [S, B, G, N / G, D], k and v [S, B, G, D]."""
+        qkv = self.linear_qkv(x_SBH)
+        if self.ranks_per_group == 1:
+            return _SplitQKV.apply(qkv.view(*qkv.shape[:2], self.num_groups, -1, self.head_dim))
+        group, place = divmod(self.tp.rank, self.ranks_per_group)
+        every = gather_last_dim(qkv, self.tp).chunk(self.tp.size // self.ranks_per_group, dim=-1)
+        q, k_SBGD, v_SBGD = _SplitQKV.apply(every[group].unflatten(-1, (1, -1, self.head_dim)))
+        return q.narrow(3, place * self.num_heads, self.num_heads), k_SBGD, v_SBGD
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Tensor | None) -> Tensor:
-        """rope: cos and sin [S, R/2]; visible: see CoreAttention. Returns: [S, B, H]."""
-        seq_len, batch, _ = x_SBH.shape
-        qkv = self.linear_qkv(x_SBH).view(seq_len, batch, self.num_groups, -1, self.head_dim)
-        q, k_SBGD, v_SBGD = _SplitQKV.apply(qkv)
+        """rope: cos and sin [S, R/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
+        q, k_SBGD, v_SBGD = self._queries_keys_values(x_SBH)
         if self.q_layernorm is not None:
             q, k_SBGD = self.q_layernorm(q), self.k_layernorm(k_SBGD)
-        q_SBND = q.reshape(seq_len, batch, self.num_heads, self.head_dim)
+        q_SBND = q.reshape(*q.shape[:2], self.num_heads, self.head_dim)
         if rope is not None and self.rope:
             q_SBND = apply_rope(q_SBND, *rope, self.interleaved)
             k_SBGD = apply_rope(k_SBGD, *rope, self.interleaved)
-        return self.linear_proj(self.core_attention(q_SBND, k_SBGD, v_SBGD, visible))
+        with drawing(self.stream if self.training else None, x_SBH.device):
+            y = self.core_attention(q_SBND, k_SBGD, v_SBGD, visible)
+        return self.linear_proj(y)

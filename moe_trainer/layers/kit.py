@@ -3,18 +3,24 @@
 Blocks call `kit.column_linear(...)` and the like; nothing else knows which library stands behind them. Local experts
 need no grouped linear: they run as one autograd function (ops/expert_mlp.py). TransformerEngine's norm + linear and
 grouped linear become two more constructors when that kit is built.
+
+A kit also carries what all blocks of one model chunk share (`for_chunk`): the queue of weight gradients, which its linears
+then know, and the stream of random numbers for tensors that are cut over the tensor-parallel group.
 """
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from moe_trainer.layers.core_attention import CoreAttention
-from moe_trainer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
+from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +29,30 @@ logger = logging.getLogger(__name__)
 class Kit:
     """Constructors of one backend; the signatures are those of the local classes.
 
-    column_linear, row_linear: (in_features, out_features, *, name, group, init, bias)
-    norm: (size, model, *, name)
-    core_attention: (model, layer_number, *, head_dim, scale)
+    column_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel, parts, gather_output)
+    row_linear, replicated_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel)
+    norm: (size, model, *, name, partial)
+    core_attention: see layers/core_attention.py
+    queue: of the chunk, or None when its weight gradients never wait. stream: of the chunk, or None when nothing is cut.
     """
 
     name: str
     column_linear: Callable[..., nn.Module]
     row_linear: Callable[..., nn.Module]
+    replicated_linear: Callable[..., nn.Module]
     norm: Callable[..., nn.Module]
     core_attention: Callable[..., nn.Module]
+    queue: WeightGradQueue | None = None
+    stream: ShardStream | None = None
+
+    def for_chunk(self, queue: WeightGradQueue | None = None, stream: ShardStream | None = None) -> "Kit":
+        """The same kit for the blocks of one model chunk."""
+        linears = {kind: functools.partial(getattr(self, kind), queue=queue)
+                   for kind in ("column_linear", "row_linear", "replicated_linear")}
+        return replace(self, queue=queue, stream=stream, **linears)
 
 
-LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, Norm, CoreAttention)
+LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
 
 
 def choose(transformer_impl: str) -> Kit:

@@ -4,19 +4,26 @@ Training form: the latents are expanded to full heads. Rows of the up-projection
 kv [k_nope, v]. The rotary part is rotated in interleaved pairs.
 Source: DeepSeek-V2 (arXiv 2405.04434); names and orders of Megatron-Core.
 
-Shapes: S sequence, B microbatch, H hidden, N heads, D key width (nope + rope), E value width, C latent width.
+Tensor parallelism deals out heads: the up-projections are cut, the small down-projections are held whole by every rank, and
+under sequence parallelism run on its own rows. All ranks' heads read the one rotary key, so its gradient is summed over the
+group (Megatron-Core's local layers lose the other ranks' part).
+
+Shapes: S sequence, B microbatch, H hidden, N heads of this rank, D key width (nope + rope), E value width, C latent width.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.rope import apply_rope, yarn_mscale
+from moe_trainer.parallel.mappings import copy_to_group, gather_rows_from_group
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -24,40 +31,51 @@ class MultiLatentAttention(nn.Module):
     """Latent attention of one layer. name: global name, e.g. "decoder.layers.0.self_attention"; layer_number from 1.
 
     With --q-lora-rank the query has a latent too; with --qk-layernorm both latents are normalized.
+    sequence_parallel: see layers/linear.py.
     """
 
-    def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit):
+    def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit,
+                 sequence_parallel: bool = False):
         super().__init__()
-        self.num_heads = model.num_attention_heads
+        heads = model.num_attention_heads
+        if heads % ps.tp.size:
+            raise ValueError(f"{name}: {heads} heads cannot be dealt out to {ps.tp.size} tensor-parallel ranks")
+        self.tp, self.sequence_parallel = ps.tp, sequence_parallel
+        self.num_heads = heads // ps.tp.size
         self.nope_dim, self.rope_dim = model.qk_head_dim, model.qk_pos_emb_head_dim
         self.value_dim, self.kv_rank = model.v_head_dim, model.kv_lora_rank
         self.rope = not skips_rope(model, layer_number)
+        self.stream = kit.stream if model.attention_dropout > 0.0 else None
         key_dim = self.nope_dim + self.rope_dim
         init = hidden_init(model)
 
-        def column(in_features: int, out_features: int, leaf: str) -> nn.Module:
-            return kit.column_linear(in_features, out_features, name=f"{name}.{leaf}", group=ps.tp, init=init)
+        def linear(make: Callable[..., nn.Module], in_features: int, out_features: int, leaf: str) -> nn.Module:
+            return make(in_features, out_features, name=f"{name}.{leaf}", group=ps.tp, init=init,
+                        sequence_parallel=sequence_parallel)
 
         def norm(size: int, leaf: str) -> nn.Module | None:
-            return kit.norm(size, model, name=f"{name}.{leaf}") if model.qk_layernorm else None
+            partial = sequence_parallel and ps.tp.size > 1
+            return kit.norm(size, model, name=f"{name}.{leaf}", partial=partial) if model.qk_layernorm else None
 
         if model.q_lora_rank is None:
-            self.linear_q_proj = column(model.hidden_size, self.num_heads * key_dim, "linear_q_proj")
+            self.linear_q_proj = linear(kit.column_linear, model.hidden_size, heads * key_dim, "linear_q_proj")
         else:
             self.linear_q_proj = None
-            self.linear_q_down_proj = column(model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
+            self.linear_q_down_proj = linear(
+                kit.replicated_linear, model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
             self.q_layernorm = norm(model.q_lora_rank, "q_layernorm")
-            self.linear_q_up_proj = column(model.q_lora_rank, self.num_heads * key_dim, "linear_q_up_proj")
-        self.linear_kv_down_proj = column(model.hidden_size, self.kv_rank + self.rope_dim, "linear_kv_down_proj")
+            self.linear_q_up_proj = linear(kit.column_linear, model.q_lora_rank, heads * key_dim, "linear_q_up_proj")
+        self.linear_kv_down_proj = linear(
+            kit.replicated_linear, model.hidden_size, self.kv_rank + self.rope_dim, "linear_kv_down_proj")
         self.kv_layernorm = norm(self.kv_rank, "kv_layernorm")
-        self.linear_kv_up_proj = column(
-            self.kv_rank, self.num_heads * (self.nope_dim + self.value_dim), "linear_kv_up_proj")
+        self.linear_kv_up_proj = linear(
+            kit.column_linear, self.kv_rank, heads * (self.nope_dim + self.value_dim), "linear_kv_up_proj")
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         self.core_attention = kit.core_attention(
             model, layer_number, head_dim=key_dim, scale=temperature * temperature / math.sqrt(key_dim))
         self.linear_proj = kit.row_linear(
-            self.num_heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp,
-            init=residual_init(model), bias=model.add_bias_linear)
+            heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp, init=residual_init(model),
+            bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
 
     def _query(self, x_SBH: Tensor) -> Tensor:
         if self.linear_q_proj is not None:
@@ -68,17 +86,21 @@ class MultiLatentAttention(nn.Module):
         return self.linear_q_up_proj(latent_SBC)
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Tensor | None) -> Tensor:
-        """rope: cos and sin [S, rope_dim/2]; visible: see CoreAttention. Returns: [S, B, H]."""
-        heads = (*x_SBH.shape[:2], self.num_heads)
-        q_SBND = self._query(x_SBH).view(*heads, -1)
+        """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
+        q = self._query(x_SBH)
+        heads = (*q.shape[:2], self.num_heads)
+        q_SBND = q.view(*heads, -1)
         latent_SBC, k_rope = self.linear_kv_down_proj(x_SBH).split([self.kv_rank, self.rope_dim], dim=-1)
         if self.kv_layernorm is not None:
             latent_SBC = self.kv_layernorm(latent_SBC)
         kv = self.linear_kv_up_proj(latent_SBC).view(*heads, -1)
         k_nope, v_SBNE = kv.split([self.nope_dim, self.value_dim], dim=-1)
-        k_rope = k_rope.unsqueeze(2)
+        to_all_heads = gather_rows_from_group if self.sequence_parallel else copy_to_group
+        k_rope = to_all_heads(k_rope, self.tp).unsqueeze(2)
         if rope is not None and self.rope:
             q_SBND = apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
             k_rope = apply_rope(k_rope, *rope, interleaved=True)
         k_SBND = torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1)
-        return self.linear_proj(self.core_attention(q_SBND, k_SBND, v_SBNE, visible))
+        with drawing(self.stream if self.training else None, x_SBH.device):
+            y = self.core_attention(q_SBND, k_SBND, v_SBNE, visible)
+        return self.linear_proj(y)

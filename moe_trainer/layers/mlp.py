@@ -27,17 +27,19 @@ class MLP(nn.Module):
     """fc2(activation(fc1(x))). A gated activation reads fc1's output as [gate; up].
 
     name: global name, e.g. "decoder.layers.0.mlp"; parameters `<name>.linear_fc1.*`, `<name>.linear_fc2.*`.
+    group: cuts the inner features, gate and up each by itself. sequence_parallel: see layers/linear.py.
     """
 
-    def __init__(self, model: ModelArgs, ffn_hidden_size: int, *, name: str, group: Group, kit: Kit, bias: bool):
+    def __init__(self, model: ModelArgs, ffn_hidden_size: int, *, name: str, group: Group, kit: Kit, bias: bool,
+                 sequence_parallel: bool = False):
         super().__init__()
         self.activation = make_activation(model)
         self.linear_fc1 = kit.column_linear(
             model.hidden_size, ffn_hidden_size * self.activation.in_per_out, name=f"{name}.linear_fc1", group=group,
-            init=hidden_init(model), bias=bias)
+            init=hidden_init(model), bias=bias, sequence_parallel=sequence_parallel, parts=self.activation.in_per_out)
         self.linear_fc2 = kit.row_linear(
             ffn_hidden_size, model.hidden_size, name=f"{name}.linear_fc2", group=group, init=residual_init(model),
-            bias=bias)
+            bias=bias, sequence_parallel=sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(self.activation(self.linear_fc1(x)))

@@ -11,15 +11,16 @@ from moe_trainer.parallel.params import ParamInfo
 class Norm(nn.Module):
     """The normalization chosen by --normalization, --norm-epsilon and --apply-layernorm-1p over the last dimension."""
 
-    def __init__(self, size: int, model: ModelArgs, *, name: str):
+    def __init__(self, size: int, model: ModelArgs, *, name: str, partial: bool = False):
+        """partial: it sees a part of what its tensor-parallel group computes (its rows, or its heads)."""
         super().__init__()
         self.eps = model.layernorm_epsilon
         self.zero_centered = model.layernorm_zero_centered_gamma
         start = "zeros" if self.zero_centered else "ones"
-        self.weight = make_parameter((size,), ParamInfo((f"{name}.weight",), init=start))
+        self.weight = make_parameter((size,), ParamInfo((f"{name}.weight",), init=start, partial=partial))
         self.bias = None
         if model.normalization == "LayerNorm":
-            self.bias = make_parameter((size,), ParamInfo((f"{name}.bias",), init="zeros"))
+            self.bias = make_parameter((size,), ParamInfo((f"{name}.bias",), init="zeros", partial=partial))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., size]; the result has the dtype of the weight."""

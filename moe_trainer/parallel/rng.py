@@ -3,10 +3,14 @@
 Each named tensor is drawn on its full shape by a CPU generator in blocks of rows, every block from its own
 (seed, name, block) stream, and only then cut. So any cut over ranks, any order of construction, any device and the
 meta device give the same weights, and a rank draws only the row blocks it holds.
+
+Dropout is another matter: it draws from streams that move (`ShardStream`).
 """
 
+import contextlib
 import hashlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -89,3 +93,40 @@ def _fill(values: Tensor, full: list[int], info: ParamInfo, generator: torch.Gen
         fan_out, fan_in = (full[0], full[1]) if len(full) > 1 else (full[0], full[0])
         bound = math.sqrt(6.0 / (fan_in + fan_out))
         values.uniform_(-bound, bound, generator=generator)
+
+
+class ShardStream:
+    """Random numbers for tensors that are cut over the tensor-parallel group: each of its ranks has its own.
+
+    Replicated tensors use torch's global generator, which is equal on all ranks of the group. Operators that take no generator
+    (attention's dropout) read the global one, so inside `drawing` it stands where this stream stands.
+    """
+
+    def __init__(self, seed: int, *parts: str | int):
+        """parts: name the stream; they must tell it from that of every other rank."""
+        self._seed = name_seed(seed, *parts)
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Where the stream stands on a device; what a checkpoint keeps. Made on first use."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    @contextlib.contextmanager
+    def drawing(self, device: torch.device) -> Iterator[None]:
+        """Inside, torch's global generator of the device continues this stream; afterwards it is what it was before."""
+        mine, shared = self.generator(device), _default_generator(device)
+        before = shared.get_state()
+        shared.set_state(mine.get_state())
+        try:
+            yield
+        finally:
+            mine.set_state(shared.get_state())
+            shared.set_state(before)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

@@ -16,7 +16,7 @@ from moe_trainer.layers.mlp import make_activation
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.rotary import make_rotary, skips_rope
 from moe_trainer.parallel.rng import init_parameter
-from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.parallel.state import ParallelState
 
 MODEL = ModelArgs(num_layers=8, hidden_size=32, num_attention_heads=4, num_query_groups=2, group_query_attention=True,
                   kv_channels=8, ffn_hidden_size=64, max_position_embeddings=16, attention_dropout=0.0)
@@ -29,14 +29,12 @@ def built(module):
     return module
 
 
-def test_linears_name_their_parameters_and_refuse_a_group():
+def test_linears_name_their_parameters():
     column = ColumnParallelLinear(4, 6, name="a.b", group=SINGLE.tp, init=Init("normal", 0.1), bias=True)
     row = RowParallelLinear(4, 6, name="a.c", group=SINGLE.tp, init=Init("normal", 0.1), bias=True)
     assert column.weight.info.names == ("a.b.weight",) and column.bias.info.names == ("a.b.bias",)
     assert (column.weight.info.sharded_dim, column.bias.info.sharded_dim) == (0, 0)
     assert (row.weight.info.sharded_dim, row.bias.info.sharded_dim) == (1, None)
-    with pytest.raises(ValueError, match="a.d.*tensor parallelism"):
-        ColumnParallelLinear(4, 6, name="a.d", group=Group("tp", (0, 1), 0, 2), init=Init("zeros"))
 
 
 def test_a_zero_centred_norm_starts_as_the_identity_gain():
