@@ -246,7 +246,8 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     # The books are read before the update: their small collectives must not queue behind the parameter gathers, and a
     # loss that is not finite must not reach the weights.
     update_expert_bias(run.chunks, ps)
-    moe = collect_moe_metrics(run.chunks, ps, num_microbatches)
+    num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
+    moe = collect_moe_metrics(run.chunks, ps, num_microbatches, args.moe, num_layers, run.runtime.device)
     losses = {"lm loss": loss_sum / max(tokens, 1.0), **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
     if args.training.check_for_nan_in_loss_and_grad:
         refuse_nan(state.iteration + 1, losses)

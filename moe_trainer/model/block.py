@@ -31,7 +31,9 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.pre_mlp_layernorm")
         self.is_moe = is_moe
         if is_moe:
-            self.mlp = MoELayer(args, ps, f"{name}.mlp", layer_number, kit)
+            self.mlp = MoELayer(
+                model, args.moe, ps, name=f"{name}.mlp", layer_number=layer_number, kit=kit,
+                sequence_parallel=args.parallel.sequence_parallel, per_token_loss=args.training.calculate_per_token_loss)
         else:
             self.mlp = MLP(model, model.ffn_hidden_size, name=f"{name}.mlp", group=ps.tp, kit=kit,
                            bias=model.add_bias_linear)

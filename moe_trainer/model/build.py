@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from arguments import Arguments
 from moe_trainer.layers.kit import choose
 from moe_trainer.model.transformer import Transformer
+from moe_trainer.moe.dispatch.choose import choose_dispatcher, connect_dispatcher
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
@@ -45,6 +46,8 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
         if device.type != "meta":
             _check(chunk)
         chunks.append(chunk)
+    if args.moe.num_experts:
+        connect_dispatcher([layer for chunk in chunks for layer in chunk.moe_layers()], choose_dispatcher(args.moe, ps))
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info("model: %s parameters on %s in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
     return chunks

@@ -239,18 +239,20 @@ def logged_losses(moe: MoEArgs) -> tuple[str, ...]:
     return tuple(names + ["z_loss"] * (moe.moe_z_loss_coeff is not None))
 
 
-def collect_moe_metrics(chunks, ps: ParallelState, num_microbatches: int) -> MoeMetrics:
+def collect_moe_metrics(
+    chunks, ps: ParallelState, num_microbatches: int, moe: MoEArgs, num_layers: int, device: torch.device | str = "cpu"
+) -> MoeMetrics:
     """Read and reset the routers' accumulators; every rank gets the same values.
 
-    Communication: (4 * layers + layers) fp64 values over tp_cp, dp and pp; nothing on one rank.
+    Called on every rank of a model with experts, also where a pipeline stage has none. num_layers: of the whole model,
+    multi-token-prediction layers included. device: where collectives take place.
+    Communication: 6 * num_layers fp64 values over tp_dp_cp, then over pp; nothing on one rank.
     """
-    routers = list(_routers(chunks))
-    if not routers:
+    if not moe.num_experts:
         return MoeMetrics({}, {}, 0)
-    first = routers[0]
     # columns: the four losses, drops, and whether the layer is an MoE layer
-    table = torch.zeros(first.num_metric_layers, len(LOSS_NAMES) + 2, dtype=torch.float64, device=first.loss_sums.device)
-    for router in routers:
+    table = torch.zeros(num_layers, len(LOSS_NAMES) + 2, dtype=torch.float64, device=device)
+    for router in _routers(chunks):
         row = table[router.layer_number - 1]
         row[:4] = router.loss_sums
         row[4] = router.dropped
@@ -266,8 +268,8 @@ def collect_moe_metrics(chunks, ps: ParallelState, num_microbatches: int) -> Moe
     rows = table.tolist()
     num_moe_layers = sum(row[5] > 0.5 for row in rows)
     losses, per_layer = {}, {}
-    for name in logged_losses(first.moe):
+    for name in logged_losses(moe):
         column = LOSS_NAMES.index(name)
         per_layer[name] = [row[column] / num_microbatches for row in rows]
-        losses[name] = sum(per_layer[name]) / num_moe_layers
+        losses[name] = sum(per_layer[name]) / max(1, num_moe_layers)
     return MoeMetrics(losses, per_layer, round(sum(row[4] for row in rows)))

@@ -4,7 +4,11 @@ Weights of all local experts live in one parameter, [e, rows, hidden]; checkpoin
 (ParamInfo.stacked). --moe-grouped-gemm allows one product for all experts where that is faster; without it experts run one by one.
 Both give the same numbers up to rounding.
 
-Shape letters: R rows sorted by expert, e local experts, H hidden, F expert FFN width, G fc1 output width (2F when gated).
+Expert tensor parallelism cuts every expert's width F over ps.etp: fc1 by rows (gate and up each by itself), fc2 by columns. Each
+rank's result is then one part of a sum, which the dispatcher takes over ps.etp on the way back. What is not cut, fc2's bias, enters
+that sum on one rank only; the others give it a zero gradient, and its gradient is summed over ps.etp (ParamInfo.partial).
+
+Shape letters: R rows sorted by expert, e local experts, H hidden, F this rank's expert FFN width, G fc1 output width (2F when gated).
 """
 
 from collections.abc import Sequence
@@ -13,44 +17,71 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from arguments.model import ModelArgs
+from arguments.moe import MoEArgs
 from moe_trainer.layers.init import Init, hidden_init, make_parameter, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.parallel.params import ParamInfo
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 
 class _ExpertLinear(nn.Module):
-    """Holds the stacked weight and bias of one linear of all local experts; `Experts` does the arithmetic."""
+    """Holds the stacked weight and bias of one linear of all local experts; `Experts` does the arithmetic.
 
-    def __init__(self, names: Sequence[str], rows: int, columns: int, bias: bool, init: Init):
+    rows, columns: of the whole weight of one expert; dimension `cut` of it is cut over the group, in `parts` by themselves.
+    """
+
+    def __init__(self, names: Sequence[str], rows: int, columns: int, bias: bool, init: Init, *, group: Group, cut: int,
+                 parts: int = 1):
         super().__init__()
-        self.weight = make_parameter((len(names), rows, columns), ParamInfo(
-            tuple(f"{name}.weight" for name in names), kind="expert", stacked=True, init=init.kind, init_std=init.std))
-        self.bias = make_parameter((len(names), rows), ParamInfo(
-            tuple(f"{name}.bias" for name in names), kind="expert", stacked=True, init="zeros")) if bias else None
+        shape = [rows, columns]
+        shape[cut] //= group.size
+        place = {"kind": "expert", "stacked": True, "shard_rank": group.rank, "shard_count": group.size}
+        self.weight = make_parameter((len(names), *shape), ParamInfo(
+            tuple(f"{name}.weight" for name in names), sharded_dim=cut, parts=parts, init=init.kind, init_std=init.std, **place))
+        self.bias = None
+        if bias:
+            names = tuple(f"{name}.bias" for name in names)
+            if cut == 0:
+                info = ParamInfo(names, sharded_dim=0, parts=parts, init="zeros", **place)
+            else:
+                info = ParamInfo(names, kind="expert", stacked=True, partial=group.size > 1, init="zeros")
+            self.bias = make_parameter((len(names), shape[0]), info)
 
 
 class Experts(nn.Module):
-    """All local experts of one layer."""
+    """All local experts of one layer.
 
-    def __init__(self, args, ps: ParallelState, name: str):
+    queue: where weight gradients wait while it is active; None to compute them in backward always.
+    Raises: ValueError when the experts or their width cannot be cut evenly.
+    """
+
+    def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, queue: WeightGradQueue | None = None):
         super().__init__()
-        model, moe = args.model, args.moe
         ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
+        if ffn % ps.etp.size:
+            raise ValueError(f"experts of width {ffn} (--moe-ffn-hidden-size) cannot be cut over "
+                             f"--expert-tensor-parallel-size {ps.etp.size}")
+        if moe.num_experts % ps.ep.size:
+            raise ValueError(f"--num-experts {moe.num_experts} cannot be spread evenly over --expert-model-parallel-size {ps.ep.size}")
         self.activation = make_activation(model)
         self.allow_grouped = moe.moe_grouped_gemm
         self.probs_on_input = moe.moe_apply_probs_on_input
+        self.queue = queue
+        self.etp = ps.etp
         num_local = moe.num_experts // ps.ep.size
         first = ps.ep.rank * num_local
         names = [f"{name}.local_experts.{expert}" for expert in range(first, first + num_local)]
         bias = model.add_bias_linear
+        parts = self.activation.in_per_out
         self.linear_fc1 = _ExpertLinear(
-            [f"{expert}.linear_fc1" for expert in names], ffn * self.activation.in_per_out, model.hidden_size, bias,
-            hidden_init(model))
+            [f"{expert}.linear_fc1" for expert in names], ffn * parts, model.hidden_size, bias, hidden_init(model), group=ps.etp,
+            cut=0, parts=parts)
         self.linear_fc2 = _ExpertLinear(
-            [f"{expert}.linear_fc2" for expert in names], model.hidden_size, ffn, bias, residual_init(model))
+            [f"{expert}.linear_fc2" for expert in names], model.hidden_size, ffn, bias, residual_init(model), group=ps.etp, cut=1)
 
     def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int]) -> Tensor:
         """Run the experts on their rows; the result is multiplied by the probabilities.
@@ -62,21 +93,29 @@ class Experts(nn.Module):
             probs_R = None
         return expert_mlp(
             x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
-            b1_eG=self.linear_fc1.bias, b2_eH=self.linear_fc2.bias, allow_grouped=self.allow_grouped,
+            b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), allow_grouped=self.allow_grouped,
         )
+
+    def _own_bias(self) -> Tensor | None:
+        """fc2's bias on the first rank of etp, zeros with a zero gradient on the others."""
+        bias_eH = self.linear_fc2.bias
+        return bias_eH if bias_eH is None or self.etp.rank == 0 else bias_eH * 0.0
 
 
 class SharedExperts(MLP):
-    """The expert every token takes; with --moe-shared-expert-gate times sigmoid of a learned projection of the token."""
+    """The expert every token takes; with --moe-shared-expert-gate times sigmoid of a learned projection of the token.
 
-    def __init__(self, args, ps: ParallelState, name: str, kit: Kit):
-        super().__init__(
-            args.model, args.moe.moe_shared_expert_intermediate_size, name=name, group=ps.tp, kit=kit, bias=False)
+    Cut over tp like any dense feed-forward. With sequence parallelism the gate sees this rank's rows only.
+    """
+
+    def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, kit: Kit, sequence_parallel: bool = False):
+        cut = {"sequence_parallel": True} if sequence_parallel else {}
+        super().__init__(model, moe.moe_shared_expert_intermediate_size, name=name, group=ps.tp, kit=kit, bias=False, **cut)
         self.gate_weight = None
-        if args.moe.moe_shared_expert_gate:
-            init = hidden_init(args.model)
-            self.gate_weight = make_parameter((1, args.model.hidden_size), ParamInfo(
-                (f"{name}.gate_weight",), init=init.kind, init_std=init.std))
+        if moe.moe_shared_expert_gate:
+            init = hidden_init(model)
+            self.gate_weight = make_parameter((1, model.hidden_size), ParamInfo(
+                (f"{name}.gate_weight",), partial=sequence_parallel and ps.tp.size > 1, init=init.kind, init_std=init.std))
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         y_SBH = super().forward(x_SBH)

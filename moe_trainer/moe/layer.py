@@ -1,44 +1,58 @@
-"""One Mixture-of-Experts layer: route -> dispatch -> experts -> combine, plus shared experts."""
+"""One Mixture-of-Experts layer: route -> dispatch -> experts -> combine, plus shared experts.
+
+Under tensor parallelism every rank routes and dispatches tokens of its own. With sequence parallelism the rows that arrive are
+such already; without it all ranks of tp hold the same rows, so the layer takes its share of them first and gathers the results
+after. The shared experts are an ordinary feed-forward cut over tp and take the rows as they come.
+"""
 
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from arguments.model import ModelArgs
+from arguments.moe import MoEArgs
 from moe_trainer.layers.kit import Kit
-from moe_trainer.moe.dispatch.choose import choose_dispatcher
+from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
 from moe_trainer.moe.router import TopKRouter
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.mappings import gather_rows_replicated, scatter_rows_to_group
+from moe_trainer.parallel.state import Group, ParallelState
 
 
 class MoELayer(nn.Module):
     """The feed-forward part of a block, made of experts.
 
-    Parameters (global names under layer_name): router.weight, experts.local_experts.{e}.linear_fc1 / linear_fc2 (stacked in
+    Parameters (global names under `name`): router.weight, experts.local_experts.{e}.linear_fc1 / linear_fc2 (stacked in
     memory), shared_experts.linear_fc1 / linear_fc2 / gate_weight.
+    `dispatcher` is shared by the layers of a model (it holds no state of a layer) and set before the first forward pass; see
+    dispatch/choose.py.
     """
 
-    def __init__(self, args, ps: ParallelState, layer_name: str, layer_number: int, kit: Kit):
-        """args: Arguments. layer_name: e.g. "decoder.layers.3.mlp". layer_number: from 1; MTP layers follow the decoder's."""
+    def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit,
+                 sequence_parallel: bool = False, per_token_loss: bool = False):
+        """name: e.g. "decoder.layers.3.mlp". layer_number: from 1; MTP layers follow the decoder's."""
         super().__init__()
         self.layer_number = layer_number
-        self.router = TopKRouter(args, ps, f"{layer_name}.router", layer_number)
-        self.dispatcher = choose_dispatcher(args.moe, ps)
-        self.experts = Experts(args, ps, f"{layer_name}.experts")
+        self.router = TopKRouter(model, moe, ps, f"{name}.router", layer_number, per_token_loss=per_token_loss)
+        self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue)
         self.shared_experts = None
-        if args.moe.moe_shared_expert_intermediate_size is not None:
-            self.shared_experts = SharedExperts(args, ps, f"{layer_name}.shared_experts", kit)
+        if moe.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", kit, sequence_parallel)
+        self.dispatcher: TokenDispatcher | None = None
+        # the group over which rows must be dealt out: all its ranks hold the same ones
+        self.replicas = Group.single("tp", ps.tp.ranks[ps.tp.rank]) if sequence_parallel else ps.tp
 
     def forward(self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0) -> Tensor:
         """Run the layer. grad_scale: factor by which the auxiliary losses enter the gradient.
 
         Shapes: x_SBH [S, B, hidden] -> y_SBH.
+        Raises: ValueError without sequence parallelism when the ranks of tp do not divide S.
         """
-        probs_TE, routing_TE = self.router(x_SBH, grad_scale)
-        x_TH = x_SBH.reshape(-1, x_SBH.shape[-1])
-        sent = self.dispatcher.dispatch(x_TH, probs_TE, routing_TE)
+        own_SBH = scatter_rows_to_group(x_SBH, self.replicas)
+        probs_TE, routing_TE = self.router(own_SBH, grad_scale)
+        sent = self.dispatcher.dispatch(own_SBH.reshape(-1, own_SBH.shape[-1]), probs_TE, routing_TE)
         y_RH = self.experts(sent.x_RH, sent.probs_R, sent.tokens_per_expert_e)
-        y_SBH = self.dispatcher.combine(y_RH, sent).view(x_SBH.shape)
+        y_SBH = gather_rows_replicated(self.dispatcher.combine(y_RH, sent).view(own_SBH.shape), self.replicas)
         if self.shared_experts is not None:
             y_SBH = y_SBH + self.shared_experts(x_SBH)
         return y_SBH

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.init import hidden_init, make_parameter
 from moe_trainer.moe.balancing import LOSS_NAMES, BalancingLosses, attach_gradient, balancing_losses, loss_coefficients
@@ -187,21 +188,20 @@ class TopKRouter(nn.Module):
     and map of every forward pass.
     """
 
-    def __init__(self, args, ps: ParallelState, name: str, layer_number: int):
+    def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, layer_number: int, *,
+                 per_token_loss: bool = False):
         super().__init__()
-        moe: MoEArgs = args.moe
         self.moe, self.ps, self.name, self.layer_number = moe, ps, name, layer_number
         self.num_experts, self.topk = moe.num_experts, moe.moe_router_topk
         self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype)
         self.coefficients = loss_coefficients(moe)
-        self.per_token_loss = args.training.calculate_per_token_loss
-        self.num_metric_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
+        self.per_token_loss = per_token_loss
         self.recorder: list | None = None
-        init = hidden_init(args.model)
-        self.weight = make_parameter((self.num_experts, args.model.hidden_size), ParamInfo(
-            (f"{name}.weight",), init=init.kind, init_std=init.std))
+        init, partial = hidden_init(model), ps.tp.size > 1  # every rank of tp routes rows of its own
+        self.weight = make_parameter((self.num_experts, model.hidden_size), ParamInfo(
+            (f"{name}.weight",), partial=partial, init=init.kind, init_std=init.std))
         self.bias = make_parameter((self.num_experts,), ParamInfo(
-            (f"{name}.bias",), init="zeros")) if args.model.add_bias_linear else None
+            (f"{name}.bias",), partial=partial, init="zeros")) if model.add_bias_linear else None
         self._make_buffers()
 
     def _make_buffers(self):

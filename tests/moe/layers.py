@@ -7,8 +7,11 @@ import torch
 
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
+from arguments.parallel import ParallelArgs
 from arguments.training import TrainingArgs
 from moe_trainer.layers.kit import LOCAL
+from moe_trainer.moe.balancing import MoeMetrics, collect_moe_metrics
+from moe_trainer.moe.dispatch.choose import choose_dispatcher, connect_dispatcher
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel.state import ParallelState
 
@@ -21,6 +24,7 @@ def sections(**changes) -> SimpleNamespace:
         model=ModelArgs(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=FFN, swiglu=True, add_bias_linear=False),
         moe=MoEArgs(num_experts=EXPERTS),
         training=TrainingArgs(),
+        parallel=ParallelArgs(),
     )
     for name, value in changes.items():
         section = next(key for key, owner in vars(made).items() if name in {f.name for f in fields(owner)})
@@ -30,7 +34,11 @@ def sections(**changes) -> SimpleNamespace:
 
 def build_layer(args, ps=None, dtype=torch.float64, layer_number=1, seed=0) -> MoELayer:
     """A layer with random weights and, if it has one, a random expert bias."""
-    layer = MoELayer(args, ps or ParallelState.single(), f"decoder.layers.{layer_number - 1}.mlp", layer_number, LOCAL)
+    ps = ps or ParallelState.single()
+    layer = MoELayer(
+        args.model, args.moe, ps, name=f"decoder.layers.{layer_number - 1}.mlp", layer_number=layer_number, kit=LOCAL,
+        sequence_parallel=args.parallel.sequence_parallel, per_token_loss=args.training.calculate_per_token_loss)
+    connect_dispatcher([layer], choose_dispatcher(args.moe, ps))
     layer = layer.to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -59,3 +67,8 @@ class Chunk:
 
     def moe_layers(self) -> list[MoELayer]:
         return list(self.layers)
+
+
+def metrics_of(args, layers: list[MoELayer], num_microbatches: int, ps: ParallelState | None = None) -> MoeMetrics:
+    """What the loop logs of these layers; two layers in the model."""
+    return collect_moe_metrics([Chunk(*layers)], ps or ParallelState.single(), num_microbatches, args.moe, 2)

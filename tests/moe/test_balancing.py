@@ -2,10 +2,10 @@
 
 import torch
 from harness import run_ranks
-from moe.layers import Chunk, build_layer, sections
+from moe.layers import Chunk, build_layer, metrics_of, sections
 from reference import Balance, add_balance
 
-from moe_trainer.moe.balancing import collect_moe_metrics, logged_losses, start_iteration, update_expert_bias
+from moe_trainer.moe.balancing import logged_losses, start_iteration, update_expert_bias
 from moe_trainer.parallel.state import ParallelState
 
 SIGMOID_BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01}
@@ -74,7 +74,7 @@ def global_loss_of_rank(rank, world_size):
     for microbatch in range(2):
         probs, _ = layer.router(tokens(world_size * microbatch + rank), 0.5)
         (probs * 0).sum().backward()
-    return layer.router.weight.grad, collect_moe_metrics([Chunk(layer)], ps, 2)
+    return layer.router.weight.grad, metrics_of(args, [layer], 2, ps)
 
 
 def test_global_loss_over_ranks_by_definition():
@@ -112,9 +112,10 @@ def test_global_loss_over_ranks_by_definition():
 def aux_loss_of_rank(rank, world_size):
     ps = ParallelState.create(world_size, rank)
     kinds = ["aux_loss", "seq_aux_loss"]
-    layer = build_layer(sections(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=[0.1, 0.1]), ps)
+    args = sections(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=[0.1, 0.1])
+    layer = build_layer(args, ps)
     layer.router(tokens(rank), 1.0)
-    return collect_moe_metrics([Chunk(layer)], ps, 1).losses
+    return metrics_of(args, [layer], 1, ps).losses
 
 
 def test_other_losses_are_the_mean_over_ranks():
@@ -133,13 +134,14 @@ def test_other_losses_are_the_mean_over_ranks():
 
 
 def test_new_iteration_forgets_the_counts():
-    layer = build_layer(sections(**GLOBAL))
+    args = sections(**GLOBAL)
+    layer = build_layer(args)
     values = []
     for _ in range(2):
         start_iteration([Chunk(layer)])
         layer.router(tokens(0), 1.0)
         layer.router(tokens(1), 1.0)
-        values.append(collect_moe_metrics([Chunk(layer)], ParallelState.single(), 2).losses)
+        values.append(metrics_of(args, [layer], 2).losses)
     assert values[0] == values[1]
 
 

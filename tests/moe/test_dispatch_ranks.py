@@ -125,7 +125,7 @@ def _rows(rank, n, dispatcher):
     routing_TE = torch.rand(num_tokens, 6, generator=generator) < 0.5
     routing_TE[:, 3] = False  # an expert that nobody takes
     probs_TE = torch.where(routing_TE, torch.rand(num_tokens, 6, generator=generator), 0.0)
-    made = DISPATCHERS[dispatcher](ps.ep)
+    made = DISPATCHERS[dispatcher](ps)
     # two in flight, ended in the other order
     first, second = made.dispatch(x_TH, probs_TE, routing_TE), made.dispatch(x_TH + 0.5, probs_TE, routing_TE)
     sent_back = made.combine(second.x_RH, second), made.combine(first.x_RH, first)
@@ -151,9 +151,9 @@ def _exchange(rank, n, dtype):
     probs = torch.tensor([[0.5, 0.0, 0.0, 0.5]] * 4, dtype=torch.float32, requires_grad=True)
     results = []
     for kind in DISPATCHERS.values():
-        sent = kind(ps.ep).dispatch(x, probs, probs > 0)
+        sent = kind(ps).dispatch(x, probs, probs > 0)
         assert sent.x_RH.dtype == dtype and sent.probs_R.dtype == torch.float32
-        y = kind(ps.ep).combine((sent.x_RH * sent.probs_R.unsqueeze(1)).to(dtype), sent)
+        y = kind(ps).combine((sent.x_RH * sent.probs_R.unsqueeze(1)).to(dtype), sent)
         assert y.dtype == dtype
         y.float().sum().backward()
         assert x.grad.dtype == dtype and probs.grad.dtype == torch.float32

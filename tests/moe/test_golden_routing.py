@@ -57,7 +57,8 @@ def test_logits_probabilities_and_map(first_step):
 
 def test_losses_per_layer_drops_and_bias(first_step):
     model, data, step = first_step
-    metrics = collect_moe_metrics([model], ParallelState.single(), 2)
+    moe, last = model.moe_layers()[0].router.moe, model.moe_layers()[-1].layer_number
+    metrics = collect_moe_metrics([model], ParallelState.single(), 2, moe, last)
     for name in LOSS_NAMES:
         recorded = step.get(f"{name}/per_layer")
         if recorded is None:

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from moe.layers import Chunk, build_layer, by_name, sections
+from moe.layers import Chunk, build_layer, by_name, metrics_of, sections
 from reference import Balance, moe_layer
 
-from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.moe.balancing import start_iteration
 
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk": 4}
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3}
@@ -89,7 +88,7 @@ def compare(args, dtype=torch.float64, tolerance=1e-12, shape=(6, 2), microbatch
             expected = params[name].grad
             expected = torch.zeros_like(grad) if expected is None else expected
             torch.testing.assert_close(grad, expected, atol=tolerance * 100, rtol=tolerance, msg=labelled(name))
-    metrics = collect_moe_metrics([chunk], ParallelState.single(), microbatches)
+    metrics = metrics_of(args, [layer], microbatches)
     assert metrics.dropped_tokens == values.pop("dropped")
     for name, value in values.items():
         assert metrics.losses[name] == pytest.approx(value, rel=1e-6)
@@ -142,19 +141,21 @@ def test_experts_without_tokens_have_zero_gradients(grouped):
 
 
 def test_metrics_are_reset_by_collecting():
-    layer = build_layer(sections(**ROUTERS["all losses"]))
+    args = sections(**ROUTERS["all losses"])
+    layer = build_layer(args)
     layer(torch.randn(4, 2, 16, dtype=torch.float64), 1.0)
-    first = collect_moe_metrics([Chunk(layer)], ParallelState.single(), 1)
-    again = collect_moe_metrics([Chunk(layer)], ParallelState.single(), 1)
+    first = metrics_of(args, [layer], 1)
+    again = metrics_of(args, [layer], 1)
     assert min(first.losses.values()) > 0
     assert set(again.losses.values()) == {0.0}
 
 
 def test_metrics_leave_dense_layers_out():
     """Layer 2 of 2 is an MoE layer: the mean is over MoE layers, the index says which."""
-    layer = build_layer(sections(**AUX), layer_number=2)
+    args = sections(**AUX)
+    layer = build_layer(args, layer_number=2)
     layer(torch.randn(4, 2, 16, dtype=torch.float64), 1.0)
-    metrics = collect_moe_metrics([Chunk(layer)], ParallelState.single(), 1)
+    metrics = metrics_of(args, [layer], 1)
     dense, moe = metrics.per_layer["load_balancing_loss"]
     assert dense == 0.0 and metrics.losses["load_balancing_loss"] == moe > 0
 

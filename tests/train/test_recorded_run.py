@@ -49,7 +49,7 @@ def test_ten_iterations_equal_the_recorded_ones():
         grads.finish()
         outcome = optimizer.step(schedule.lr(number * args.training.global_batch_size), args.optimizer.weight_decay)
         update_expert_bias(chunks, ps)
-        aux = collect_moe_metrics(chunks, ps, 2).losses["load_balancing_loss"]
+        aux = collect_moe_metrics(chunks, ps, 2, args.moe, args.model.num_layers).losses["load_balancing_loss"]
         assert np.mean(losses) == pytest.approx(step["lm loss"], rel=2e-6)
         assert outcome.grad_norm == pytest.approx(step["grad_norm"], rel=2e-6)
         assert aux == pytest.approx(np.mean(step["load_balancing_loss/per_layer"]), rel=2e-6)

@@ -6,6 +6,9 @@ rank's columns to it, instead of being gathered whole. Every rank sums the rows 
 are taken by the reduce-scatter: in fp32 the result differs from the all-to-all's in the last bits, since a token's experts are added in
 another order. The sum over ranks is taken in the wider of the dtypes of rows and probabilities, as in Megatron-Core.
 
+With expert tensor parallelism the group is tp_ep (etp x ep): the ranks of etp ask for the same columns, and the reduce-scatter adds
+their partial results with all others.
+
 Cost per layer and microbatch: T * H gathered and T * H reduce-scattered over S ranks, in forward and again in backward, whatever
 k is; better than the all-to-all where k is near S, or where a few tokens make its synchronisation the larger part.
 
@@ -18,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher, ep_ranks
 from moe_trainer.ops.permute import PermuteMap, make_permute_map, permute, permute_probs, unpermute
 from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all, reduce_scatter_rows
-from moe_trainer.parallel.state import Group
+from moe_trainer.parallel.state import ParallelState
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,12 @@ class _Gathered:
 
 
 class AllGatherDispatcher(TokenDispatcher):
-    """Gather all tokens of the expert-parallel group, keep the rows of the local experts, reduce-scatter the results."""
+    """Gather all tokens of the group of experts, keep the rows of the local experts, reduce-scatter the results."""
 
-    def __init__(self, group: Group):
-        self.group = group
+    def __init__(self, ps: ParallelState):
+        self.group = ps.tp_ep
+        self.num_parts = ps.ep.size
+        self.part_of = ep_ranks(ps)
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
         """Tell every rank how many tokens it will get: they may differ, in an evaluation's last batch for one."""
@@ -66,8 +71,11 @@ class AllGatherDispatcher(TokenDispatcher):
     def _columns(self, table_TE: Tensor) -> Tensor:
         """[T, E] -> [S * T, e]: for each rank the columns of its experts."""
         num_tokens, num_experts = table_TE.shape
-        num_local = num_experts // self.group.size
-        return table_TE.view(num_tokens, self.group.size, num_local).transpose(0, 1).reshape(-1, num_local)
+        num_local = num_experts // self.num_parts
+        columns_PTe = table_TE.view(num_tokens, self.num_parts, num_local).transpose(0, 1)
+        if self.num_parts < self.group.size:
+            columns_PTe = torch.stack([columns_PTe[part] for part in self.part_of])
+        return columns_PTe.reshape(-1, num_local)
 
     def postprocess(self, sent: Dispatched) -> Dispatched:
         """Copy the tokens of each local expert into its rows. The counts reach the host here."""

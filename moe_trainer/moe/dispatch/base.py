@@ -18,6 +18,18 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_trainer.parallel.state import ParallelState
+
+
+def ep_ranks(ps: ParallelState) -> tuple[int, ...]:
+    """For every member of ps.tp_ep its rank in its expert-parallel group: which part of the experts it holds.
+
+    Either axis may vary faster inside tp_ep; where the members of this rank's own ep group stand in it tells.
+    """
+    place = [ps.tp_ep.ranks.index(rank) for rank in ps.ep.ranks]
+    stride = place[1] - place[0] if len(place) > 1 else ps.tp_ep.size
+    return tuple(member // stride % ps.ep.size for member in range(ps.tp_ep.size))
+
 
 @dataclass(frozen=True)
 class Dispatched:

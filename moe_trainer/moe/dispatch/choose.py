@@ -1,5 +1,7 @@
 """Choice of the dispatcher, once, when the model is built."""
 
+from collections.abc import Iterable
+
 from arguments.moe import MoEArgs
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
@@ -16,8 +18,12 @@ def choose_dispatcher(moe: MoEArgs, ps: ParallelState) -> TokenDispatcher:
     kind = moe.moe_token_dispatcher_type
     if kind not in ("allgather", "alltoall"):
         raise ValueError(f"--moe-token-dispatcher-type {kind} is not available yet; use alltoall or allgather")
-    if ps.etp.size != 1:
-        raise ValueError(f"--expert-tensor-parallel-size {ps.etp.size} is not available yet; use 1")
-    if ps.ep.size == 1:
+    if ps.tp_ep.size == 1:
         return LocalDispatcher()
-    return AllToAllDispatcher(ps.ep) if kind == "alltoall" else AllGatherDispatcher(ps.ep)
+    return AllToAllDispatcher(ps) if kind == "alltoall" else AllGatherDispatcher(ps)
+
+
+def connect_dispatcher(layers: Iterable, dispatcher: TokenDispatcher) -> None:
+    """Give every MoE layer of a model the same dispatcher."""
+    for layer in layers:
+        layer.dispatcher = dispatcher
