@@ -9,7 +9,7 @@ from arguments.optimizer import OptimizerArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.distributed_optimizer import ParamGather
-from moe_trainer.optim.flat_state import MOMENTS, make_states
+from moe_trainer.optim.flat_state import make_states
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.loss_scale import build_loss_scale
 from moe_trainer.optim.optimizer import Optimizer
@@ -24,12 +24,8 @@ def build_optimizer(chunks: Sequence[nn.Module], grads: DataParallelGrads, optim
     From here on the parameters are views of flat buffers: load weights with `param.copy_`, never by assigning `.data`.
     check_for_nan: raise on gradients that are not finite (--no-check-for-nan-in-loss-and-grad: skip the iteration).
     count_zeros: report zeros in gradients (--log-num-zeros-in-grad). timer: context manager per Megatron timer name.
-    Raises: ValueError for an optimizer that is not built in, or flags that exclude each other.
+    Collective over ps.world.
     """
-    if optimizer.optimizer not in MOMENTS:
-        raise ValueError(f"--optimizer {optimizer.optimizer} is not available; choose one of {', '.join(MOMENTS)}")
-    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
-        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer")
     loss_scale = build_loss_scale(precision)
     states = make_states(grads, optimizer, ps)
     gather = None

@@ -39,15 +39,10 @@ def zero_count(tensors: Iterable[Tensor]) -> Tensor | None:
     return torch.stack(counts).sum() if counts else None
 
 
-def sum_over_ranks(parts: Iterable[tuple[Tensor | None, Group]], device: torch.device) -> float:
-    """Add up the parts, each summed over its group first (consecutive parts of one group in one collective)."""
-    by_group: dict[str, tuple[Tensor, Group]] = {}
-    for value, group in parts:
-        value = torch.zeros((), dtype=torch.float64, device=device) if value is None else value.double()
-        before = by_group.get(group.name)
-        by_group[group.name] = (value if before is None else before[0] + value, group)
-    total = sum(collectives.all_reduce(value, group) for value, group in by_group.values())
-    return float(total)
+def sum_over_ranks(value: Tensor | None, group: Group, device: torch.device) -> float:
+    """Sum a scalar over a group in fp64; None counts nothing. Collective; the same number on every rank."""
+    value = torch.zeros((), dtype=torch.float64, device=device) if value is None else value.double()
+    return float(collectives.all_reduce(value, group))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -55,12 +55,17 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """All parameters of one kind ("dense" or "expert") and dtype, with the group that reduces them."""
+    """All parameters of one kind ("dense" or "expert") and dtype, with the groups that reduce them.
+
+    Gradients are reduced over `group`, which is also what a sharded state is divided among, and then over `outer`: the ranks
+    that hold the same elements in the other instances of the distributed optimizer (alone, where there is one instance).
+    """
 
     kind: str
     dtype: torch.dtype
     device: torch.device
     group: Group
+    outer: Group
     buckets: tuple[Bucket, ...]
 
     @property
@@ -94,7 +99,7 @@ def plan_layouts(params: Iterable[Parameter], ps: ParallelState, parallel: Paral
 
     `params` come in order of use. Raises: ValueError when one carries no ParamInfo.
     """
-    groups = {"dense": ps.dp_cp, "expert": ps.edp}
+    groups = _reducing_groups(ps, parallel.use_distributed_optimizer)
     ordered = [param for param in unique_params(params) if param.requires_grad]
     kinds: dict[tuple[str, torch.dtype, torch.device], list[tuple[int, Parameter]]] = {}
     for position, param in enumerate(ordered):
@@ -102,18 +107,23 @@ def plan_layouts(params: Iterable[Parameter], ps: ParallelState, parallel: Paral
     bucket_size = _bucket_size(sum(param.numel() for param in ordered), ps.dp_cp.size, parallel)
     layouts = []
     for (kind, dtype, device), members in kinds.items():
-        align = math.lcm(groups[kind].size, BUCKET_ALIGN)
+        group, outer = groups[kind]
+        align = math.lcm(group.size, BUCKET_ALIGN)
         if parallel.ddp_pad_buckets_for_high_nccl_busbw:
             align = math.lcm(align, HIGH_BANDWIDTH_ALIGN)
-        layouts.append(FlatLayout(kind, dtype, device, groups[kind], _buckets(members, bucket_size, align)))
+        layouts.append(FlatLayout(kind, dtype, device, group, outer, _buckets(members, bucket_size, align)))
     return tuple(layouts)
+
+
+def _reducing_groups(ps: ParallelState, sharded: bool) -> dict[str, tuple[Group, Group]]:
+    """(group, outer) of each kind; only a sharded state has instances."""
+    if sharded:
+        return {"dense": (ps.dp_cp_inner, ps.dp_cp_outer), "expert": (ps.edp_inner, ps.edp_outer)}
+    return {"dense": (ps.dp_cp, Group.single("none")), "expert": (ps.edp, Group.single("none"))}
 
 
 def _bucket_size(numel: int, dp_size: int, parallel: ParallelArgs) -> int | None:
     """Elements after which a bucket closes; None: a single bucket, since nothing overlaps."""
-    for flag, value in (("--ddp-num-buckets", parallel.ddp_num_buckets), ("--ddp-bucket-size", parallel.ddp_bucket_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} must be at least 1, got {value}")
     if not parallel.overlap_grad_reduce:
         return None
     if parallel.ddp_num_buckets is not None:

@@ -25,7 +25,8 @@ MOMENTS = MappingProxyType({"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum
 class Piece:
     """Elements [start, stop) of a parameter at [offset, offset + stop - start) of this rank's flat state.
 
-    counted: whether this rank counts them in norms (another rank holds the same values otherwise).
+    counted: whether this rank counts them in norms. Exactly one rank of the world does: every rank that holds them has the same
+    values, but a sum over all ranks must see them once.
     """
 
     slot: Slot
@@ -60,7 +61,7 @@ class FlatState:
         self.model = model
         self.buffer = buffer
         ranges = [bucket.owned(self.layout.group, buffer.sharded) for bucket in self.layout.buckets]
-        self.pieces = _pieces(self.layout, ranges, groups, ps)
+        self.pieces = _pieces(self.layout, ranges, groups, _holds_alone(self.layout, buffer.sharded), ps)
         # (range in the buffer, range in the flat state), one pair a bucket
         self.parts: list[tuple[slice, slice]] = []
         offset = 0
@@ -117,7 +118,7 @@ def make_states(grads: DataParallelGrads, settings: OptimizerArgs, ps: ParallelS
     return states
 
 
-def _pieces(layout: FlatLayout, ranges: Sequence[tuple[int, int]], groups: dict[Parameter, ParamGroup],
+def _pieces(layout: FlatLayout, ranges: Sequence[tuple[int, int]], groups: dict[Parameter, ParamGroup], alone: bool,
             ps: ParallelState) -> list[Piece]:
     """Cut this rank's range of every bucket into pieces of parameters."""
     pieces, base = [], 0
@@ -126,7 +127,7 @@ def _pieces(layout: FlatLayout, ranges: Sequence[tuple[int, int]], groups: dict[
             start, stop = max(slot.start, low), min(slot.stop, high)
             if start < stop:
                 pieces.append(Piece(slot, start - slot.start, stop - slot.start, base + start - low,
-                                    groups[slot.param], _counted(slot.param, ps)))
+                                    groups[slot.param], alone and _owned_by_replica(slot.param, ps)))
         base += high - low
     return pieces
 
@@ -137,8 +138,14 @@ def _runs(pieces: Sequence[Piece], ends: Sequence[int]) -> Iterator[list[Piece]]
     return (list(run) for _, run in keyed)
 
 
-def _counted(param: Parameter, ps: ParallelState) -> bool:
-    """Whether this rank counts a parameter in norms: once per tensor-parallel replica set and tied pair."""
+def _holds_alone(layout: FlatLayout, sharded: bool) -> bool:
+    """Whether this is the first of the ranks that hold the same part of the same data-parallel state."""
+    return (layout.outer if sharded else layout.group).rank == 0
+
+
+def _owned_by_replica(param: Parameter, ps: ParallelState) -> bool:
+    """Whether a parameter counts on this rank of its model replica: one that is not cut on the first tensor-parallel rank,
+    one that several stages hold where it is no copy."""
     info = info_of(param)
     tp = ps.etp if info.kind == "expert" else ps.tp
-    return (info.shard_count > 1 or tp.rank == 0) and not (info.tied and not ps.is_first_stage)
+    return (info.shard_count > 1 or tp.rank == 0) and not info.copy

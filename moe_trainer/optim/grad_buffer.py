@@ -5,17 +5,21 @@ fresh `.grad` to it and drops `.grad`, so only one gradient per parameter exists
 overwrites instead of adding: nobody has to clear the buffer. The factor of the data-parallel mean is applied in the
 same pass.
 
-Reduction works on buckets (flat.py): all-reduce, or reduce-scatter with the distributed optimizer. With overlap a bucket is
-launched by the hook that completes it in the last micro-batch. Buckets are launched strictly in one order, on every
+Reduction works on buckets (flat.py): all-reduce, or with the distributed optimizer reduce-scatter (and, where it has several
+instances, all-reduce of what a rank owns across them). With overlap a bucket is launched by the hook that completes it in
+the last micro-batch of its model chunk: the schedule runs every other backward inside accumulate(). How often a parameter's hook
+runs in that micro-batch is learned in the first iteration, which overlaps nothing: twice for a weight that two chunks share, or
+whose gradient comes in parts because some of it was deferred. Buckets are launched strictly in one order, on every
 rank the same: a rank on which some parameter received no gradient would otherwise issue its collectives in another
-order than its peers, and they would hang or mix buckets.
+order than its peers, and they would hang or mix buckets. The order is the reverse of use, chunks included, and the chunks
+of a pipeline stage finish in that order.
 Cost: one pass over the gradients per micro-batch, one collective per bucket and iteration. torch's
 DistributedDataParallel was rejected: it knows neither main gradients nor expert groups nor reduce-scatter.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,12 +48,39 @@ class GradBuffer:
         start, stop = bucket.owned(self.layout.group, self.sharded)
         return self.flat[start:stop]
 
-    def reduce(self, bucket: Bucket) -> Any:
+    def reduce(self, bucket: Bucket, side_stream: torch.cuda.Stream | None) -> Any:
         """Start the reduction of a bucket; returns the work object."""
-        whole = self.flat[bucket.start:bucket.stop]
-        if self.sharded:
-            return collectives.reduce_scatter_flat(self.owned(bucket), whole, self.layout.group, self.op, async_op=True)
-        return collectives.all_reduce(whole, self.layout.group, self.op, async_op=True)
+        whole, group, outer = self.flat[bucket.start:bucket.stop], self.layout.group, self.layout.outer
+        if not self.sharded:
+            return collectives.all_reduce(whole, group, self.op, async_op=True)
+        owned = self.owned(bucket)
+        inside = collectives.reduce_scatter_flat(owned, whole, group, self.op, async_op=True)
+        if outer.size == 1:
+            return inside
+        return _InTwoSteps(inside, lambda: collectives.all_reduce(owned, outer, self.op, async_op=True), side_stream)
+
+
+class _InTwoSteps:
+    """A reduction that begins when another one is complete.
+
+    On CUDA both are queued at once, the second one behind a wait on a stream of its own. Elsewhere only the process itself can
+    wait: the second begins with go_on(), after the backward pass.
+    """
+
+    def __init__(self, first: Any, second: Callable[[], Any], side_stream: torch.cuda.Stream | None):
+        self._first, self._second, self._work = first, second, None
+        if side_stream is not None:
+            with torch.cuda.stream(side_stream):
+                self.go_on()
+
+    def go_on(self) -> None:
+        if self._work is None:
+            self._first.wait()
+            self._work = self._second()
+
+    def wait(self) -> None:
+        self.go_on()
+        self._work.wait()
 
 
 class _PendingBucket:
@@ -58,21 +89,26 @@ class _PendingBucket:
     def __init__(self, buffer: GradBuffer, bucket: Bucket):
         self.buffer = buffer
         self.bucket = bucket
-        self.stale = set(bucket.slots)  # slots whose main_grad holds nothing of this iteration yet
-        self.missing = len(bucket.slots)  # slots that the last micro-batch has not reached
-        self.work: Any = None
+        self.visits = dict.fromkeys(bucket.slots, 0)  # hooks that ran in the first iteration's last micro-batch
+        self.reset()
 
     def reset(self) -> None:
-        self.stale = set(self.bucket.slots)
-        self.missing = len(self.bucket.slots)
-        self.work = None
+        self.stale = set(self.bucket.slots)  # slots whose main_grad holds nothing of this iteration yet
+        self.missing = {slot: max(1, visits) for slot, visits in self.visits.items()}  # hooks that the last one still has to run
+        self.work: Any = None
+
+    def visit(self, slot: Slot) -> None:
+        """The last micro-batch's hook of a slot ran."""
+        left = self.missing.pop(slot, 0) - 1
+        if left > 0:
+            self.missing[slot] = left
 
 
 class DataParallelGrads:
     """Accumulates and reduces the gradients of a model.
 
     Use, per iteration: zero(); backward of all micro-batches but the last inside accumulate(); the last one outside;
-    finish(). Then `param.main_grad` (with the distributed optimizer: this rank's part of the buffers) is the mean over
+    finish(); finalize.finalize_grads where a model replica has several ranks. Then `param.main_grad` (with the distributed optimizer: this rank's part of the buffers) is the mean over
     data-parallel ranks of the accumulated gradients, or their sum with `per_token_loss`. Gradients of experts are summed
     over edp but divided by the size of dp_cp: an expert sees the tokens of all ranks that send to it.
     """
@@ -81,11 +117,8 @@ class DataParallelGrads:
                  per_token_loss: bool):
         """Allocate the buffers and register hooks. `params` in order of use.
 
-        Raises: ValueError when a parameter carries no ParamInfo, or when flags exclude each other.
+        Raises: ValueError when a parameter carries no ParamInfo.
         """
-        if parallel.ddp_average_in_collective and per_token_loss:
-            raise ValueError("--ddp-average-in-collective and --calculate-per-token-loss exclude each other: per-token "
-                             "gradients are summed, not averaged")
         self.sharded = parallel.use_distributed_optimizer
         self.overlap = parallel.overlap_grad_reduce
         self.buffers = tuple(
@@ -97,6 +130,8 @@ class DataParallelGrads:
         self._next = 0  # first bucket in order that is not launched
         self.finished = 0  # iterations
         self._accumulating = False
+        devices = {buffer.layout.device for buffer in self.buffers if buffer.layout.outer.size > 1}
+        self._side_stream = next((torch.cuda.Stream(device) for device in devices if device.type == "cuda"), None)
         for pending in self._order:
             for slot in pending.bucket.slots:
                 slot.param.main_grad = pending.buffer.flat[slot.start:slot.stop].view(slot.param.shape)
@@ -111,7 +146,10 @@ class DataParallelGrads:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Inside, backward only accumulates; nothing is reduced."""
+        """Inside, backward only accumulates; nothing is reduced.
+
+        For every backward pass but the last one of each model chunk, and for the weight gradients that such a pass deferred.
+        """
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -124,6 +162,9 @@ class DataParallelGrads:
             self._launch(pending)
         self._next = len(self._order)
         self.finished += 1
+        for pending in self._order:
+            if isinstance(pending.work, _InTwoSteps):
+                pending.work.go_on()
         for pending in self._order:
             if pending.work is not None:
                 pending.work.wait()
@@ -167,11 +208,14 @@ class DataParallelGrads:
         pending.stale.discard(slot)
         param.grad = None
         if self.overlap and not self._accumulating:
-            pending.missing -= 1
-            self._launch_complete()
+            if self.finished == 0:
+                pending.visits[slot] += 1
+            else:
+                pending.visit(slot)
+                self._launch_complete()
 
     def _launch_complete(self) -> None:
-        while self._next < len(self._order) and self._order[self._next].missing <= 0:
+        while self._next < len(self._order) and not self._order[self._next].missing:
             self._launch(self._order[self._next])
             self._next += 1
 
@@ -179,7 +223,7 @@ class DataParallelGrads:
         for slot in pending.stale:
             slot.param.main_grad.zero_()
         pending.stale.clear()
-        pending.work = pending.buffer.reduce(pending.bucket)
+        pending.work = pending.buffer.reduce(pending.bucket, self._side_stream)
 
 
 def main_grad_dtype(dtype: torch.dtype, precision: PrecisionArgs) -> torch.dtype:
@@ -194,5 +238,5 @@ def _mean_factor(layout: FlatLayout, ps: ParallelState, per_token_loss: bool, av
     if per_token_loss:
         return 1.0, "sum"
     if average:
-        return layout.group.size / ps.dp_cp.size, "avg"
+        return layout.group.size * layout.outer.size / ps.dp_cp.size, "avg"
     return 1.0 / ps.dp_cp.size, "sum"

@@ -7,6 +7,10 @@ everything covers this rank's part of each bucket only; the arithmetic is the sa
 
 Numbers follow Megatron-LM: AdamW with bias correction and eps outside the root, SGD with momentum and coupled decay,
 norm before clipping, factor max/(norm + 1e-6) where below 1. The loss scale is taken out together with the clipping.
+
+Norms and zero counts are one sum over the whole world in which every element of the model is counted on exactly one rank
+(flat_state.Piece.counted). All ranks get the same bits, hence one clipping factor, one verdict on overflow and one loss scale.
+Sums over model-parallel groups, dense and expert ones apart, were rejected: they are where norms went wrong (M#5916).
 """
 
 import contextlib
@@ -25,6 +29,7 @@ from moe_trainer.optim.flat_state import FlatState, Segment
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
 from moe_trainer.optim.param_groups import ParamGroup
+from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -68,8 +73,11 @@ class Optimizer:
         self._count_zeros = count_zeros
         self._timer = timer
         self._device = self._states[0].layout.device if self._states else torch.device("cpu")
-        self._norm_groups = {"dense": ps.world, "expert": ps.world} if grads.sharded else \
-            {"dense": ps.mp, "expert": ps.expert_mp}
+        self._world = ps.world
+        found = {segment.group for state in self._states for segment in state.segments}
+        # a stage without experts, or without a decoupled learning rate, still has the groups that the others have
+        self._groups = sorted(set().union(*collectives.all_gather_object(found, ps.world)),
+                              key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr))
         self.step_count = 0
 
     @property
@@ -139,7 +147,7 @@ class Optimizer:
     def scalars(self) -> dict:
         """What a checkpoint must keep besides tensors(); plain values."""
         return {"step": self.step_count, "optimizer": self._settings.optimizer, "grad_scaler": self._scaler.state(),
-                "param_groups": [self._describe_group(group) for group in self._groups()]}
+                "param_groups": [self._describe_group(group) for group in self._groups]}
 
     def load_scalars(self, scalars: dict) -> None:
         """Restore scalars(). A loss scale is taken over only where both runs have a dynamic one.
@@ -175,11 +183,6 @@ class Optimizer:
         """Norm of all (main) parameters. Collective."""
         return self._norm(lambda segment: segment.param)
 
-    def _groups(self) -> list[ParamGroup]:
-        """Groups in Megatron's order: decayed before undecayed."""
-        found = {segment.group for state in self._states for segment in state.segments}
-        return sorted(found, key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr))
-
     def _describe_group(self, group: ParamGroup) -> dict:
         settings = self._settings
         own = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps, "bias_correction": True} \
@@ -187,9 +190,11 @@ class Optimizer:
         return {**asdict(group), "step": self.step_count, **own}
 
     def _update(self, lr: float, weight_decay: float, decoupled_lr: float | None, factor: float) -> None:
-        for group in self._groups():
+        for group in self._groups:
             rates = group.rates(lr, weight_decay, decoupled_lr)
             segments = [segment for state in self._states for segment in state.segments if segment.group == group]
+            if not segments:
+                continue
             # fp32 gradients are scaled in place by now; bf16 ones are scaled here, in fp32, in a copy
             grads = [seg.grad if seg.grad.dtype == torch.float32 else seg.grad.float().mul_(factor) for seg in segments]
             if self._settings.optimizer == "adam":
@@ -214,21 +219,14 @@ class Optimizer:
                           is_first_step=False)
 
     def _norm(self, view: Callable[[Segment], Tensor]) -> float:
-        """Norm over all ranks of one view of every counted segment. Collective."""
-        counted = {"dense": [], "expert": []}
-        for state in self._states:
-            counted[state.layout.kind] += [view(segment) for segment in state.segments if segment.counted]
-        return self._sum({kind: square_sum(views) for kind, views in counted.items()}) ** 0.5
+        """Norm over all ranks of one view of every counted segment; the same number on every rank. Collective."""
+        views = [view(segment) for state in self._states for segment in state.segments if segment.counted]
+        return sum_over_ranks(square_sum(views), self._world, self._device) ** 0.5
 
     def _num_zeros(self) -> int:
         """Zero gradients over all ranks, piece by piece: the gaps between parameters do not count. Collective."""
-        counted = {"dense": [], "expert": []}
-        for state in self._states:
-            counted[state.layout.kind] += [state.grad_of(piece) for piece in state.pieces if piece.counted]
-        return int(self._sum({kind: zero_count(views) for kind, views in counted.items()}))
-
-    def _sum(self, by_kind: dict[str, Tensor | None]) -> float:
-        return sum_over_ranks([(value, self._norm_groups[kind]) for kind, value in by_kind.items()], self._device)
+        views = [state.grad_of(piece) for state in self._states for piece in state.pieces if piece.counted]
+        return int(sum_over_ranks(zero_count(views), self._world, self._device))
 
     def _describe_non_finite(self) -> str:
         names = [piece.slot.param.info.names[0] for state in self._states for piece in state.pieces

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from toy import Toy, loss_of, machinery, one_step
 
-from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.optimizer import NonFiniteGradientError
 from moe_trainer.parallel.params import ParamInfo
@@ -237,11 +236,7 @@ def test_scalars_of_another_optimizer_are_refused():
         adam.load_scalars(sgd.scalars())
 
 
-def test_unknown_choices_are_refused():
-    with pytest.raises(ValueError, match="--optimizer muon"):
-        machinery(Toy(), optimizer="muon")
-    with pytest.raises(ValueError, match="--overlap-param-gather"):
-        machinery(Toy(), parallel=ParallelArgs(overlap_param_gather=True))
+def test_a_parameter_without_info_is_refused():
     model = Toy()
     del model.first.weight.info
     with pytest.raises(ValueError, match="no ParamInfo"):
