@@ -2,7 +2,10 @@
 
 A group of one rank costs nothing: the input comes back (or is copied into the output) and no communicator exists.
 With `async_op=True` every tensor collective returns a work object with `wait()`; the caller keeps the tensors alive
-until then. Tensors must be contiguous.
+until then. Tensors must be contiguous. Messages between two members are in p2p.py.
+
+Every call is recorded in the group's trace (trace.py) and raises CommunicationError, which names operation, group and place,
+when another rank has ended, is stuck, or the group's timeout has passed.
 
 The last part is differentiable: collectives on the rows of activations, each of which runs its mirror image in backward
 (all-to-all with the split sizes exchanged; all-gather and reduce-scatter each other). Ranks may have different numbers
@@ -10,7 +13,7 @@ of rows, none included; every rank calls them all the same, or its peers would w
 that travel together go through one call: their backward is one node too, so no two ranks can disagree about its order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_trainer.parallel.state import Group
+from moe_trainer.parallel.trace import Pending, communicate
 
 _OPS = MappingProxyType(
     {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
@@ -27,6 +31,14 @@ _OPS = MappingProxyType(
 # torch 2.13 renamed these two; older versions have only the second spelling
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _run(group: Group, operation: str, x: Tensor | None, launch: Callable[..., Any], *args: Any, async_op: bool = False,
+         **kwargs: Any) -> Pending | None:
+    """Run a collective of torch.distributed as a call of the group's trace; see trace.communicate."""
+    if x is not None:
+        kwargs["async_op"] = async_op
+    return communicate(group.trace, group.name, group.ranks, operation, x, async_op, launch, *args, group=group.handle, **kwargs)
 
 
 class Done:
@@ -43,7 +55,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False)
     """
     if group.size == 1:
         return Done() if async_op else x
-    work = dist.all_reduce(x, op=_OPS[op], group=group.handle, async_op=async_op)
+    work = _run(group, "all_reduce", x, dist.all_reduce, x, op=_OPS[op], async_op=async_op)
     return work if async_op else x
 
 
@@ -58,7 +70,7 @@ def all_gather_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done() if async_op else out
-    work = _all_gather_flat(out, x, group=group.handle, async_op=async_op)
+    work = _run(group, "all_gather", x, _all_gather_flat, out, x, async_op=async_op)
     return work if async_op else out
 
 
@@ -73,7 +85,7 @@ def reduce_scatter_flat(out: Tensor, x: Tensor, group: Group, op: str = "sum", a
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done() if async_op else out
-    work = _reduce_scatter_flat(out, x, op=_OPS[op], group=group.handle, async_op=async_op)
+    work = _run(group, "reduce_scatter", x, _reduce_scatter_flat, out, x, op=_OPS[op], async_op=async_op)
     return work if async_op else out
 
 
@@ -86,7 +98,7 @@ def all_to_all_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     if group.size == 1:
         out.copy_(x)
         return Done() if async_op else out
-    work = dist.all_to_all_single(out, x, group=group.handle, async_op=async_op)
+    work = _run(group, "all_to_all", x, dist.all_to_all_single, out, x, async_op=async_op)
     return work if async_op else out
 
 
@@ -95,7 +107,7 @@ def gather(x: Tensor, group: Group, dst: int = 0) -> list[Tensor] | None:
     if group.size == 1:
         return [x]
     parts = [torch.empty_like(x) for _ in range(group.size)] if group.rank == dst else None
-    dist.gather(x, parts, dst=group.ranks[dst], group=group.handle)
+    _run(group, "gather", x, dist.gather, x, parts, dst=group.ranks[dst])
     return parts
 
 
@@ -103,14 +115,14 @@ def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> 
     """Overwrite `x` with that of the group's member number `src`."""
     if group.size == 1:
         return Done() if async_op else x
-    work = dist.broadcast(x, src=group.ranks[src], group=group.handle, async_op=async_op)
+    work = _run(group, "broadcast", x, dist.broadcast, x, src=group.ranks[src], async_op=async_op)
     return work if async_op else x
 
 
 def barrier(group: Group) -> None:
     """Wait until every member has arrived."""
     if group.size > 1:
-        dist.barrier(group=group.handle)
+        _run(group, "barrier", None, dist.barrier)
 
 
 def broadcast_object(obj: Any, group: Group, src: int = 0) -> Any:
@@ -118,7 +130,7 @@ def broadcast_object(obj: Any, group: Group, src: int = 0) -> Any:
     if group.size == 1:
         return obj
     box = [obj]
-    dist.broadcast_object_list(box, src=group.ranks[src], group=group.handle)
+    _run(group, "broadcast_object", None, dist.broadcast_object_list, box, src=group.ranks[src])
     return box[0]
 
 
@@ -127,7 +139,7 @@ def all_gather_object(obj: Any, group: Group) -> list:
     if group.size == 1:
         return [obj]
     box = [None] * group.size
-    dist.all_gather_object(box, obj, group=group.handle)
+    _run(group, "all_gather_object", None, dist.all_gather_object, box, obj)
     return box
 
 
@@ -136,18 +148,18 @@ def gather_object(obj: Any, group: Group, dst: int = 0) -> list | None:
     if group.size == 1:
         return [obj]
     box = [None] * group.size if group.rank == dst else None
-    dist.gather_object(obj, box, dst=group.ranks[dst], group=group.handle)
+    _run(group, "gather_object", None, dist.gather_object, obj, box, dst=group.ranks[dst])
     return box
 
 
 def send(x: Tensor, group: Group, dst: int = 0) -> None:
     """Send `x` to the group's member number `dst`, which must call `receive`; returns when `x` may be reused."""
-    dist.send(x, dst=group.ranks[dst], group=group.handle)
+    _run(group, "send", None, dist.send, x, dst=group.ranks[dst])
 
 
 def receive(out: Tensor, group: Group, src: int) -> Tensor:
     """Overwrite `out` with what the group's member number `src` sends; shape and dtype must be those sent."""
-    dist.recv(out, src=group.ranks[src], group=group.handle)
+    _run(group, "receive", None, dist.recv, out, src=group.ranks[src])
     return out
 
 
@@ -165,7 +177,7 @@ class _AllToAll(torch.autograd.Function):
 def _exchange_rows(tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> tuple[Tensor, ...]:
     tensors = [x.contiguous() for x in tensors]
     outs = tuple(x.new_empty(sum(receive), *x.shape[1:]) for x in tensors)
-    works = [dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle, async_op=True)
+    works = [_run(group, "all_to_all", x, dist.all_to_all_single, out, x, list(receive), list(send), async_op=True)
              for out, x in zip(outs, tensors)]
     for work in works:
         work.wait()
@@ -214,7 +226,7 @@ def _gather_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
         mine[:x.shape[0]] = x
     out = x.new_empty(longest * group.size, *x.shape[1:])
     if out.numel():
-        _all_gather_flat(out, mine, group=group.handle)
+        _run(group, "all_gather", mine, _all_gather_flat, out, mine)
     if min(sizes) == longest:
         return out
     return torch.cat([part[:size] for part, size in zip(out.split(longest), sizes)])
@@ -230,7 +242,7 @@ def _scatter_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
             place[:part.shape[0]] = part
     out = x.new_empty(longest, *x.shape[1:])
     if out.numel():
-        _reduce_scatter_flat(out, padded, group=group.handle)
+        _run(group, "reduce_scatter", padded, _reduce_scatter_flat, out, padded)
     return out[:sizes[group.rank]]
 
 

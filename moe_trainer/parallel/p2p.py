@@ -5,7 +5,7 @@ deadlock whatever the order of sends and receives. All return a work object with
 Between two members messages arrive in the order in which they were sent. Nobody can send to itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_trainer.parallel.state import Group
+from moe_trainer.parallel.trace import communicate
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class Works:
 def isend(x: Tensor, group: Group, to: int) -> Any:
     """Start sending `x` to the group's member number `to`; returns the work object."""
     assert to != group.rank, f"{group.name}: member {to} sends to itself"
-    return dist.isend(x, dst=group.ranks[to], group=group.handle)
+    return _run(group, f"send to rank {group.ranks[to]}", x, dist.isend, x, dst=group.ranks[to], group=group.handle)
 
 
 def irecv(out: Tensor, group: Group, source: int) -> Any:
     """Start receiving from the group's member number `source` into `out`; returns the work object."""
     assert source != group.rank, f"{group.name}: member {source} receives from itself"
-    return dist.irecv(out, src=group.ranks[source], group=group.handle)
+    return _run(group, f"receive from rank {group.ranks[source]}", out, dist.irecv, out, src=group.ranks[source], group=group.handle)
 
 
 def exchange(ops: Sequence[Send | Receive], group: Group) -> Any:
@@ -65,4 +66,11 @@ def exchange(ops: Sequence[Send | Receive], group: Group) -> Any:
         return Works(())
     batch = [dist.P2POp(dist.isend, op.x, group.ranks[op.to], group.handle) if isinstance(op, Send)
              else dist.P2POp(dist.irecv, op.out, group.ranks[op.source], group.handle) for op in ops]
-    return Works(dist.batch_isend_irecv(batch))
+    told = " and ".join(f"send to rank {group.ranks[op.to]}" if isinstance(op, Send) else
+                        f"receive from rank {group.ranks[op.source]}" for op in ops)
+    first = ops[0].x if isinstance(ops[0], Send) else ops[0].out
+    return _run(group, told, first, lambda: Works(dist.batch_isend_irecv(batch)))
+
+
+def _run(group: Group, operation: str, x: Tensor, launch: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return communicate(group.trace, group.name, group.ranks, operation, x, True, launch, *args, **kwargs)
