@@ -109,8 +109,8 @@ class SharedExperts(MLP):
     """
 
     def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, kit: Kit, sequence_parallel: bool = False):
-        cut = {"sequence_parallel": True} if sequence_parallel else {}
-        super().__init__(model, moe.moe_shared_expert_intermediate_size, name=name, group=ps.tp, kit=kit, bias=False, **cut)
+        super().__init__(model, moe.moe_shared_expert_intermediate_size, name=name, group=ps.tp, kit=kit, bias=False,
+                         sequence_parallel=sequence_parallel)
         self.gate_weight = None
         if moe.moe_shared_expert_gate:
             init = hidden_init(model)

@@ -1,6 +1,6 @@
 """Small MoE layers for tests: sections from keyword arguments, layers in fp64 with weights large enough to matter."""
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
 import torch
@@ -13,6 +13,7 @@ from moe_trainer.layers.kit import LOCAL
 from moe_trainer.moe.balancing import MoeMetrics, collect_moe_metrics
 from moe_trainer.moe.dispatch.choose import choose_dispatcher, connect_dispatcher
 from moe_trainer.moe.layer import MoELayer
+from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
 HIDDEN, FFN, EXPERTS = 16, 24, 8
@@ -57,6 +58,75 @@ def by_name(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, piece in zip(param.info.names, pieces):
             named[name] = piece.clone().requires_grad_()
     return named
+
+
+def cut(whole: torch.Tensor, info: ParamInfo) -> torch.Tensor:
+    """A rank's piece of one named tensor: its piece of every part, one after the other."""
+    if info.shard_count == 1:
+        return whole
+    parts = whole.chunk(info.parts, info.sharded_dim)
+    return torch.cat([part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts], info.sharded_dim)
+
+
+def join(pieces: list[torch.Tensor], info: ParamInfo) -> torch.Tensor:
+    """The whole tensor of all ranks' pieces, in rank order."""
+    parts = zip(*(piece.chunk(info.parts, info.sharded_dim) for piece in pieces))
+    return torch.cat([piece for part in parts for piece in part], info.sharded_dim)
+
+
+def shard_of(args, ps: ParallelState, dtype=torch.float64, **which) -> MoELayer:
+    """The layer of one rank, with its part of the weights that one process would have."""
+    whole, layer = build_layer(args, dtype=dtype, **which), build_layer(args, ps, dtype=dtype, **which)
+    named = by_name(whole)
+    with torch.no_grad():
+        for param in layer.parameters():
+            pieces = param.unbind(0) if param.info.stacked else (param,)
+            for name, piece in zip(param.info.names, pieces, strict=True):
+                piece.copy_(cut(named[name], param.info))
+        if whole.router.expert_bias is not None:
+            layer.router.expert_bias.copy_(whole.router.expert_bias)
+    return layer
+
+
+@dataclass
+class RankGrads:
+    """The gradients of one rank by global name, with what is needed to put the ranks' together."""
+
+    tp: int
+    etp: int
+    grads: dict[str, tuple[ParamInfo, torch.Tensor]]
+
+    @staticmethod
+    def of(layer: MoELayer, ps: ParallelState) -> "RankGrads":
+        found = {}
+        for param in layer.parameters():
+            pieces = param.grad.unbind(0) if param.info.stacked else (param.grad,)
+            found.update({name: (param.info, piece.clone()) for name, piece in zip(param.info.names, pieces)})
+        return RankGrads(ps.tp.rank, ps.etp.rank, found)
+
+
+def total_grads(ranks: list[RankGrads]) -> dict[str, torch.Tensor]:
+    """Gradients summed over data, as ParamInfo says they add up over tp (etp for experts)."""
+    sums, infos = {}, {}
+    for rank in ranks:
+        for name, (info, grad) in rank.grads.items():
+            shard = rank.etp if info.kind == "expert" else rank.tp
+            of_name = sums.setdefault(name, {})
+            of_name[shard] = of_name[shard] + grad if shard in of_name else grad
+            infos[name] = info
+    totals = {}
+    for name, of_shard in sums.items():
+        info, pieces = infos[name], [of_shard[shard] for shard in sorted(of_shard)]
+        if info.shard_count > 1:
+            assert len(pieces) == info.shard_count
+            totals[name] = join(pieces, info)
+        elif info.partial:
+            totals[name] = sum(pieces)
+        else:
+            for piece in pieces[1:]:
+                torch.testing.assert_close(piece, pieces[0], msg=f"{name} is neither cut nor partial, but differs between ranks")
+            totals[name] = pieces[0]
+    return totals
 
 
 class Chunk:

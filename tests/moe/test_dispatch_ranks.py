@@ -1,14 +1,17 @@
-"""Dispatchers over expert-parallel ranks against the local one on all tokens: outputs and every gradient."""
+"""MoE layers and dispatchers over all mappings of a layer against the local one on all tokens: outputs and every gradient."""
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import pytest
 import torch
 from harness import run_ranks
-from moe.layers import EXPERTS, HIDDEN, build_layer, sections
+from moe.layers import HIDDEN, RankGrads, build_layer, sections, shard_of, total_grads
 
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
 
 DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
 KINDS = {
@@ -18,9 +21,14 @@ KINDS = {
         "moe_router_score_function": "sigmoid", "moe_router_topk": 4, "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5,
         "moe_shared_expert_intermediate_size": 20},
+    "sigmoid, bias, groups, gated shared": {
+        "moe_router_score_function": "sigmoid", "moe_router_topk": 4, "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
     "drops": {"moe_expert_capacity_factor": 0.6},
     "padded": {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": True},
     "biases": {"add_bias_linear": True},
+    "gelu, biases": {"add_bias_linear": True, "swiglu": False, "moe_grouped_gemm": True},
     "probabilities on the input": {
         "moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
@@ -41,79 +49,161 @@ def run_layer(layer, x, weight):
     return y.detach(), x.grad
 
 
-def named_grads(layer):
-    grads = {}
-    for param in layer.parameters():
-        pieces = param.grad.unbind(0) if param.info.stacked else (param.grad,)
-        grads.update(zip(param.info.names, pieces))
-    return grads
+@dataclass(frozen=True)
+class Layout:
+    """Ranks and their parallel sizes; sp: sequence parallelism."""
+
+    n: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sp: bool = False
+    order: str = "tp-cp-ep-dp-pp"
+
+    def __str__(self):
+        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "ep", "etp") if getattr(self, name) > 1]
+        return "-".join([f"{self.n}ranks", *sizes, *(["sp"] if self.sp else []), *([] if self.order[:2] == "tp" else [self.order])])
+
+    def state(self, rank: int) -> ParallelState:
+        return ParallelState.create(self.n, rank, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.etp, order=self.order)
 
 
-def layer_of_rank(args, ps, dtype):
-    """The layer of one rank, with the weights that one process would have."""
-    whole, layer = build_layer(args, dtype=dtype), build_layer(args, ps, dtype=dtype)
-    first = ps.ep.rank * EXPERTS // ps.ep.size
-    with torch.no_grad():
-        for mine, all_of_it in zip(layer.parameters(), whole.parameters(), strict=True):
-            mine.copy_(all_of_it[first:first + EXPERTS // ps.ep.size] if mine.info.stacked else all_of_it)
-        if whole.router.expert_bias is not None:
-            layer.router.expert_bias.copy_(whole.router.expert_bias)
-    assert {name for param in layer.parameters() for name in param.info.names} < {
-        name for param in whole.parameters() for name in param.info.names}
-    return layer
-
-
-def _one_rank(rank, n, ep, kind, dispatcher, sizes, dtype):
-    ps = ParallelState.create(n, rank, ep=ep)
-    args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **KINDS[kind])
-    layer = layer_of_rank(args, ps, dtype)
-    assert type(layer.dispatcher) is DISPATCHERS[dispatcher]
+def _one_rank(rank, n, layout, kind, dispatcher, sizes, dtype, extra):
+    ps = layout.state(rank)
+    args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **KINDS[kind], **extra)
+    layer = shard_of(args, ps, dtype)
+    assert type(layer.dispatcher) is (DISPATCHERS[dispatcher] if ps.tp_ep.size > 1 else LocalDispatcher)
     xs, weights = tokens(sizes, dtype)
-    y, grad_x = run_layer(layer, xs[rank], weights[rank])
-    return y, grad_x, named_grads(layer)
+    # without sequence parallelism every rank of tp holds the rows of all
+    mine = [rank] if layout.sp else ps.tp.ranks
+    x, weight = (torch.cat([every[of] for of in mine]) for every in (xs, weights))
+    y, grad_x = run_layer(layer, x, weight)
+    if layout.sp or layout.tp == 1:
+        return y, grad_x, RankGrads.of(layer, ps)
+    own = sum(sizes[of] for of in ps.tp.ranks[:ps.tp.rank])
+    return y[own:own + sizes[rank]], grad_x[own:own + sizes[rank]], RankGrads.of(layer, ps)
 
 
-def compare(n, ep, kind, dispatcher, sizes, dtype=torch.float64, tolerance=1e-12):
-    sizes = sizes[:n]
+def compare(layout, kind, dispatcher, sizes, dtype=torch.float64, tolerance=1e-12, extra=MappingProxyType({})):
+    sizes = (sizes * 2)[:layout.n]
     whole = build_layer(sections(moe_aux_loss_coeff=0.0, **KINDS[kind]), dtype=dtype)
     assert type(whole.dispatcher) is LocalDispatcher
     xs, weights = tokens(sizes, dtype)
     # rank by rank through the whole layer, as capacity is a rank's own; its gradients add up
     expected = [run_layer(whole, x, weight) for x, weight in zip(xs, weights)]
-    grads = named_grads(whole)
-    results = run_ranks(_one_rank, n, ep, kind, dispatcher, sizes, dtype)
-    summed = {}
-    for (y, grad_x, named), (want_y, want_x) in zip(results, expected):
+    grads = total_grads([RankGrads.of(whole, ParallelState.single())])
+    results = run_ranks(_one_rank, layout.n, layout, kind, dispatcher, sizes, dtype, dict(extra))
+    for (y, grad_x, _), (want_y, want_x) in zip(results, expected):
         torch.testing.assert_close(y, want_y, atol=10 * tolerance, rtol=tolerance)
         torch.testing.assert_close(grad_x, want_x, atol=10 * tolerance, rtol=tolerance)
-        for name, grad in named.items():
-            summed[name] = summed.get(name, 0) + grad
-    assert summed.keys() == grads.keys()
+    totals = total_grads([named for _, _, named in results])
+    assert totals.keys() == grads.keys()
     for name, grad in grads.items():
-        torch.testing.assert_close(summed[name], grad, atol=100 * tolerance, rtol=tolerance, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(totals[name], grad, atol=100 * tolerance, rtol=tolerance, msg=lambda text: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_equal_one(kind, dispatcher):
-    compare(2, 2, kind, dispatcher, EVEN)
+    compare(Layout(2, ep=2), kind, dispatcher, EVEN)
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN, EMPTY, ONE, NONE])
 def test_four_ranks_with_uneven_empty_and_no_tokens_equal_one(sizes, dispatcher):
-    compare(4, 4, "plain", dispatcher, sizes)
+    compare(Layout(4, ep=4), "plain", dispatcher, sizes)
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("kind", ["sigmoid, bias, groups, shared", "padded"])
 def test_two_groups_of_two_equal_one(kind, dispatcher):
-    compare(4, 2, kind, dispatcher, EVEN)
+    compare(Layout(4, ep=2), kind, dispatcher, EVEN)
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_single_precision(dispatcher):
-    compare(4, 4, "plain", dispatcher, UNEVEN, dtype=torch.float32, tolerance=2e-6)
+    compare(Layout(4, ep=4), "plain", dispatcher, UNEVEN, dtype=torch.float32, tolerance=2e-6)
+
+
+FOLDED = (
+    Layout(2, tp=2),
+    Layout(2, tp=2, sp=True),
+    Layout(2, tp=2, ep=2),
+    Layout(2, tp=2, ep=2, sp=True),
+    Layout(2, tp=2, etp=2),
+    Layout(2, tp=2, etp=2, sp=True),
+    Layout(2, etp=2),
+    Layout(4, tp=2, ep=4, sp=True),
+    Layout(4, tp=2, ep=2, etp=2),
+    Layout(4, tp=2, ep=2, etp=2, sp=True),
+    Layout(4, tp=4, ep=2, sp=True),
+    Layout(4, tp=4, ep=2, etp=2),
+    Layout(4, ep=2, etp=2),
+    Layout(4, etp=4),
+    Layout(4, cp=2, ep=4),
+    Layout(4, tp=2, cp=2, ep=2, etp=2, sp=True),
+    Layout(4, tp=2, cp=2, ep=4),
+    Layout(4, ep=2, etp=2, order="dp-ep-cp-tp-pp"),
+)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("layout", FOLDED, ids=str)
+def test_experts_folded_over_tensor_context_and_data_ranks_equal_one(layout, dispatcher):
+    compare(layout, "sigmoid, bias, groups, gated shared", dispatcher, EVEN)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("layout", [Layout(8, tp=2, ep=4, etp=2, sp=True), Layout(8, tp=2, cp=2, ep=8)], ids=str)
+def test_eight_ranks_equal_one(layout, dispatcher):
+    compare(layout, "sigmoid, bias, groups, gated shared", dispatcher, EVEN)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("kind", ["drops", "padded", "biases", "gelu, biases", "probabilities on the input", "every expert"])
+def test_kinds_with_expert_tensor_ranks_equal_one(kind, dispatcher):
+    """The second bias of an expert is not cut: it must be added once, and its gradient be whole."""
+    compare(Layout(4, tp=2, ep=2, etp=2, sp=True), kind, dispatcher, EVEN)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("sizes", [UNEVEN, EMPTY, ONE, NONE])
+@pytest.mark.parametrize("layout", [Layout(4, tp=2, ep=2, etp=2, sp=True), Layout(4, ep=1, etp=4)], ids=str)
+def test_uneven_empty_and_no_tokens_with_expert_tensor_ranks_equal_one(layout, sizes, dispatcher):
+    compare(layout, "plain", dispatcher, sizes)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_M1628_expert_tensor_ranks_without_expert_ranks(dispatcher):
+    """Megatron-LM issue 1628: with expert tensor parallelism and one expert rank, gradients were not synchronised rightly."""
+    for layout in (Layout(2, etp=2), Layout(2, tp=2, etp=2), Layout(4, tp=2, etp=2, sp=True)):
+        compare(layout, "biases", dispatcher, EVEN)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(4, tp=2, ep=2), Layout(4, tp=4, etp=2)], ids=str)
+def test_tensor_ranks_without_sequence_parallelism_train(layout, dispatcher):
+    """Megatron-LM raises in training here."""
+    compare(layout, "drops", dispatcher, EVEN)
+
+
+def _uneven(rank, n):
+    layer = build_layer(sections(), ParallelState.create(n, rank, tp=n))
+    with pytest.raises(ValueError, match="5 rows cannot be dealt out evenly"):
+        layer(torch.zeros(5, 1, HIDDEN, dtype=torch.float64))
+
+
+def test_rows_that_tensor_ranks_cannot_share():
+    run_ranks(_uneven, 2)
+
+
+def test_experts_that_cannot_be_cut():
+    single = Group.single("any")
+    for name, size in (("etp", 5), ("ep", 3)):
+        ps = replace(ParallelState.single(), **{name: replace(single, ranks=tuple(range(size)), size=size)})
+        with pytest.raises(ValueError, match=f"cannot be (cut|spread evenly) over --expert-.*size {size}"):
+            build_layer(sections(), ps)
 
 
 def _rows(rank, n, dispatcher):
