@@ -1,53 +1,141 @@
-"""Everything sized by the vocabulary: token embedding, output projection with its loss.
+"""Everything sized by the vocabulary: token embedding, output projection with its loss; and learned positions.
 
-Shapes: S sequence, B microbatch, H hidden, V padded vocabulary.
+Tensor parallelism cuts the rows of both tables. A rank looks up the tokens it holds, the others give zeros, and the sum over
+ranks is the embedding. The loss needs the softmax over all columns: each rank takes that of its own (ops/cross_entropy.py), and
+two all-reduces of [T] and [2, T] numbers make the whole of it; logits never travel. Every rank of the group gets the whole
+per-token loss. Backward goes as in a column linear (layers/linear.py): communication beside the products.
+
+Shapes: S sequence, B microbatch, T = S * B tokens, H hidden, V padded vocabulary of this rank.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from moe_trainer.layers.init import Init, make_parameter
-from moe_trainer.ops.cross_entropy import linear_cross_entropy
+from moe_trainer.layers.linear import column_grads
+from moe_trainer.ops.cross_entropy import ConsumedError, gradient_in_place, linear_cross_entropy, softmax_in_place
+from moe_trainer.parallel.collectives import all_reduce
+from moe_trainer.parallel.mappings import (
+    copy_to_group,
+    gather_last_dim_replicated,
+    gather_rows,
+    gather_rows_from_group,
+    own_rows,
+    reduce_from_group,
+    reduce_scatter_rows_to_group,
+)
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group
+from moe_trainer.parallel.weight_grads import WeightGradQueue
+
+
+def _rows_of(group: Group, num_rows: int, name: str) -> tuple[int, dict]:
+    """How many rows of a table this rank holds, and the part of ParamInfo that says so."""
+    if num_rows % group.size:
+        raise ValueError(f"{name}: {num_rows} rows do not divide over {group.size} ranks of {group.name}")
+    return num_rows // group.size, {"sharded_dim": 0, "shard_rank": group.rank, "shard_count": group.size}
+
+
+def _local_rows(ids: Tensor, group: Group, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Row numbers in this rank's table of `num_rows` rows (0 where another rank holds it), and whether it is here."""
+    local = ids - group.rank * num_rows
+    mine = (local >= 0) & (local < num_rows)
+    return local.masked_fill(~mine, 0), mine
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a [V, H] table, cut over the group along V. tied, copy: see ParamInfo."""
+    """Rows of a table, cut over the group. tied, copy: see ParamInfo; sequence_parallel: see layers/linear.py."""
 
     def __init__(self, num_rows: int, hidden_size: int, *, name: str, group: Group, init: Init, tied: bool = False,
-                 copy: bool = False):
+                 copy: bool = False, sequence_parallel: bool = False):
         super().__init__()
-        if group.size > 1:
-            raise ValueError(f"{name}: a {group.name} group of {group.size} ranks; tensor parallelism is not built yet")
-        self.weight = make_parameter((num_rows, hidden_size), ParamInfo(
-            (f"{name}.weight",), sharded_dim=0, init=init.kind, init_std=init.std, tied=tied, copy=copy))
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.num_rows, cut = _rows_of(group, num_rows, name)
+        self.weight = make_parameter((self.num_rows, hidden_size), ParamInfo(
+            (f"{name}.weight",), init=init.kind, init_std=init.std, tied=tied, copy=copy, **cut))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [...] int64 -> [..., H]."""
-        return F.embedding(ids, self.weight)
+        """ids [S, ...] int64, the same on every rank -> [S, ..., H], or this rank's rows of it when sequence_parallel."""
+        if self.group.size == 1:
+            return F.embedding(ids, self.weight)
+        rows, mine = _local_rows(ids, self.group, self.num_rows)
+        found = F.embedding(rows, self.weight).masked_fill(~mine.unsqueeze(-1), 0.0)
+        return (reduce_scatter_rows_to_group if self.sequence_parallel else reduce_from_group)(found, self.group)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions: a table that every rank holds whole. sequence_parallel: see layers/linear.py."""
+
+    def __init__(self, num_rows: int, hidden_size: int, *, name: str, group: Group, init: Init,
+                 sequence_parallel: bool = False):
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
+        self.weight = make_parameter((num_rows, hidden_size), ParamInfo(
+            (f"{name}.weight",), init=init.kind, init_std=init.std, partial=self.sequence_parallel))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [S, ...] int64 -> [S, ..., H], or this rank's rows of it when sequence_parallel."""
+        return F.embedding(own_rows(ids, self.group) if self.sequence_parallel else ids, self.weight)
+
+
+class _VocabParallelLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, labels_T, group, sequence_parallel, queue):
+        whole = gather_rows(x, group)[0] if sequence_parallel else x
+        probs_TV = whole.reshape(-1, whole.shape[-1]) @ weight.t()
+        rows_T, mine_T = _local_rows(labels_T, group, weight.shape[0])
+        own_T, target_T = softmax_in_place(probs_TV, rows_T)
+        largest_T = all_reduce(own_T.clone(), group, op="max")
+        sums_2T = all_reduce(torch.stack([(own_T - largest_T).exp_(), target_T.masked_fill_(~mine_T, 0.0)]), group)
+        all_T = largest_T.add_(sums_2T[0].log())
+        loss_T = all_T - sums_2T[1]
+        ctx.save_for_backward(x, weight, rows_T, mine_T, loss_T, own_T.sub_(all_T).exp_())
+        ctx.probs_TV, ctx.plan = probs_TV, (group, sequence_parallel, queue)
+        return loss_T
+
+    @staticmethod
+    def backward(ctx, grad_T):
+        x, weight, rows_T, mine_T, loss_T, share_T = ctx.saved_tensors
+        group, sequence_parallel, queue = ctx.plan
+        grad_TV, ctx.probs_TV = ctx.probs_TV, None
+        if grad_TV is None:
+            raise ConsumedError
+        gradient_in_place(grad_TV, rows_T, grad_T * share_T, torch.expm1(-loss_T).mul_(grad_T), mine_T)
+        grad_x, grad_weight = column_grads(grad_TV, x, weight, group, sequence_parallel=sequence_parallel,
+                                           needs=ctx.needs_input_grad[:2], queue=queue)
+        return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None, None
 
 
 class OutputHead(nn.Module):
     """Logits and per-token loss of hidden states, with its own [V, H] weight or the embedding's.
 
-    The weight is an argument of both methods when it is the embedding's (tied head).
+    The weight is an argument of both methods when it is the embedding's (tied head). Both get this rank's rows when
+    sequence_parallel. queue: see layers/linear.py; a tied weight's gradient never waits, for its other part does not.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, name: str, group: Group, init: Init, tied: bool):
+    def __init__(self, hidden_size: int, vocab_size: int, *, name: str, group: Group, init: Init, tied: bool,
+                 sequence_parallel: bool = False, queue: WeightGradQueue | None = None):
         super().__init__()
-        if group.size > 1:
-            raise ValueError(f"{name}: a {group.name} group of {group.size} ranks; tensor parallelism is not built yet")
-        self.weight = None if tied else make_parameter((vocab_size, hidden_size), ParamInfo(
-            (f"{name}.weight",), sharded_dim=0, init=init.kind, init_std=init.std))
+        self.group, self.queue = group, None if tied else queue
+        self.sequence_parallel = sequence_parallel and group.size > 1
+        num_rows, cut = _rows_of(group, vocab_size, name)
+        self.weight = None if tied else make_parameter((num_rows, hidden_size), ParamInfo(
+            (f"{name}.weight",), init=init.kind, init_std=init.std, **cut))
 
     def loss_BS(self, x_SBH: Tensor, labels_BS: Tensor, tied_weight: Parameter | None = None) -> Tensor:
-        """Cross entropy of every token, fp32 [B, S]."""
+        """Cross entropy of every token, fp32 [B, S] with the whole sequence of labels, on every rank."""
         weight = self.weight if tied_weight is None else tied_weight
-        return linear_cross_entropy(x_SBH, weight, labels_BS.t()).t().contiguous()
+        if self.group.size == 1 and self.queue is None:
+            return linear_cross_entropy(x_SBH, weight, labels_BS.t()).t().contiguous()
+        loss_T = _VocabParallelLoss.apply(
+            x_SBH, weight, labels_BS.t().reshape(-1), self.group, self.sequence_parallel, self.queue)
+        return loss_T.view(labels_BS.shape[::-1]).t().contiguous()
 
     def logits_BSV(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:
-        """Unnormalized log-probabilities in the dtype of the weight."""
+        """Unnormalized log-probabilities of the whole vocabulary, in the dtype of the weight, on every rank."""
         weight = self.weight if tied_weight is None else tied_weight
-        return F.linear(x_SBH.transpose(0, 1).contiguous(), weight)
+        to_all = gather_rows_from_group if self.sequence_parallel else copy_to_group
+        logits = F.linear(to_all(x_SBH, self.group).transpose(0, 1).contiguous(), weight)
+        return gather_last_dim_replicated(logits, self.group)

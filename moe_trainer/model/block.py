@@ -1,13 +1,14 @@
 """One transformer layer: norm, attention, residual; norm, feed-forward or experts, residual.
 
-Shapes: S sequence, B microbatch, H hidden.
+Shapes: S sequence (this rank's rows of it under sequence parallelism), B microbatch, H hidden.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arguments import Arguments
 from moe_trainer.layers.attention import SelfAttention
+from moe_trainer.layers.core_attention import Visible
+from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
@@ -21,24 +22,26 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, args: Arguments, ps: ParallelState, *, name: str, layer_number: int, is_moe: bool, kit: Kit):
         super().__init__()
-        model = args.model
-        self.dropout_p = model.hidden_dropout
+        model, sp = args.model, args.parallel.sequence_parallel
+        rows_cut = sp and ps.tp.size > 1
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.fp32_residual = model.fp32_residual_connection
-        self.input_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.input_layernorm")
+        self.hidden_dropout = Dropout(model.hidden_dropout, kit.stream if rows_cut else None)
+        self.input_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.input_layernorm", partial=rows_cut)
         attention = MultiLatentAttention if model.multi_latent_attention else SelfAttention
-        self.self_attention = attention(model, ps, name=f"{name}.self_attention", layer_number=layer_number, kit=kit)
-        self.pre_mlp_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.pre_mlp_layernorm")
+        self.self_attention = attention(model, ps, name=f"{name}.self_attention", layer_number=layer_number, kit=kit,
+                                        sequence_parallel=sp)
+        self.pre_mlp_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.pre_mlp_layernorm", partial=rows_cut)
         self.is_moe = is_moe
         if is_moe:
             self.mlp = MoELayer(
                 model, args.moe, ps, name=f"{name}.mlp", layer_number=layer_number, kit=kit,
-                sequence_parallel=args.parallel.sequence_parallel, per_token_loss=args.training.calculate_per_token_loss)
+                sequence_parallel=sp, per_token_loss=args.training.calculate_per_token_loss)
         else:
             self.mlp = MLP(model, model.ffn_hidden_size, name=f"{name}.mlp", group=ps.tp, kit=kit,
-                           bias=model.add_bias_linear)
+                           bias=model.add_bias_linear, sequence_parallel=sp)
 
-    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Tensor | None, grad_scale: float | Tensor) -> Tensor:
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
         """rope: cos and sin, or None; visible: see CoreAttention; grad_scale: of the auxiliary losses."""
         normed = self.input_layernorm(x_SBH)
         x_SBH = self._add(normed if self.residual_after_norm else x_SBH, self.self_attention(normed, rope, visible))
@@ -47,6 +50,5 @@ class TransformerLayer(nn.Module):
         return self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
 
     def _add(self, residual: Tensor, y_SBH: Tensor) -> Tensor:
-        if self.training and self.dropout_p > 0.0:
-            y_SBH = F.dropout(y_SBH, self.dropout_p)
+        y_SBH = self.hidden_dropout(y_SBH)
         return (residual.float() if self.fp32_residual else residual) + y_SBH

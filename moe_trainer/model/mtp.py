@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
+from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.init import hidden_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import Tables
@@ -42,16 +43,17 @@ class MTPLayer(nn.Module):
 
     def __init__(self, args: Arguments, ps: ParallelState, *, name: str, layer_number: int, is_moe: bool, kit: Kit):
         super().__init__()
-        model = args.model
-        size = model.hidden_size
-        self.enorm = kit.norm(size, model, name=f"{name}.enorm")
-        self.hnorm = kit.norm(size, model, name=f"{name}.hnorm")
-        self.eh_proj = kit.column_linear(2 * size, size, name=f"{name}.eh_proj", group=ps.tp, init=hidden_init(model))
+        model, sp = args.model, args.parallel.sequence_parallel
+        size, rows_cut = model.hidden_size, sp and ps.tp.size > 1
+        self.enorm = kit.norm(size, model, name=f"{name}.enorm", partial=rows_cut)
+        self.hnorm = kit.norm(size, model, name=f"{name}.hnorm", partial=rows_cut)
+        self.eh_proj = kit.column_linear(2 * size, size, name=f"{name}.eh_proj", group=ps.tp, init=hidden_init(model),
+                                         sequence_parallel=sp, gather_output=True)
         self.mtp_model_layer = TransformerLayer(
             args, ps, name=f"{name}.mtp_model_layer", layer_number=layer_number, is_moe=is_moe, kit=kit)
-        self.final_layernorm = kit.norm(size, model, name=f"{name}.final_layernorm")
+        self.final_layernorm = kit.norm(size, model, name=f"{name}.final_layernorm", partial=rows_cut)
 
-    def forward(self, x_SBH: Tensor, embedded_SBH: Tensor, rope: Tables | None, visible: Tensor | None,
+    def forward(self, x_SBH: Tensor, embedded_SBH: Tensor, rope: Tables | None, visible: Visible | None,
                 grad_scale: float | Tensor) -> Tensor:
         """x_SBH: normed hidden state of the previous depth; embedded_SBH: of the shifted tokens."""
         joined = torch.cat([self.enorm(embedded_SBH), self.hnorm(x_SBH)], dim=-1)
@@ -72,7 +74,7 @@ class MultiTokenPrediction(nn.Module):
             for i in range(num_layers))
 
     def forward(self, x_SBH: Tensor, tokens_BS: Tensor, position_ids_BS: Tensor, embed: Callable[[Tensor, Tensor], Tensor],
-                rope: Tables | None, visible: Tensor | None, grad_scale: float | Tensor) -> list[Tensor]:
+                rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> list[Tensor]:
         """Return the normed hidden state of every depth. x_SBH: the decoder's normed output."""
         local, hidden, states = self.sequence.local, x_SBH, []
         for depth in range(self.num_depths):

@@ -11,17 +11,19 @@ vocabulary.
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arguments import Arguments
+from moe_trainer.layers.core_attention import Visible
+from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import embedding_init, hidden_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import make_rotary
-from moe_trainer.layers.vocab import OutputHead, VocabParallelEmbedding
+from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
 from moe_trainer.moe.layer import MoELayer
+from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
@@ -31,31 +33,30 @@ from moe_trainer.shape.layout import ChunkLayout
 class Embedding(nn.Module):
     """Token embedding, learned positions if asked for, dropout."""
 
-    def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, *, tied: bool = False, copy: bool = False):
+    def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, kit: Kit, *, tied: bool = False,
+                 copy: bool = False):
         """tied: other pipeline stages hold the word embeddings too; copy: an earlier one owns them, and the positions."""
         super().__init__()
-        model = args.model
-        self.dropout_p = model.hidden_dropout
+        model, sp = args.model, args.parallel.sequence_parallel
+        self.dropout = Dropout(model.hidden_dropout, kit.stream if sp else None)
         self.fp32_residual = model.fp32_residual_connection
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size, model.hidden_size, name="embedding.word_embeddings", group=ps.tp,
-            init=embedding_init(model), tied=tied, copy=copy)
+            init=embedding_init(model), tied=tied, copy=copy, sequence_parallel=sp)
         self.position_embeddings = None
         if model.position_embedding_type == "learned_absolute" and model.add_position_embedding and not copy:
-            self.position_embeddings = VocabParallelEmbedding(
+            self.position_embeddings = PositionEmbedding(
                 model.max_position_embeddings, model.hidden_size, name="embedding.position_embeddings", group=ps.tp,
-                init=embedding_init(model))
+                init=embedding_init(model), sequence_parallel=sp)
 
     def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
-        """Returns: x_SBH, fp32 with --fp32-residual-connection."""
+        """Returns: x_SBH, this rank's rows of it under sequence parallelism; fp32 with --fp32-residual-connection."""
         x_SBH = self.word_embeddings(tokens_BS.t())
         if self.position_embeddings is not None:
             x_SBH = x_SBH + self.position_embeddings(position_ids_BS.t())
         if self.fp32_residual:
             x_SBH = x_SBH.float()
-        if self.training and self.dropout_p > 0.0:
-            x_SBH = F.dropout(x_SBH, self.dropout_p)
-        return x_SBH
+        return self.dropout(x_SBH)
 
 
 class Decoder(nn.Module):
@@ -71,7 +72,8 @@ class Decoder(nn.Module):
             for i in layout.layers)
         self.final_layernorm = None
         if layout.has_final_norm:
-            self.final_layernorm = kit.norm(args.model.hidden_size, args.model, name="decoder.final_layernorm")
+            self.final_layernorm = kit.norm(args.model.hidden_size, args.model, name="decoder.final_layernorm",
+                                            partial=args.parallel.sequence_parallel and ps.tp.size > 1)
 
 
 class Transformer(nn.Module):
@@ -84,16 +86,22 @@ class Transformer(nn.Module):
         model = args.model
         pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
         self.layout, self.params_dtype, self.device = layout, params_dtype, device
+        self.stream = None
+        if ps.tp.size > 1:
+            place = (f"pp {ps.pp.rank}", f"first layer {layout.layers[:1]}", f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank}")
+            self.stream = ShardStream(args.training.seed, "dropout", *place)
+        kit = kit.for_chunk(stream=self.stream)
         self.sequence = SequenceShard(ps.cp)
         self.rows_cut = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
         self.hidden_size = model.hidden_size
         self.fp32_residual = model.fp32_residual_connection
         self.mtp_depths = model.mtp_num_layers or 0
-        self.rotary = make_rotary(model)
+        self.rotary = make_rotary(model, self.sequence)
         self.tied = not model.untie_embeddings_and_output_weights
         self.embedding = None
         if layout.has_word_embeddings or (layout.has_loss and self.tied):
-            self.embedding = Embedding(args, ps, padded_vocab_size, tied=shared_embedding, copy=not layout.has_embedding)
+            self.embedding = Embedding(args, ps, padded_vocab_size, kit, tied=shared_embedding,
+                                       copy=not layout.has_embedding)
         self.decoder = Decoder(args, ps, kit, pattern, layout)
         self.mtp = MultiTokenPrediction(args, ps, is_moe=mtp_is_moe(pattern), kit=kit) if layout.mtp else None
         self.mtp_losses = MTPLosses(args, ps) if layout.has_loss and self.mtp_depths else None
@@ -101,7 +109,11 @@ class Transformer(nn.Module):
         if layout.has_loss:
             self.output_layer = OutputHead(
                 model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=hidden_init(model),
-                tied=self.tied)
+                tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=kit.queue)
+
+    def generators(self) -> dict[str, torch.Generator]:
+        """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one."""
+        return {} if self.stream is None else {"tensor_parallel": self.stream.generator(self.device)}
 
     def input_spec(self, micro_batch_size: int, seq_length: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the x_SBH that this chunk receives from the one before it (in training mode or not, as it is)."""
@@ -111,11 +123,13 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor, labels_BS: Tensor | None = None,
                 loss_mask_BS: Tensor | None = None, attention_mask: Tensor | None = None,
-                grad_scale: float | Tensor = 1.0, x_SBH: Tensor | None = None) -> Tensor:
+                grad_scale: float | Tensor = 1.0, x_SBH: Tensor | None = None,
+                document_ids_BS: Tensor | None = None) -> Tensor:
         """Run the chunk. Everything per token is given whole, on every rank; the chunk takes its part over cp itself.
 
         x_SBH: the previous chunk's output; None on the first one.
         attention_mask: None for causal, else bool [B or 1, 1, S, S], True = hidden (Megatron's convention).
+        document_ids_BS: packed documents, instead of a mask: a position attends to its own document only.
         loss_mask_BS: read by multi-token prediction only; the caller masks the returned loss.
         grad_scale: factor of the auxiliary (balancing, z, MTP) losses in the gradient.
         Returns: the last chunk: per-token LM loss of this cp rank's tokens, fp32 [B, S/cp], when labels are given, else
@@ -127,7 +141,7 @@ class Transformer(nn.Module):
             x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
         elif self.layout.receives_depths and with_mtp:
             x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
-        visible = None if attention_mask is None else ~attention_mask
+        visible = Visible.of(attention_mask, document_ids_BS)
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
