@@ -57,7 +57,6 @@ LATER = MappingProxyType(
         "pipeline_model_parallel_size": Later("pipeline parallelism", PARALLEL),
         "pipeline_model_parallel_layout": Later("a pipeline layout", PARALLEL),
         "context_parallel_size": Later("context parallelism", PARALLEL),
-        "expert_tensor_parallel_size": Later("expert tensor parallelism", PARALLEL, harmless=(1,)),
         "overlap_moe_expert_parallel_comm": Later("overlapped token exchange", PARALLEL),
         "overlap_dispatch_backward_with_experts_wgrad": Later("overlapped token exchange", PARALLEL),
         "overlap_param_gather_with_optimizer_step": Later("gathering during the optimizer step", PARALLEL),

@@ -17,8 +17,8 @@ def _later(s: Settings) -> Iterator[Violation]:
         if not entry.refuses(value, s.default(dest)):
             continue
         given = [name for name in (dest, *entry.also) if s.given(name)]
-        if not given and (s.source[dest] == "default" or dest == "expert_tensor_parallel_size"):
-            continue  # (the expert tensor-parallel size follows from the tensor-parallel one, which is refused itself)
+        if not given and s.source[dest] == "default":
+            continue
         shown = [s.shown(name) for name in given] or [s.shown(dest)]
         text = f"{' and '.join(shown)}: this version does not have {entry.what} yet (feature: {entry.feature})"
         yield Violation(tuple(s.flag(name) for name in given) or (s.flag(dest),), text, "later")

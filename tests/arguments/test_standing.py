@@ -103,7 +103,6 @@ def test_experts_spread_over_data_ranks(size, world_size, dispatcher):
         (["--tensor-model-parallel-size", "2", "--sequence-parallel"], "--tensor-model-parallel-size"),
         (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size"),
         (["--context-parallel-size", "2"], "--context-parallel-size"),
-        (["--expert-tensor-parallel-size", "2"], "--expert-tensor-parallel-size"),
         (["--moe-token-dispatcher-type", "flex"], "--moe-token-dispatcher-type"),
         (["--overlap-moe-expert-parallel-comm"], "--overlap-moe-expert-parallel-comm"),
     ],
