@@ -1,0 +1,312 @@
+"""From a user's command line, for a thousand ranks or eight, to small legal ones that keep every feature and the shape of the mapping.
+
+How: the flags are read, resolved and judged as the trainer does it; what a flag means is kept, how large it is is not. mapping.py
+chooses the ranks (several mappings where one cannot hold all dimensions at once), sizes.py the model. What cannot matter for equality,
+or would hide it, is dropped or set, and said: paths and data (random tokens instead), logging, checkpoints and the machine; half
+precision (fp32, so that a difference is a mistake and not rounding), dropout and other noise, the learning-rate schedule (a constant
+rate, so that the first steps move the weights). A feature that this version refuses as coming later is left out, and listed.
+
+The result is judged by the trainer's own rules again: what is printed can be started. No torch here, and no process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping as MappingOf
+from dataclasses import dataclass
+
+from arguments.container import OPTIONS
+from arguments.parse import understand
+from arguments.rules.facts import as_list, gather
+from arguments.rules.layout_grammar import read_layout
+from arguments.schema import Option
+from arguments.settings import Settings, Violation
+from arguments.standing import LATER, PART_OF, standing_of
+from moe_trainer.proof import sizes
+from moe_trainer.proof.mapping import NAMES, Mapping, Wanted, shrink_mapping
+
+STEPS = 3
+LEARNING_RATE = 1e-3
+VOCAB = 120
+
+_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+
+# destinations that are set anew, or that only make sense beside the user's own sizes
+_REPLACED = frozenset(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
+    "max_position_embeddings make_vocab_size_divisible_by window_size q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
+    "v_head_dim mtp_num_layers init_method_std embedding_init_method_std hidden_dropout attention_dropout num_experts moe_layer_freq "
+    "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk "
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size sequence_parallel decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+    "pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "microbatch_group_size_per_vp_stage account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split mtp_standalone "
+    "cp_comm_type hierarchical_context_parallel_sizes num_distributed_optimizer_instances ddp_bucket_size micro_batch_size "
+    "global_batch_size train_iters train_samples lr min_lr lr_decay_style adam_eps decoupled_lr decoupled_min_lr seq_length "
+    "recompute_num_layers overlap_p2p_comm align_param_gather overlap_moe_expert_parallel_comm delay_wgrad_compute "
+    "no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl".split()
+)
+_KEPT_TRAINING = frozenset(
+    "calculate_per_token_loss recompute_granularity recompute_method recompute_modules distribute_saved_activations seed".split()
+)
+_KEPT_OPTIMIZER = frozenset(
+    "optimizer adam_beta1 adam_beta2 sgd_momentum clip_grad weight_decay apply_wd_to_qk_layernorm".split()
+)
+_KEPT_DATA = frozenset("reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking".split())
+_MACHINE = frozenset(
+    "distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init local_rank world_size on_missing_backend "
+    "fake_process_group pipeline_model_parallel_comm_backend grad_reduce_in_bf16 ddp_pad_buckets_for_high_nccl_busbw".split()
+)
+_NOISE = {
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,
+    "moe_router_force_biased": None,
+}
+# old spellings whose meaning stands in these, derived
+_FROM_OLD = frozenset("position_embedding_type moe_flex_dispatcher_backend apply_wd_to_qk_layernorm recompute_granularity".split())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small command line: its mapping, its flags (without the program), and whether it is to be run in fp32 in spite of --bf16."""
+
+    mapping: Mapping
+    argv: tuple[str, ...]
+    force_fp32: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.mapping.world
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What became of a command line: small cases, what was changed on the way (sentences), and what is left out as coming later."""
+
+    original: Mapping
+    cases: tuple[Case, ...]
+    notes: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+class ShrinkError(ValueError):
+    """A command line that cannot be shrunk; `reasons` says why."""
+
+    def __init__(self, reasons: Iterable[str]):
+        self.reasons = tuple(reasons)
+        super().__init__("\n".join(self.reasons))
+
+
+def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Shrunk:
+    """Make small command lines of a large one.
+
+    world_size: ranks of the user's job; None: --world-size, else the environment's WORLD_SIZE, else one model replica.
+    Raises: ShrinkError when the command line itself is wrong, or nothing of its shape fits on `ranks` ranks.
+    """
+    world_size = world_size or _world_size(argv)
+    settings, violations = understand(argv, world_size)
+    if world_size is None and not any(violation.kind not in ("later", "build") for violation in violations):
+        world_size = _smallest_world(settings)
+        settings, violations = understand(argv, world_size)
+    wrong = [violation.message for violation in violations if violation.kind != "later"]
+    if wrong:
+        raise ShrinkError(wrong)
+    left_out = _leave_out(settings, violations)
+    original = _mapping(settings, world_size)
+    notes: list[str] = []
+    mappings = _choose(settings, original, ranks, notes)
+    cases = tuple(_case(settings, original, mapping, notes) for mapping in mappings)
+    _note_changes(settings, notes)
+    return Shrunk(original, cases, tuple(dict.fromkeys(notes)), tuple(left_out))
+
+
+def _world_size(argv: list[str]) -> int | None:
+    from arguments.tokens import read
+
+    text = os.environ.get("WORLD_SIZE", "")
+    typed = read(argv).last("world_size")
+    return typed or (int(text) if text.isdigit() and int(text) > 0 else None)
+
+
+def _smallest_world(s: Settings) -> int:
+    """Ranks of one replica of the model and of its experts."""
+    facts = gather(s, None)
+    return math.lcm(facts.tp * facts.cp * facts.pp, facts.etp * facts.ep * facts.pp)
+
+
+def _mapping(s: Settings, world_size: int) -> Mapping:
+    facts = gather(s, world_size)
+    etp = facts.etp if s.num_experts else facts.tp
+    return Mapping(facts.tp, facts.cp, facts.pp, facts.vpp or 1, facts.dp or 1, facts.ep, etp)
+
+
+def _leave_out(s: Settings, violations: list[Violation]) -> list[str]:
+    """Put what this version does not have yet back to its default; returns the sentences that say so."""
+    for dest, entry in LATER.items():
+        if entry.refuses(s.values[dest], s.default(dest)):
+            for name in (dest, *PART_OF.get(dest, "").split(), *entry.also):
+                s.forget(name)
+            if dest == "moe_token_dispatcher_type":
+                s.set_derived(dest, "alltoall", "in place of flex")
+            if dest == "expert_tensor_parallel_size":
+                s.set_derived(dest, s.tensor_model_parallel_size, "as --tensor-model-parallel-size")
+    return [violation.message for violation in violations if violation.kind == "later"]
+
+
+def _choose(s: Settings, original: Mapping, ranks: int, notes: list[str]) -> list[Mapping]:
+    layout = s.pipeline_model_parallel_layout
+    both_ends = getattr(s, sizes.FIRST) is not None and getattr(s, sizes.LAST) is not None
+    wanted = Wanted(
+        moe=bool(s.num_experts),
+        middle_stages=both_ends or (layout is not None and read_layout(layout).mtp_standalone(original.pp)),
+        nested_context="a2a+p2p" in as_list(s.cp_comm_type),
+        same_data_ranks=bool(s.use_tp_pp_dp_mapping),
+        instances=s.num_distributed_optimizer_instances or 1,
+    )
+    try:
+        mappings = shrink_mapping(original, ranks, wanted)
+    except ValueError as error:
+        raise ShrinkError([str(error)]) from None
+    notes.append(f"mapping: {original} -> {'; '.join(map(str, mappings))}")
+    for name in NAMES:
+        without = [mapping for mapping in mappings if getattr(original, name) > 1 and getattr(mapping, name) == 1]
+        if len(without) == len(mappings):
+            notes.append(f"{name} {getattr(original, name)} is 1 in every small mapping: {ranks} ranks have no room for it")
+        elif without:
+            notes.append(f"{name} is 1 in {len(without)} of {len(mappings)} mappings: {ranks} ranks cannot hold all dimensions at once")
+    if s.num_experts and all((mapping.ep > mapping.dp) != (original.ep > original.dp) for mapping in mappings):
+        notes.append("whether ep is above dp could not be kept")
+    return mappings
+
+
+def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str]) -> Case:
+    """One small command line for one mapping."""
+    values = _carried(s)
+    values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
+    layers = values["num_layers"]
+    values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers) | _steady(s)
+    if s.recompute_granularity == "full" and s.recompute_num_layers:
+        values["recompute_num_layers"] = 1
+    if values.get("overlap_grad_reduce"):
+        values["ddp_bucket_size"] = 3000
+    force_fp32 = bool(values.get("overlap_moe_expert_parallel_comm"))
+    values["bf16"] = force_fp32
+    argv = tuple(flags_of(values))
+    violations = understand(list(argv), new.world)[1]
+    if violations:
+        raise ShrinkError([f"the small command line for {new} is not legal: {violation.message}" for violation in violations])
+    return Case(new, argv, force_fp32)
+
+
+def _carried(s: Settings) -> dict[str, object]:
+    """The user's flags that keep their value: those that act and that are neither sizes nor outputs nor of the machine."""
+    values = {}
+    for dest, option in OPTIONS.items():
+        derived = dest in _FROM_OLD and s.source[dest] == "derived"
+        if not (s.given(dest) or derived) or dest in _REPLACED or dest in _MACHINE or dest in _NOISE:
+            continue
+        kept = {"training": _KEPT_TRAINING, "optimizer": _KEPT_OPTIMIZER, "data": _KEPT_DATA, "output": ("ckpt_format",), "precision": ()}
+        if option.section in kept and dest not in kept[option.section]:
+            continue
+        if standing_of(dest)[0] == "acts" and s.values[dest] != s.default(dest):
+            values[dest] = s.values[dest]
+    return values
+
+
+def _ranks(s: Settings, new: Mapping, notes: list[str]) -> dict[str, object]:
+    """The mapping's own flags, and those that need one of its dimensions."""
+    values = dict(zip(_SIZES, (new.tp, new.cp, new.pp, new.ep)))
+    if s.num_experts:
+        values["expert_tensor_parallel_size"] = new.etp
+    values["sequence_parallel"] = bool(s.sequence_parallel) and new.tp > 1
+    values["use_tp_pp_dp_mapping"] = bool(s.use_tp_pp_dp_mapping)
+    instances = s.num_distributed_optimizer_instances or 1
+    if instances > 1 and (new.dp * new.cp) % 2 == 0:
+        values["num_distributed_optimizer_instances"] = 2
+    elif instances > 1:
+        notes.append(f"{s.flag('num_distributed_optimizer_instances')} is 1 where there is one data rank ({new})")
+    if new.vpp > 1 and not s.overlap_p2p_comm and new.pp > 2:
+        values["overlap_p2p_comm"] = False
+    if new.vpp > 1 and s.given("align_param_gather"):
+        values["align_param_gather"] = s.align_param_gather
+    overlap = "overlap_moe_expert_parallel_comm"
+    if s.values[overlap]:
+        possible = new.ep > 1 and (new.pp == 1 or new.vpp > 1)
+        values[overlap] = possible
+        if possible and s.delay_wgrad_compute:
+            values |= {"delay_wgrad_compute": True, "transformer_impl": "transformer_engine"}
+        if not possible:
+            notes.append(f"{s.flag(overlap)} is off where there is nothing to overlap ({new})")
+    return {"transformer_impl": "local", **values}
+
+
+def _patterns(s: Settings, values: MappingOf[str, object], layers: int) -> dict[str, object]:
+    """Per-layer patterns for fewer layers."""
+    found: dict[str, object] = {}
+    if s.num_experts and s.moe_layer_freq != 1:
+        found["moe_layer_freq"] = sizes.pattern(s.moe_layer_freq, s.num_layers, layers)
+    for dest in ("no_rope_freq", "window_attn_skip_freq"):
+        if s.values[dest] is not None:
+            found[dest] = sizes.pattern(s.values[dest], s.num_layers, layers)
+    return found
+
+
+def _steady(s: Settings) -> dict[str, object]:
+    """Random data, no noise, initial weights and a learning rate at which a mistake shows within three steps."""
+    values = {dest: value for dest, value in _NOISE.items() if dest.endswith("dropout")}
+    if s.decoupled_lr is not None:
+        values["decoupled_lr"] = 2 * LEARNING_RATE
+    return values | {
+        "init_method_std": 0.2, "lr": LEARNING_RATE, "lr_decay_style": "constant", "adam_eps": 1e-5, "train_iters": STEPS,
+        "eval_iters": 0, "mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": VOCAB, "make_vocab_size_divisible_by": 16,
+    }  # fmt: skip
+
+
+def _note_changes(s: Settings, notes: list[str]) -> None:
+    """Say what the small runs do otherwise than the user's."""
+    half = [s.flag(dest) for dest in ("bf16", "fp16", "fp8", "fp4", "grad_reduce_in_bf16") if s.given(dest) and s.values[dest]]
+    if half:
+        notes.append(f"{', '.join(half)}: the proof computes in fp32, where a difference is a mistake and not rounding")
+    noise = [s.shown(dest) for dest, still in _NOISE.items() if s.values[dest] not in (still, 0.0, None, False)]
+    if noise:
+        notes.append(f"{', '.join(noise)}: off, since random numbers are drawn per rank")
+    if s.values["step_batch_size_schedule"] or s.values["rampup_batch_size"]:
+        notes.append("the batch size is constant")
+    notes.append(
+        f"data are random tokens, initial weights have a deviation of 0.2, the learning rate is {LEARNING_RATE} throughout and Adam's "
+        "epsilon 1e-5: three small steps shall move the weights, and rounding shall not"
+    )
+    dropped = [s.flag(dest) for dest in s.given_dests() if OPTIONS[dest].section == "output"]
+    if dropped:
+        notes.append(f"{len(dropped)} flags of logging, checkpoints and profiling are left out")
+
+
+def flags_of(values: MappingOf[str, object]) -> list[str]:
+    """Spell values as flags, in the order in which flags are declared; None and switches at their default are left out."""
+    words: list[str] = []
+    for dest, option in OPTIONS.items():
+        if dest in values and values[dest] is not None:
+            words += _spelled(option, values[dest])
+    return words
+
+
+def _spelled(option: Option, value: object) -> list[str]:
+    if option.takes == 0:
+        return [] if value == option.default else [(option.on if value else option.off)[0]]
+    if option.is_list:
+        return [option.on[0], *map(str, as_list(value))]
+    if isinstance(value, list):
+        return [option.on[0], _pattern_text(value)]
+    return [option.on[0], ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+
+
+def _pattern_text(values: list[int]) -> str:
+    """A per-layer pattern as the flags write it, such as ([0]*1+[1]*3)."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and runs[-1][0] == value:
+            runs[-1][1] += 1
+        else:
+            runs.append([value, 1])
+    return "(" + "+".join(f"[{value}]*{count}" for value, count in runs) + ")"

@@ -1,0 +1,177 @@
+"""Small sizes for a model that keep its features and the relations between them: nothing here knows of ranks beyond their counts.
+
+Every function returns new values by flag destination. What is equal stays equal, what is larger stays larger, what is one stays one:
+a model with more heads than groups, with dense layers first, with a shared expert of two widths still has all of it.
+"""
+
+from __future__ import annotations
+
+from arguments.rules.facts import as_list, moe_pattern
+from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, read_layout
+from arguments.settings import Settings
+from moe_trainer.proof.mapping import Mapping
+
+HEAD = 8
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def stages(s: Settings, old: Mapping, new: Mapping) -> dict[str, object]:
+    """Number of layers, and how they are divided among the stages."""
+    if s.pipeline_model_parallel_layout is not None:
+        return _layout(s, old, new)
+    values: dict[str, object] = {"mtp_num_layers": min(s.mtp_num_layers, 2)} if s.mtp_num_layers else {}
+    values |= {"num_virtual_stages_per_pipeline_rank": new.vpp} if new.vpp > 1 else {}
+    first, last = getattr(s, FIRST), getattr(s, LAST)
+    if new.pp > 1 and (first or last):
+        return values | _uneven(s, old, new, first, last)
+    counted = sum(getattr(s, dest) for dest in ACCOUNT) if new.pp > 1 else 0
+    layers = new.pp * new.vpp - counted
+    # a dense and a sparse layer at least, and a layer in the smallest stage
+    while layers < max(2, _fewest_layers(s)):
+        layers += new.pp * new.vpp
+    return values | {dest: True for dest in ACCOUNT if getattr(s, dest) and new.pp > 1} | {"num_layers": layers}
+
+
+def _fewest_layers(s: Settings) -> int:
+    pattern = moe_pattern(s.moe_layer_freq, s.num_layers) if s.num_experts else None
+    return 3 if pattern is not None and len(set(pattern)) > 1 else 2
+
+
+def _uneven(s: Settings, old: Mapping, new: Mapping, first: int | None, last: int | None) -> dict[str, object]:
+    """First and last stages that are smaller or larger than the ones between, as they were."""
+    ends = [end for end in (first, last) if end]
+    middle = (s.num_layers - sum(ends)) // max(old.pp - len(ends), 1)
+    base = 2 * new.vpp if middle > min(ends) else new.vpp
+    sizes = {}
+    for dest, end in ((FIRST, first), (LAST, last)):
+        if end:
+            sizes[dest] = base + new.vpp * ((end > middle) - (end < middle))
+    return {**sizes, "num_layers": sum(sizes.values()) + base * max(new.pp - len(ends), 0)}
+
+
+def _layout(s: Settings, old: Mapping, new: Mapping) -> dict[str, object]:
+    """A layout whose stages are those of the original: the first, the last, and of those between the one with the MTP layers."""
+    layout = read_layout(s.pipeline_model_parallel_layout)
+    most = max(stage.count(DECODER) for stage in layout.stages)
+    holders = [index % old.pp for index in layout.stages_with(MTP)]
+    between = [rank for rank in dict.fromkeys([*holders, *range(1, old.pp)]) if 0 < rank < old.pp - 1]
+    ranks = [0] * (new.pp > 1) + [between[i % len(between)] for i in range(new.pp - 2)] + [old.pp - 1]
+    chunks = [0] * (new.vpp > 1) + [old.vpp - 1]
+    depth = min(s.mtp_num_layers or 0, 2)
+    texts = []
+    for chunk in chunks:
+        for rank in ranks:
+            stage = layout.stages[chunk * old.pp + rank]
+            count = min(stage.count(DECODER), 2 if stage.count(DECODER) == most > 1 else 1)
+            texts.append(DECODER * count + (MTP * depth if MTP in stage and MTP not in "".join(texts) else ""))
+    if depth and MTP not in "".join(texts):
+        texts[-1] += MTP * depth
+    if "".join(texts).count(DECODER) < 2:
+        texts[0] = DECODER * 2 + texts[0].replace(DECODER, "")
+    texts[0], texts[-1] = EMBEDDING + texts[0], texts[-1] + LOSS
+    values: dict[str, object] = {"num_layers": "".join(texts).count(DECODER)} | ({"mtp_num_layers": depth} if depth else {})
+    return values | ({"pipeline_model_parallel_layout": "|".join(texts)} if new.pp > 1 else {})
+
+
+def pattern(freq: int | list[int], old_layers: int, layers: int) -> int | list[int]:
+    """A per-layer pattern for fewer layers: dense layers first stay first, both kinds stay."""
+    if not isinstance(freq, list):
+        return min(freq, layers)
+    if freq[0] != freq[-1] and freq == sorted(freq):  # one kind, then the other
+        head = min(freq.index(freq[-1]), max(1, layers // 3))
+        return [freq[0]] * head + [freq[-1]] * (layers - head)
+    short = [freq[i] for i in range(min(layers, old_layers))]
+    if len(set(short)) < len(set(freq)):
+        short[-1] = next(entry for entry in freq if entry not in short)
+    return short + [short[-1]] * (layers - len(short))
+
+
+def attention(s: Settings, new: Mapping) -> dict[str, object]:
+    """Heads, groups, head sizes, latents, hidden size."""
+    unit = new.tp * (new.cp if any("a2a" in kind for kind in s.cp_comm_type) else 1)
+    heads = groups = max(2, unit)
+    values: dict[str, object] = {}
+    if s.group_query_attention:
+        old_groups = s.num_query_groups
+        if old_groups == 1:
+            groups = 1
+        elif old_groups < s.tensor_model_parallel_size:
+            groups = max(1, new.tp // 2)
+        heads = groups if old_groups == s.num_attention_heads else max(2 * groups, unit)
+        values = {"group_query_attention": True, "num_query_groups": groups}
+    hidden = heads * HEAD
+    if s.kv_channels and s.kv_channels * s.num_attention_heads != s.hidden_size and not s.multi_latent_attention:
+        hidden += 2 * HEAD
+    values |= {"num_attention_heads": heads, "hidden_size": hidden, "kv_channels": HEAD}
+    if s.multi_latent_attention:
+        values |= {"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
+        values |= {"v_head_dim": 8 if s.v_head_dim == s.qk_head_dim else 6}
+        values |= {"q_lora_rank": 12} if s.q_lora_rank else {}
+    if s.window_size is not None:
+        values["window_size"] = tuple(min(side, 5) for side in s.window_size)
+    return values
+
+
+def experts(s: Settings, new: Mapping) -> dict[str, object]:
+    """Widths, number of experts, top-k and groups."""
+    ffn = 24
+    values: dict[str, object] = {"ffn_hidden_size": ffn}
+    if not s.num_experts:
+        return values
+    wide = s.moe_ffn_hidden_size is None or s.moe_ffn_hidden_size == s.ffn_hidden_size
+    values["moe_ffn_hidden_size"] = expert_ffn = ffn if wide else 16
+    shared = s.moe_shared_expert_intermediate_size
+    if shared:
+        values["moe_shared_expert_intermediate_size"] = 2 * expert_ffn if shared > (s.moe_ffn_hidden_size or ffn) else expert_ffn
+    topk, groups, allowed = min(s.moe_router_topk, 3), 1, 1
+    if s.moe_router_num_groups:
+        groups = min(s.moe_router_num_groups, 4)
+        values["moe_router_num_groups"] = groups
+    if s.moe_router_group_topk:
+        allowed = groups if s.moe_router_group_topk == s.moe_router_num_groups else max(1, groups // 2)
+        topk = allowed * min(max(s.moe_router_topk // s.moe_router_group_topk, 1), 2)
+        values["moe_router_group_topk"] = allowed
+    per_rank = 1 if s.num_experts == s.expert_model_parallel_size else 2
+    number = max(8, per_rank * new.ep) if per_rank > 1 or new.ep == 1 else new.ep
+    while number % new.ep or number % groups or number < 2 * topk or number // groups < max(topk // allowed, 1):
+        number += new.ep if per_rank == 1 and new.ep > 1 else 4
+    return values | {"num_experts": number, "moe_router_topk": topk}
+
+
+def batch(s: Settings, old: Mapping, new: Mapping) -> dict[str, object]:
+    """Sequence length, micro and global batch; as many microbatches as the schedule needs to show its middle."""
+    micro = min(s.micro_batch_size, 2)
+    count = max(1, (s.global_batch_size or 0) // (s.micro_batch_size * old.dp))
+    microbatches = min(count, 2)
+    if new.pp > 1:
+        microbatches = 2 * new.pp if count >= 2 * old.pp or new.vpp > 1 else new.pp if count >= old.pp else min(count, new.pp)
+    group = s.microbatch_group_size_per_vp_stage
+    values: dict[str, object] = {}
+    if s.given("microbatch_group_size_per_vp_stage") and new.vpp > 1 and group:
+        values["microbatch_group_size_per_vp_stage"] = new.pp if group == old.pp else min(2 * new.pp, microbatches)
+    unit = 2 * new.cp * new.tp
+    length = -(-16 // unit) * unit
+    return values | {
+        "micro_batch_size": micro,
+        "global_batch_size": micro * new.dp * microbatches,
+        "seq_length": length,
+        "max_position_embeddings": length,
+    }
+
+
+def context(s: Settings, new: Mapping, layers: int) -> dict[str, object]:
+    """How context ranks exchange keys and values, as far as there are enough of them."""
+    if new.cp == 1:
+        return {}
+    kinds = as_list(s.cp_comm_type)
+    values: dict[str, object] = {}
+    if "a2a+p2p" in kinds:
+        if new.cp >= 4:
+            values["hierarchical_context_parallel_sizes"] = [2, new.cp // 2]
+        else:
+            kinds = ["a2a" if kind == "a2a+p2p" else kind for kind in kinds]
+    if len(kinds) > 1:
+        order = list(dict.fromkeys(kinds))
+        kinds = [order[min(i, len(order) - 1)] for i in range(layers)]
+    return {**values, "cp_comm_type": kinds}
