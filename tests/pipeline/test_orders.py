@@ -1,0 +1,147 @@
+"""Orders of work on paper: they are complete, can run, never deadlock, and take the time the papers say."""
+
+import itertools
+
+import pytest
+
+from moe_trainer.pipeline import interleaved, one_f_one_b
+from moe_trainer.pipeline.plan import BACKWARD, FORWARD, WEIGHT, Action, Costs, Launch, program, source, target, timetable
+from moe_trainer.pipeline.zero_bubble import split_backward
+
+SPLIT = Costs(1.0, 1.0, 1.0)
+
+
+def plain(pp, m):
+    return [one_f_one_b.order(rank, pp, m) for rank in range(pp)]
+
+
+def virtual(pp, vpp, m, group=None, more=0):
+    return [interleaved.order(rank, pp, vpp, m, group or pp, more) for rank in range(pp)]
+
+
+def split(orders):
+    return [split_backward(order, rank) for rank, order in enumerate(orders)]
+
+
+CASES = {
+    **{f"1f1b pp{pp} m{m}": (plain(pp, m), 1) for pp in (1, 2, 3, 4, 8) for m in (1, 2, 3, 7, 16)},
+    **{f"interleaved pp{pp} vpp{vpp} m{m} group {group}": (virtual(pp, vpp, m, group), vpp)
+       for pp, vpp, m, group in ((2, 2, 2, 2), (2, 3, 4, 2), (2, 2, 5, 3), (4, 2, 8, 4), (4, 3, 4, 4), (4, 2, 11, 6), (8, 4, 16, 8), (2, 2, 8, 8))},
+}
+CASES.update({f"zero bubble {name}": (split(orders), chunks) for name, (orders, chunks) in CASES.items()})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_action_once_and_in_a_possible_order(name):
+    orders, chunks = CASES[name]
+    ends = timetable(orders, chunks)
+    for rank, order in enumerate(orders):
+        assert len(set(order)) == len(order) == len(ends[rank])
+        seen = set()
+        for action in order:
+            if action.kind == BACKWARD:
+                assert action._replace(kind=FORWARD) in seen
+            if action.kind == WEIGHT:
+                assert action._replace(kind=BACKWARD) in seen
+            seen.add(action)
+            needed = source(rank, action, len(orders), chunks)
+            if needed is not None:
+                assert target(*needed, len(orders), chunks) == (rank, action)
+
+
+def rendezvous(programs, pp, chunks):
+    """Run the programs where a batch of messages ends only when both sides of all its messages have started; True: all end."""
+    place = [0] * pp
+    started = [set() for _ in range(pp)]  # ids of messages whose end at this rank is started
+    open_batches = [[] for _ in range(pp)]  # NCCL: a rank's batches run one after the other
+    unlaunched = [[] for _ in range(pp)]
+
+    def ident(rank, action, is_send):
+        return (rank, action) if is_send else source(rank, action, pp, chunks)
+
+    def settle():
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(pp):
+                if not open_batches[rank] and unlaunched[rank]:
+                    batch = unlaunched[rank].pop(0)
+                    started[rank] |= batch
+                    open_batches[rank] = [batch]
+                    moved = True
+                if open_batches[rank] and all(sum(message in s for s in started) == 2 for message in open_batches[rank][0]):
+                    open_batches[rank].pop()
+                    moved = True
+
+    moved = True
+    while moved:
+        moved = False
+        settle()
+        for rank in range(pp):
+            while place[rank] < len(programs[rank]):
+                step = programs[rank][place[rank]]
+                if isinstance(step, Launch):
+                    unlaunched[rank].append({ident(rank, a, True) for a in step.sends} | {ident(rank, a, False) for a in step.receives})
+                else:
+                    needed = source(rank, step, pp, chunks)
+                    pending = [*unlaunched[rank], *open_batches[rank]]
+                    if needed is not None and (needed not in started[rank] or any(needed in batch for batch in pending)):
+                        break
+                place[rank] += 1
+                moved = True
+                settle()
+    return all(place[rank] == len(programs[rank]) for rank in range(pp)) and not any(open_batches) and not any(unlaunched)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_blocking_messages_never_deadlock(name, ahead):
+    orders, chunks = CASES[name]
+    pp = len(orders)
+    programs = [program(orders, chunks, rank, ahead) for rank in range(pp)]
+    for rank, steps in enumerate(programs):
+        assert tuple(step for step in steps if isinstance(step, Action)) == orders[rank]
+        done = set()
+        for step in steps:
+            if isinstance(step, Launch):
+                assert set(step.sends) <= done and not set(step.receives) & done
+            else:
+                done.add(step)
+    for a, b in itertools.permutations(range(pp), 2):  # both ends of a channel see one sequence
+        sent = [target(a, x, pp, chunks)[1] for step in programs[a] if isinstance(step, Launch) for x in step.sends
+                if target(a, x, pp, chunks)[0] == b]
+        received = [x for step in programs[b] if isinstance(step, Launch) for x in step.receives if source(b, x, pp, chunks)[0] == a]
+        assert sent == received
+    assert rendezvous(programs, pp, chunks)
+
+
+def makespan(orders, chunks, costs):
+    return max(max(rank.values()) for rank in timetable(orders, chunks, costs))
+
+
+@pytest.mark.parametrize("pp, m", [(2, 4), (4, 8), (4, 13), (8, 16)])
+def test_bubbles_are_those_of_the_papers(pp, m):
+    assert makespan(plain(pp, m), 1, Costs()) == 3 * (m + pp - 1)
+    assert makespan(split(plain(pp, m)), 1, SPLIT) == 3 * m + pp - 1  # (pp - 1)(F + B - W)
+    if m % pp == 0:  # a chunk is half a stage: all costs count half
+        assert makespan(virtual(pp, 2, m), 2, Costs()) / 2 == 3 * m + 3 * (pp - 1) / 2
+
+
+@pytest.mark.parametrize("pp, m", [(2, 5), (4, 9)])
+def test_memory_in_flight(pp, m):
+    def most(order, last):
+        held = peak = 0
+        for action in order:
+            held += (action.kind == FORWARD) - (action.kind == last)
+            peak = max(peak, held)
+        return peak
+
+    assert [most(order, BACKWARD) for order in plain(pp, m)] == [pp - rank for rank in range(pp)]
+    assert max(most(order, WEIGHT) for order in split(plain(pp, m))) == pp
+
+
+def test_an_order_that_cannot_run_is_refused():
+    forward = [Action(FORWARD, 0, 0), Action(FORWARD, 0, 1)]
+    backward = [Action(BACKWARD, 0, 0), Action(BACKWARD, 0, 1)]
+    with pytest.raises(ValueError, match="rank 0 waits before"):
+        timetable([(forward[0], backward[0], forward[1], backward[1]), (*forward, *backward)], 1)
