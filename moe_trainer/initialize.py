@@ -19,6 +19,7 @@ import torch.distributed as dist
 from arguments import ArgumentError, Arguments, check_machine
 from arguments.machine import check_packages, environment_defaults
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.trace import CommunicationError
 from moe_trainer.place import Place
 from moe_trainer.shape.layout import chunk_layouts, embedding_stages
 
@@ -32,6 +33,7 @@ class Runtime:
     place: Place
     device: torch.device
     ps: ParallelState
+    store: dist.Store | None = None  # where the ranks met; None with one rank
 
 
 def initialize(args: Arguments, place: Place) -> Runtime:
@@ -42,11 +44,26 @@ def initialize(args: Arguments, place: Place) -> Runtime:
     configure_logging(place, args.output.logging_level)
     device = _choose_device(place)
     fit_machine(args, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None)
-    if place.world_size > 1:
-        _join(args, place, device)
+    store = _join(args, place, device) if place.world_size > 1 else None
+    ps = make_groups(args, place, communicator_timeout(args.parallel.distributed_timeout_minutes * 60.0, device))
+    set_seeds(args, ps)
+    if args.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    logger.info(
+        "%d rank(s) from %s, device %s, %d thread(s) per rank, torch %s",
+        place.world_size, place.source, device.type, torch.get_num_threads(), torch.__version__,
+    )
+    return Runtime(place, device, ps, store)
+
+
+def make_groups(args: Arguments, place: Place, timeout: datetime.timedelta) -> ParallelState:
+    """Make the groups that the flags ask for. Collective.
+
+    Raises: ValueError when the sizes do not fit.
+    """
     parallel = args.parallel
     layouts = chunk_layouts(args.model, parallel)
-    ps = ParallelState.create(
+    return ParallelState.create(
         place.world_size,
         place.rank,
         tp=parallel.tensor_model_parallel_size,
@@ -57,16 +74,9 @@ def initialize(args: Arguments, place: Place) -> Runtime:
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         optimizer_instances=parallel.num_distributed_optimizer_instances,
         embedding_stages=embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights),
-        timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
+        cp_levels=parallel.hierarchical_context_parallel_sizes,
+        timeout=timeout,
     )
-    set_seeds(args, ps)
-    if args.training.deterministic_mode:
-        torch.use_deterministic_algorithms(True)
-    logger.info(
-        "%d rank(s) from %s, device %s, %d thread(s) per rank, torch %s",
-        place.world_size, place.source, device.type, torch.get_num_threads(), torch.__version__,
-    )
-    return Runtime(place, device, ps)
 
 
 def fit_machine(args: Arguments, arch: int | None) -> None:
@@ -129,19 +139,38 @@ def device_index(place: Place, count: int) -> int:
     return place.local_rank
 
 
-def _join(args: Arguments, place: Place, device: torch.device) -> None:
+def _join(args: Arguments, place: Place, device: torch.device) -> dist.Store:
+    """Meet the other ranks. Returns: the store through which they met.
+
+    Raises: CommunicationError when not all of them come within the timeout.
+    """
     backend = args.parallel.distributed_backend
     if device.type == "cpu" and backend != "gloo":
         logger.info("--distributed-backend %s needs CUDA devices: these CPU ranks talk over gloo", backend)
         backend = "gloo"
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{place.master_addr}:{place.master_port}" if place.source == "SLURM" else "env://",
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=datetime.timedelta(minutes=args.parallel.distributed_timeout_minutes),
-        device_id=device if device.type == "cuda" else None,
-    )
+    method = f"tcp://{place.master_addr}:{place.master_port}" if place.source == "SLURM" else "env://"
+    timeout = datetime.timedelta(minutes=args.parallel.distributed_timeout_minutes)
+    try:
+        store, _, _ = next(dist.rendezvous(method, place.rank, place.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("groups", store), rank=place.rank, world_size=place.world_size,
+            timeout=communicator_timeout(args.parallel.distributed_timeout_minutes * 60.0, device), device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        raise CommunicationError(
+            f"start-up: the {place.world_size} ranks did not all meet at {place.master_addr}:{place.master_port} within "
+            f"{args.parallel.distributed_timeout_minutes} minutes ({str(error).strip().splitlines()[0]})") from error
+    return store
+
+
+def communicator_timeout(seconds: float, device: torch.device) -> datetime.timedelta:
+    """The timeout to give the communicators themselves, for collectives that may take so many seconds.
+
+    On the CPU the same. NCCL's own is longer: it kills the process with a message of its own, and guard/watchdog.py, which
+    can say where in the program and what the others are doing, should be first.
+    """
+    return datetime.timedelta(seconds=seconds if device.type == "cpu" else seconds + 120.0)
 
 
 def set_seeds(args: Arguments, ps: ParallelState) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
@@ -90,7 +91,7 @@ class SelfAttention(nn.Module):
         q, k_SBGD, v_SBGD = _SplitQKV.apply(every[group].unflatten(-1, (1, -1, self.head_dim)))
         return q.narrow(3, place * self.num_heads, self.num_heads), k_SBGD, v_SBGD
 
-    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Tensor | None) -> Tensor:
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
         """rope: cos and sin [S, R/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
         q, k_SBGD, v_SBGD = self._queries_keys_values(x_SBH)
         if self.q_layernorm is not None:

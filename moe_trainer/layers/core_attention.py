@@ -1,17 +1,23 @@
 """The parameter-free heart of attention: scores, mask, softmax, values."""
 
 import math
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops.attention import attention, sliding_window_mask
+from moe_trainer.ops.block_attention import Rule
+from moe_trainer.parallel.state import Group
 
 
 def uses_window(model: ModelArgs, layer_number: int) -> bool:
     """Whether this layer (counted from 1) attends to a window only: --window-size, --window-attn-skip-freq.
 
-    An integer frequency N makes every N-th layer a full one; a list holds one flag per layer.
+    An integer frequency N makes every N-th layer a full one; a list holds one flag per layer, the last one for
+    multi-token prediction too.
     """
     freq = model.window_attn_skip_freq
     if model.window_size is None:
@@ -20,11 +26,36 @@ def uses_window(model: ModelArgs, layer_number: int) -> bool:
         return True
     if isinstance(freq, int):
         return layer_number % freq != 0
-    return bool(freq[layer_number - 1])
+    return bool(freq[min(layer_number, len(freq)) - 1])
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a query may attend to, beside the causal rule and the layer's window.
+
+    mask: bool [B or 1, 1, S, S], True = may be attended to; replaces the causal rule.
+    document_ids_BS: document of every position of the whole sequence; a query sees its own document only. No [S, S] mask
+    is ever made of them.
+    """
+
+    mask: Tensor | None = None
+    document_ids_BS: Tensor | None = None
+
+    def __post_init__(self):
+        if self.mask is not None and self.document_ids_BS is not None:
+            raise ValueError("give an attention mask or document ids, not both")
+
+    @staticmethod
+    def of(attention_mask: Tensor | None, document_ids_BS: Tensor | None) -> "Visible | None":
+        """attention_mask: True = hidden (Megatron's convention). Returns: None when there is the causal rule only."""
+        if attention_mask is None and document_ids_BS is None:
+            return None
+        return Visible(None if attention_mask is None else ~attention_mask, document_ids_BS)
 
 
 class CoreAttention(nn.Module):
-    """Causal attention of one layer, with an optional sliding window, an explicit mask, and dropout.
+    """Causal attention of one layer over the whole sequence, with an optional sliding window, an explicit mask or packed
+    documents, and dropout.
 
     The softmax is taken in fp32 whatever the activations' dtype, so --attention-softmax-in-fp32 and
     --apply-query-key-layer-scaling (which only guards fp16 scores against overflow) change nothing here.
@@ -39,13 +70,23 @@ class CoreAttention(nn.Module):
         self.dropout_p = model.attention_dropout
         self.window = model.window_size[0] if uses_window(model, layer_number) else None
 
-    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Tensor | None) -> Tensor:
-        """visible: None for causal, else a bool mask [B or 1, 1, S, S], True = may be attended to.
-
-        Returns: [S, B, N * E].
-        """
+    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None) -> Tensor:
+        """visible: None for the causal rule only. Returns: [S, B, N * E]."""
+        if visible is not None and visible.document_ids_BS is not None:
+            rule = self.rule(visible, q_SBND.device)
+            return ring_attention(q_SBND, k_SBGD, v_SBGE, self.scale, rule, Group.single("one rank"))
+        mask = None if visible is None else visible.mask
         if self.window is not None and 0 <= self.window < q_SBND.shape[0]:
             window = sliding_window_mask(q_SBND.shape[0], self.window, q_SBND.device)
-            visible = window if visible is None else visible & window
+            mask = window if mask is None else mask & window
         dropout_p = self.dropout_p if self.training else 0.0
-        return attention(q_SBND, k_SBGD, v_SBGE, self.scale, visible, dropout_p)
+        return attention(q_SBND, k_SBGD, v_SBGE, self.scale, mask, dropout_p)
+
+    def rule(self, visible: Visible | None, device: torch.device) -> Rule:
+        """What blockwise attention is told. With dropout a seed is drawn from the device's global generator."""
+        dropout_p = self.dropout_p if self.training else 0.0
+        return Rule(
+            left=-1 if self.window is None else self.window,
+            documents_BS=None if visible is None else visible.document_ids_BS,
+            dropout_p=dropout_p,
+            seed=int(torch.randint(1 << 62, (), device=device)) if dropout_p > 0.0 else 0)

@@ -11,15 +11,17 @@ then know, and the stream of random numbers for tensors that are cut over the te
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
 from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class Kit:
     column_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel, parts, gather_output)
     row_linear, replicated_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel)
     norm: (size, model, *, name, partial)
-    core_attention: see layers/core_attention.py
+    core_attention: see layers/core_attention.py; `choose` binds the groups and kinds of context parallelism to it
     queue: of the chunk, or None when its weight gradients never wait. stream: of the chunk, or None when nothing is cut.
     """
 
@@ -55,8 +57,8 @@ class Kit:
 LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
 
 
-def choose(transformer_impl: str) -> Kit:
-    """Return the kit for --transformer-impl.
+def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str]) -> Kit:
+    """Return the kit for --transformer-impl, and for --cp-comm-type over the groups of `ps`.
 
     TransformerEngine layers are not built yet: that choice (Megatron's default) runs the local kit and logs why, once.
     """
@@ -64,4 +66,4 @@ def choose(transformer_impl: str) -> Kit:
         absent = importlib.util.find_spec("transformer_engine") is None
         reason = "the package is not installed" if absent else "TransformerEngine layers are not built yet"
         logger.info("--transformer-impl %s: %s; using the local layers (plain torch)", transformer_impl, reason)
-    return LOCAL
+    return replace(LOCAL, core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
@@ -85,7 +86,7 @@ class MultiLatentAttention(nn.Module):
             latent_SBC = self.q_layernorm(latent_SBC)
         return self.linear_q_up_proj(latent_SBC)
 
-    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Tensor | None) -> Tensor:
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
         """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
         q = self._query(x_SBH)
         heads = (*q.shape[:2], self.num_heads)

@@ -91,11 +91,12 @@ def _make_yarn(model: ModelArgs, dim: int, sequence: SequenceShard | None) -> Ro
 def skips_rope(model: ModelArgs, layer_number: int) -> bool:
     """Whether this layer (counted from 1) goes without rotary positions: --no-rope-freq.
 
-    An integer N skips every N-th layer; a list holds one flag per layer, 1 = skip.
+    An integer N skips every N-th layer; a list holds one flag per layer, 1 = skip, the last one for multi-token
+    prediction too.
     """
     freq = model.no_rope_freq
     if not freq:
         return False
     if isinstance(freq, int):
         return layer_number % freq == 0
-    return bool(freq[layer_number - 1])
+    return bool(freq[min(layer_number, len(freq)) - 1])

@@ -33,7 +33,7 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     """
     device = torch.device(device)
     dtype = dict(DTYPES)[args.precision.params_dtype_name]
-    kit = choose(args.precision.transformer_impl)
+    kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type)
     layouts = chunk_layouts(args.model, args.parallel)
     assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
     shared = len(embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights)) > 1

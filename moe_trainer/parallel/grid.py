@@ -6,7 +6,7 @@ one (etp, ep, edp, pp), which folds expert parallelism over whatever the dense s
 along some axes is the set of ranks that agree on all other axes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -89,14 +89,23 @@ class Layout:
         Returns: (the runs, the ranks that stand at the same place of all runs of one group).
         Raises: ValueError when the groups cannot be cut so.
         """
-        inner, outer = [], []
-        for ranks in self.groups(*(("dp", "cp") if which == "dp_cp" else ("edp",))):
-            if len(ranks) % count:
-                raise ValueError(f"{count} instances of the distributed optimizer do not divide the {len(ranks)} ranks of {which}")
-            length = len(ranks) // count
-            inner += [ranks[start:start + length] for start in range(0, len(ranks), length)]
-            outer += [ranks[place::length] for place in range(length)]
-        return tuple(sorted(inner)), tuple(sorted(outer))
+        groups = self.groups(*(("dp", "cp") if which == "dp_cp" else ("edp",)))
+        ranks = len(groups[0])
+        if ranks % count:
+            raise ValueError(f"{count} instances of the distributed optimizer do not divide the {ranks} ranks of {which}")
+        return cut_groups(groups, ranks // count)
+
+
+def cut_groups(groups: Sequence[tuple[int, ...]], length: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Cut every group, whose size `length` divides, into runs of consecutive members.
+
+    Returns: (the runs, the ranks that stand at the same place of all runs of one group).
+    """
+    inner, outer = [], []
+    for ranks in groups:
+        inner += [ranks[start:start + length] for start in range(0, len(ranks), length)]
+        outer += [ranks[place::length] for place in range(length)]
+    return tuple(sorted(inner)), tuple(sorted(outer))
 
 
 def _locate(layout: Layout, axis: str) -> tuple[Grid, str]:

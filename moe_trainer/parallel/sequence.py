@@ -59,18 +59,16 @@ class SequenceShard:
 
 
 def natural_order(x: Tensor, size: int) -> Tensor:
-    """Rows of all ranks' parts, in rank order -> rows in the order of the sequence. Shapes: [S, ...] -> [S, ...]."""
-    chunks = x.view(2 * size, -1, *x.shape[1:])
-    return chunks[_places(size)].flatten(0, 1)
+    """Rows of all ranks' parts, in rank order -> rows in the order of the sequence. Differentiable. [S, ...] -> [S, ...]."""
+    if size == 1:
+        return x
+    chunks = x.chunk(2 * size)
+    return torch.cat([chunks[2 * rank] for rank in range(size)] + [chunks[2 * rank + 1] for rank in reversed(range(size))])
 
 
 def rank_order(x: Tensor, size: int) -> Tensor:
-    """The inverse of natural_order: rank 0's two chunks, rank 1's, and so on."""
-    chunks = x.view(2 * size, -1, *x.shape[1:])
-    order = [number for rank in range(size) for number in (rank, 2 * size - 1 - rank)]
-    return chunks[order].flatten(0, 1)
-
-
-def _places(size: int) -> list[int]:
-    """Where chunk 0, 1, ... of the sequence lies among the ranks' chunks."""
-    return [2 * number if number < size else 2 * (2 * size - 1 - number) + 1 for number in range(2 * size)]
+    """The inverse of natural_order: rank 0's two chunks, rank 1's, and so on. Differentiable."""
+    if size == 1:
+        return x
+    chunks = x.chunk(2 * size)
+    return torch.cat([chunks[number] for rank in range(size) for number in (rank, 2 * size - 1 - rank)])

@@ -7,14 +7,15 @@ data-parallel run opens a single one for gradients; traffic of different kinds n
 reduction cannot stand in front of a small statistic.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _set_pg_timeout as _set_timeout  # torch has no public name for it
 
-from moe_trainer.parallel.grid import DEFAULT_ORDER, Layout, make_layout
+from moe_trainer.parallel.grid import DEFAULT_ORDER, Layout, cut_groups, make_layout
 from moe_trainer.parallel.trace import Trace, communicate
 
 # field of ParallelState -> axes that vary inside the group, and the lane whose communicator it may share
@@ -60,6 +61,8 @@ class ParallelState:
     Expert side: etp ep edp (reduces expert gradients), tp_ep (etp x ep), expert_mp (etp x ep x pp).
     dp_cp_inner, edp_inner: the part of dp_cp and of edp inside one instance of the distributed optimizer, which shards its state
     over it; dp_cp_outer, edp_outer: the ranks of all instances that hold the same shard. One instance: inner is everything.
+    cp_a2a, cp_p2p: the two levels of cp (neighbours; across them) when hierarchical context parallelism gives their sizes;
+    otherwise one rank and all of cp.
     embedding: the pipeline stages that hold the word embeddings; any other stage has a group of its own.
     """
 
@@ -81,6 +84,8 @@ class ParallelState:
     dp_cp_outer: Group
     edp_inner: Group
     edp_outer: Group
+    cp_a2a: Group
+    cp_p2p: Group
     embedding: Group
 
     @property
@@ -91,6 +96,17 @@ class ParallelState:
     def is_last_stage(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
+    @property
+    def trace(self) -> Trace:
+        """What this rank waits for, and where its program stands."""
+        return self.world.trace
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of every communicator, from its next collective on."""
+        groups = [getattr(self, field.name) for field in fields(self)]
+        for handle in dict.fromkeys(group.handle for group in groups if group.handle is not None):
+            _set_timeout(timeout, handle)
+
     @staticmethod
     def single() -> "ParallelState":
         """Everything of size one: any layer or optimizer runs without torch.distributed."""
@@ -99,11 +115,13 @@ class ParallelState:
     @staticmethod
     def create(world_size: int, rank: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1,
                order: str = DEFAULT_ORDER, *, optimizer_instances: int = 1, embedding_stages: Collection[int] | None = None,
-               backend: str | None = None, timeout: timedelta | None = None) -> "ParallelState":
+               cp_levels: Sequence[int] | None = None, backend: str | None = None,
+               timeout: timedelta | None = None) -> "ParallelState":
         """Create every communicator. Collective: all ranks call it with the same arguments.
 
         optimizer_instances: parts of dp_cp, and of edp, that each hold all of the sharded optimizer state.
         embedding_stages: pipeline ranks that hold the word embeddings; None: the first and the last.
+        cp_levels: sizes of cp_a2a and cp_p2p, whose product is cp; None: 1 and cp.
 
         torch.distributed must be initialized when world_size > 1. backend None: that of the default group.
         timeout None: torch's default (NOTE: not that of the default group).
@@ -118,6 +136,12 @@ class ParallelState:
             inner, outer = layout.instances(name, optimizer_instances)
             made[f"{name}_inner"] = factory.make(f"{name}_inner", inner, "gradients")
             made[f"{name}_outer"] = factory.make(f"{name}_outer", outer, "gradients")
+        neighbours, across = cp_levels or (1, cp)
+        if neighbours * across != cp:
+            raise ValueError(f"hierarchical context-parallel sizes {neighbours} * {across} are not cp = {cp}")
+        inner, outer = cut_groups(layout.groups("cp"), neighbours)
+        made["cp_a2a"] = factory.make("cp_a2a", inner, "context")
+        made["cp_p2p"] = factory.make("cp_p2p", outer, "context")
         made["embedding"] = factory.make("embedding", _embedding_groups(layout, embedding_stages), "embedding")
         return ParallelState(world=world, **made)
 

@@ -8,7 +8,7 @@ import torch
 
 from arguments.model import ModelArgs
 from moe_trainer.layers.attention import SelfAttention
-from moe_trainer.layers.core_attention import CoreAttention, uses_window
+from moe_trainer.layers.core_attention import CoreAttention, Visible, uses_window
 from moe_trainer.layers.init import Init, embedding_init, hidden_init, residual_init
 from moe_trainer.layers.kit import LOCAL, choose
 from moe_trainer.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -126,7 +126,7 @@ def test_a_window_joins_an_explicit_mask():
     core = CoreAttention(replace(MODEL, window_size=(2, 0)), 1, head_dim=8)
     q = torch.randn(6, 1, 4, 8)
     causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    assert torch.equal(core(q, q, q, causal), core(q, q, q, None))
+    assert torch.equal(core(q, q, q, Visible(mask=causal)), core(q, q, q))
 
 
 @pytest.mark.parametrize("change, flag", [
@@ -162,6 +162,7 @@ def test_activation_of_the_flags(change, expected):
 
 def test_choose_tells_why_transformer_engine_is_not_used(caplog):
     with caplog.at_level(logging.INFO):
-        assert choose("local") is LOCAL and not caplog.records
-        assert choose("transformer_engine") is LOCAL
+        local = choose("local", ParallelState.single(), ["p2p"])
+        assert local.column_linear is LOCAL.column_linear and not caplog.records
+        assert choose("transformer_engine", ParallelState.single(), ["p2p"]).name == "local"
     assert "transformer_engine" in caplog.text and len(caplog.records) == 1

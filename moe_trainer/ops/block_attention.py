@@ -1,0 +1,176 @@
+"""Attention computed block by block: partial results of some keys, merged exactly into those of all keys.
+
+A block is a run of consecutive queries against a run of consecutive keys. `attend` adds the keys of one block to the
+running result of its queries: the output so far and its log-sum-exp, both at least fp32. Two partial results (o1, l1) and
+(o2, l2) of disjoint keys merge into l = log(e^l1 + e^l2), o = o1 e^(l1 - l) + o2 e^(l2 - l), which is the softmax over
+their union, whatever the order. Queries that see no key have l = -inf and o = 0, never NaN.
+
+`attend_backward` recomputes a block's probabilities from the final log-sum-exp; with delta = sum(grad * out) per query
+that is all a block needs to know about the others. Nothing larger than a tile of QUERY_TILE queries against one run of
+keys ever exists, and keys that no query of a tile may see are not multiplied at all.
+
+Which keys a query may see is a rule over places in the sequence (causal, window) and over documents, not a mask. Dropout
+draws the mask of a tile from a generator seeded by (seed, place), so that the backward draws the same one.
+
+Shapes: B sequences, N query heads, G key-value heads (n = N / G queries each), S queries, K keys, D key width, E value
+width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+QUERY_TILE = 64
+QUERY_TILE_CUDA = 512
+
+
+@dataclass(frozen=True)
+class Run:
+    """The positions start..stop-1 of a sequence."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def within(self, outer: "Run") -> slice:
+        """Where these positions lie in a tensor that holds `outer`."""
+        return slice(self.start - outer.start, self.stop - outer.start)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which keys a query sees, and dropout.
+
+    left: query i sees keys i - left .. i; negative: all up to i.
+    documents_BS: document of every position of the whole sequence; a query sees keys of its own document only. None: one.
+    """
+
+    left: int = -1
+    documents_BS: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int = 0
+
+    def clip(self, queries: Run, keys: Run) -> Run | None:
+        """The keys that some of the queries may see, or None."""
+        start = keys.start if self.left < 0 else max(keys.start, queries.start - self.left)
+        stop = min(keys.stop, queries.stop)
+        return Run(start, stop) if start < stop else None
+
+    def hidden(self, queries: Run, keys: Run, device: torch.device) -> Tensor | None:
+        """Bool [1 or B, 1, S, K], True = may not be seen; None when every query sees every key."""
+        later = keys.stop - 1 > queries.start
+        outside = self.left >= 0 and keys.start < queries.stop - 1 - self.left
+        hidden = None
+        if later or outside:
+            q = torch.arange(queries.start, queries.stop, device=device)[:, None]
+            k = torch.arange(keys.start, keys.stop, device=device)
+            hidden = k > q
+            if outside:
+                hidden |= k < q - self.left
+            hidden = hidden[None, None]
+        if self.documents_BS is not None:
+            q = self.documents_BS[:, None, queries.start:queries.stop, None]
+            other = q != self.documents_BS[:, None, None, keys.start:keys.stop]
+            hidden = other if hidden is None else hidden | other
+        return hidden
+
+    def keep(self, shape: torch.Size, queries: Run, keys: Run, device: torch.device) -> Tensor | None:
+        """Factor on the probabilities of a tile: 0 or 1 / (1 - p); None without dropout."""
+        if self.dropout_p == 0.0:
+            return None
+        # NOTE: one stream per tile; the tiles of a sequence start at different (query, key) places
+        generator = torch.Generator(device).manual_seed((self.seed + queries.start * 1_000_003 + keys.start) % (1 << 63))
+        keep = torch.rand(shape, generator=generator, device=device) >= self.dropout_p
+        return keep.float() / (1.0 - self.dropout_p)
+
+
+def attend(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: Run, scale: float, rule: Rule,
+           out_BNSE: Tensor, lse_BNS: Tensor) -> None:
+    """Add the keys of one block to the running result, in place.
+
+    q, k, v hold exactly the positions `queries` and `keys`. out, lse: fp32 or wider; before the first block 0 and -inf.
+    """
+    for tile, seen in _tiles(queries, keys, rule, q_BNSD.device):
+        rows, columns = tile.within(queries), seen.within(keys)
+        scores = _scores(q_BNSD[:, :, rows], k_BGKD[:, :, columns], scale, rule, tile, seen)
+        top = scores.amax(-1, keepdim=True)
+        top.masked_fill_(top == float("-inf"), 0.0)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        keep = rule.keep(weights.shape, tile, seen, weights.device)
+        if keep is not None:
+            weights = weights * keep
+        part = _grouped(weights.to(v_BGKE.dtype), v_BGKE[:, :, columns])
+        _merge(out_BNSE[:, :, rows], lse_BNS[:, :, rows], part, top, total)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, total: Tensor) -> None:
+    """part: sum of e^(score - top) v, total: sum of e^(score - top), over the new keys."""
+    before = lse.unsqueeze(-1)
+    after = torch.logaddexp(before, top + total.log())
+    base = after.masked_fill(after == float("-inf"), 0.0)  # nothing seen yet: e^-inf = 0 below, not e^(inf - inf)
+    out.mul_((before - base).exp()).add_(part * (top - base).exp())
+    lse.copy_(after.squeeze(-1))
+
+
+def attend_backward(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: Run, scale: float, rule: Rule,
+                    grad_BNSE: Tensor, lse_BNS: Tensor, delta_BNS: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Add the gradients that one block contributes, in place.
+
+    grad: of the final output; lse: the final one; delta: sum of grad * output over E; grads: of q, k and v, shaped like
+    them, fp32 or wider.
+    """
+    grad_q, grad_k, grad_v = grads
+    for tile, seen in _tiles(queries, keys, rule, q_BNSD.device):
+        rows, columns = tile.within(queries), seen.within(keys)
+        q, k, v, grad = q_BNSD[:, :, rows], k_BGKD[:, :, columns], v_BGKE[:, :, columns], grad_BNSE[:, :, rows]
+        lse = lse_BNS[:, :, rows, None]
+        probs = _scores(q, k, scale, rule, tile, seen).sub_(lse.masked_fill(lse == float("-inf"), 0.0)).exp_()
+        grad_probs = _grouped(grad, v.transpose(2, 3)).to(probs.dtype)
+        keep = rule.keep(probs.shape, tile, seen, probs.device)
+        kept = probs if keep is None else probs * keep
+        if keep is not None:
+            grad_probs *= keep
+        _add_transposed(grad_v[:, :, columns], kept.to(grad.dtype), grad)
+        grad_scores = grad_probs.sub_(delta_BNS[:, :, rows, None]).mul_(probs).mul_(scale).to(q.dtype)
+        grad_q[:, :, rows] += _grouped(grad_scores, k)
+        _add_transposed(grad_k[:, :, columns], grad_scores, q)
+
+
+def _tiles(queries: Run, keys: Run, rule: Rule, device: torch.device) -> Iterator[tuple[Run, Run]]:
+    size = QUERY_TILE_CUDA if device.type == "cuda" else QUERY_TILE
+    for start in range(queries.start, queries.stop, size):
+        tile = Run(start, min(start + size, queries.stop))
+        seen = rule.clip(tile, keys)
+        if seen is not None:
+            yield tile, seen
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, rule: Rule, queries: Run, keys: Run) -> Tensor:
+    """Scaled scores with -inf where hidden, fp32 or wider, [B, N, S, K]."""
+    scores = _grouped(q, k.transpose(2, 3))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scale)
+    hidden = rule.hidden(queries, keys, q.device)
+    return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
+
+
+def _grouped(x_BNSD: Tensor, y_BGDK: Tensor) -> Tensor:
+    """x y, the queries of a group stacked into one taller matrix: [B, N, S, K] in the dtype of both."""
+    batch, heads, rows, width = x_BNSD.shape
+    groups = y_BGDK.shape[1]
+    x = x_BNSD.reshape(batch * groups, heads // groups * rows, width)
+    return torch.bmm(x, y_BGDK.flatten(0, 1)).view(batch, heads, rows, -1)
+
+
+def _add_transposed(total_BGKD: Tensor, x_BNSK: Tensor, y_BNSD: Tensor) -> None:
+    """total += x^T y, summed over the queries of a group."""
+    batch, heads, rows, keys = x_BNSK.shape
+    groups = total_BGKD.shape[1]
+    x = x_BNSK.reshape(batch * groups, heads // groups * rows, keys)
+    y = y_BNSD.reshape(batch * groups, heads // groups * rows, -1)
+    total_BGKD += torch.bmm(x.transpose(1, 2), y).view(batch, groups, keys, -1)

@@ -1,0 +1,258 @@
+"""Attention over a cut sequence equals attention of one process: output and every gradient, in fp64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_trainer.layers.context_parallel import ContextParallelAttention, comm_type_of, make_core_attention
+from moe_trainer.layers.core_attention import CoreAttention, Visible
+from moe_trainer.parallel.sequence import SequenceShard
+from moe_trainer.parallel.state import ParallelState
+
+S, B = 16, 2
+WIDTHS = {  # query heads, key-value heads, key width, value width
+    "grouped queries": (8, 4, 6, 6),
+    "one head each": (4, 4, 4, 4),
+    "latent": (4, 4, 6, 3),
+}
+LAYOUTS = [("p2p", 2), ("p2p", 4), ("allgather", 2), ("allgather", 4), ("a2a", 2), ("a2a", 4), ("a2a+p2p", 4)]
+
+
+def model(window=None, dropout=0.0):
+    return SimpleNamespace(softmax_type="vanilla", attention_dropout=dropout, window_attn_skip_freq=None,
+                           window_size=None if window is None else (window, 0))
+
+
+def inputs(widths, length=S, dtype=torch.float64):
+    heads, groups, key, value = WIDTHS[widths]
+    generator = torch.Generator().manual_seed(0)
+    shapes = (heads, key), (groups, key), (groups, value), (heads * value,)
+    return [torch.randn(length, B, *shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def documents(length=S):
+    """Three documents in one row, two in the other; their ends fall inside chunks and on their borders."""
+    ids = torch.zeros(B, length, dtype=torch.int64)
+    ids[0, 3:] += 1
+    ids[0, length // 2 + 1:] += 1
+    ids[1, length // 4:] += 1
+    return ids
+
+
+def explicit(ids, window):
+    """What the rules say, as a mask."""
+    i = torch.arange(ids.shape[1])
+    mask = i[:, None] >= i
+    if window is not None:
+        mask &= i >= i[:, None] - window
+    return (mask & (ids[:, :, None] == ids[:, None]))[:, None]
+
+
+def run(core, q, k, v, grad, visible):
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = core(q, k, v, visible)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def one_process(widths, window, packed, length=S):
+    """Plain softmax over an explicit mask: shares no code with the blocks."""
+    *qkv, grad = inputs(widths, length)
+    ids = documents(length) if packed else torch.zeros(B, length, dtype=torch.int64)
+    core = CoreAttention(model(), 1, head_dim=WIDTHS[widths][2])
+    return run(core, *qkv, grad, Visible(mask=explicit(ids, window)))
+
+
+def on_ranks(rank, n, kind, widths, window, packed, length=S):
+    levels = (2, n // 2) if kind == "a2a+p2p" else None
+    ps = ParallelState.create(n, rank, cp=n, cp_levels=levels)
+    shard = SequenceShard(ps.cp)
+    core = make_core_attention(model(window), 1, head_dim=WIDTHS[widths][2], ps=ps, comm_types=[kind])
+    visible = Visible(document_ids_BS=documents(length)) if packed else None
+    results = run(core, *(shard.local(x, 0) for x in inputs(widths, length)), visible)
+    return [shard.full(x, 0) for x in results]
+
+
+def assert_equal(results, expected):
+    for name, x, y in zip(("output", "grad of q", "grad of k", "grad of v"), results, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("window, packed", [(None, False), (3, False), (None, True), (5, True)],
+                         ids=["causal", "window", "documents", "window and documents"])
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("kind, n", LAYOUTS)
+def test_every_kind_equals_one_process(kind, n, widths, window, packed):
+    expected = one_process(widths, window, packed)
+    for results in run_ranks(on_ranks, n, kind, widths, window, packed):
+        assert_equal(results, expected)
+
+
+@pytest.mark.parametrize("kind", ["p2p", "allgather"])
+def test_ring_of_three_and_pieces_longer_than_a_tile(kind):
+    expected = one_process("grouped queries", 70, True, length=3 * 2 * 80)
+    for results in run_ranks(on_ranks, 3, kind, "grouped queries", 70, True, 3 * 2 * 80):
+        assert_equal(results, expected)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_packed_documents_of_one_rank_equal_the_explicit_mask(widths, window):
+    *qkv, grad = inputs(widths)
+    core = CoreAttention(model(window), 1, head_dim=WIDTHS[widths][2])
+    assert_equal(run(core, *qkv, grad, Visible(document_ids_BS=documents())), one_process(widths, window, True))
+
+
+def test_half_precision_keeps_fp32_sums():
+    *qkv, grad = (x.bfloat16() for x in inputs("grouped queries", dtype=torch.float32))
+    core = CoreAttention(model(), 1, head_dim=6)
+    exact = run(core, *(x.double() for x in qkv), grad.double(), Visible(document_ids_BS=documents()))
+    for x, y in zip(run(core, *qkv, grad, Visible(document_ids_BS=documents())), exact):
+        assert x.dtype == torch.bfloat16
+        torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=2e-2)
+
+
+def in_bf16(rank, n, kind):
+    ps = ParallelState.create(n, rank, cp=n)
+    core = make_core_attention(model(), 1, head_dim=6, ps=ps, comm_types=[kind])
+    shard = SequenceShard(ps.cp)
+    results = run(core, *(shard.local(x, 0).bfloat16() for x in inputs("grouped queries")), None)
+    return [shard.full(x, 0) for x in results]
+
+
+@pytest.mark.parametrize("kind", ["p2p", "allgather", "a2a"])
+def test_kinds_agree_in_half_precision(kind):
+    for results in run_ranks(in_bf16, 2, kind):
+        for x, y in zip(results, one_process("grouped queries", None, False)):
+            assert x.dtype == torch.bfloat16
+            torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=3e-2)
+
+
+def with_dropout(rank, n, kind):
+    """Two runs from one seed, one from another; rows of ones make the dropped share visible."""
+    ps = ParallelState.create(n, rank, cp=n, cp_levels=(2, 2) if kind == "a2a+p2p" else None)
+    core = make_core_attention(model(dropout=0.25), 1, head_dim=4, ps=ps, comm_types=[kind])
+    q, k, v = (torch.zeros(64, B, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    v = torch.ones_like(v, requires_grad=True)
+
+    def once(seed):
+        torch.manual_seed(seed + rank)
+        out = core(q, k, v)
+        return out, torch.autograd.grad(out.sum(), v)[0]
+
+    (first, grad), (again, grad_again), (other, _) = once(0), once(0), once(100)
+    core.eval()
+    return dict(same=torch.equal(first, again) and torch.equal(grad, grad_again), other=torch.equal(first, other),
+                mean=first.mean().item(), total=grad.sum().item(), sum=first.sum().item(),
+                plain=torch.allclose(core(q, k, v), torch.ones_like(first)), first=first.detach())
+
+
+@pytest.mark.parametrize("kind, n", [("p2p", 2), ("allgather", 2), ("a2a", 2), ("a2a+p2p", 4)])
+def test_dropout_is_drawn_anew_by_every_rank_and_again_in_backward(kind, n):
+    results = run_ranks(with_dropout, n, kind)
+    for result in results:
+        assert result["same"] and not result["other"] and result["plain"]
+        assert abs(result["mean"] - 1.0) < 0.05
+    # the output is linear in v: with v of ones its sum is the sum of v's gradient, if backward drops the same ones
+    assert abs(sum(r["sum"] for r in results) - sum(r["total"] for r in results)) < 1e-9
+    assert not torch.equal(results[0]["first"], results[1]["first"])
+
+
+def test_dropout_gradients_of_packed_documents():
+    core = CoreAttention(model(dropout=0.3), 1, head_dim=3)
+    q, k, v = (torch.randn(6, 1, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
+
+    def forward(q, k, v):
+        torch.manual_seed(5)
+        return core(q, k, v, Visible(document_ids_BS=ids))
+
+    assert torch.autograd.gradcheck(forward, (q, k, v))
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+def largest(rank, n, kind, packed):
+    ps = ParallelState.create(n, rank, cp=n)
+    length = 1024
+    core = make_core_attention(model(), 1, head_dim=2, ps=ps, comm_types=[kind])
+    q, k, v, grad = (SequenceShard(ps.cp).local(torch.randn(length, 1, 1, 2), 0) for _ in range(4))
+    with Largest() as seen:
+        run(core, q, k, v, grad.flatten(2), Visible(document_ids_BS=torch.arange(length)[None] // 100) if packed else None)
+    return seen.numel
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["p2p", "allgather"])
+def test_no_tensor_of_all_queries_against_all_keys(kind, packed):
+    longest_keys = 1024 if kind == "allgather" else 1024 // 4
+    for numel in run_ranks(largest, 2, kind, packed):
+        assert numel <= max(64 * longest_keys, 2 * 1024), "a tile of queries against the keys at hand, or the keys themselves"
+
+
+def all_masked(rank, n, kind):
+    """Window 0 and a document per token: most blocks hide everything from some query, many from all."""
+    ps = ParallelState.create(n, rank, cp=n)
+    core = make_core_attention(model(window=0), 1, head_dim=4, ps=ps, comm_types=[kind])
+    shard = SequenceShard(ps.cp)
+    q, k, v, grad = (shard.local(x, 0) for x in inputs("one head each"))
+    ids = torch.arange(S).expand(B, S)
+    out, *grads = run(core, q, k, v, grad, Visible(document_ids_BS=ids))
+    return torch.equal(out, v.flatten(2)), [bool(torch.isfinite(x).all()) for x in grads], grads[0].abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["p2p", "allgather", "a2a"])
+def test_megatron_1764_no_nan_where_a_block_hides_everything(kind):
+    for exact, finite, grad_q in run_ranks(all_masked, 2, kind):
+        assert exact and all(finite) and grad_q < 1e-12, "a query that sees itself only returns its own value"
+
+
+def refusals(rank, n):
+    ps = ParallelState.create(n, rank, cp=n)
+    q, k, v = (torch.randn(4, 1, heads, 4) for heads in (4, 1, 1))
+    messages = []
+    for kind, visible in (("a2a", None), ("p2p", Visible(mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)))):
+        core = make_core_attention(model(), 1, head_dim=4, ps=ps, comm_types=[kind])
+        with pytest.raises(ValueError) as caught:
+            core(q, k, v, visible)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_cannot_be_cut_is_refused():
+    for heads, mask in run_ranks(refusals, 2):
+        assert "1 heads" in heads and "--cp-comm-type a2a" in heads
+        assert "document ids" in mask
+
+
+def kinds(rank, n):
+    ps = ParallelState.create(n, rank, cp=n, cp_levels=(2, 1))
+    cores = [make_core_attention(model(), layer, head_dim=4, ps=ps, comm_types=["p2p", "a2a", "allgather", "a2a+p2p"])
+             for layer in (1, 2, 3, 4, 5)]
+    return [(type(core) is ContextParallelAttention, core.heads.size, core.positions.size, core.attend.__name__) for core in cores]
+
+
+def test_one_kind_per_layer():
+    assert run_ranks(kinds, 2)[0] == [
+        (True, 1, 2, "ring_attention"), (True, 2, 1, "ring_attention"), (True, 1, 2, "gathered_attention"),
+        (True, 2, 1, "ring_attention"), (True, 2, 1, "ring_attention")]
+    assert [comm_type_of(layer, ["a2a"]) for layer in (1, 7)] == ["a2a", "a2a"]
+
+
+def test_one_rank_runs_the_plain_attention():
+    core = make_core_attention(model(), 1, head_dim=4, ps=ParallelState.single(), comm_types=["p2p"])
+    assert type(core) is CoreAttention
