@@ -92,9 +92,13 @@ def batches(args: Arguments, ps: ParallelState, first: int, steps: int, seed: in
     return found
 
 
-def train(args: Arguments, rank: int, ps: ParallelState, steps: int = 3, seed: int = 0) -> Outcome:
-    """Train from the named initialisation. Collective over the world; seed chooses the batches."""
+def train(
+    args: Arguments, rank: int, ps: ParallelState, steps: int = 3, seed: int = 0, prepare: Callable[[Run], None] | None = None
+) -> Outcome:
+    """Train from the named initialisation. Collective over the world; seed chooses the batches, prepare sees the run first."""
     run, state, results = make_run(args, rank, ps, steps, seed=seed), TrainState(), []
+    if prepare is not None:
+        prepare(run)
     grads: dict[str, Tensor] = {}
     prints: dict[str, list] = {}
     microbatches = args.training.global_batch_size // (args.training.micro_batch_size * ps.dp.size)

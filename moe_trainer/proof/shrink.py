@@ -58,6 +58,10 @@ _MACHINE = frozenset(
     "distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init local_rank world_size on_missing_backend "
     "fake_process_group pipeline_model_parallel_comm_backend grad_reduce_in_bf16 ddp_pad_buckets_for_high_nccl_busbw".split()
 )
+_NOT_IN_REFERENCE = frozenset(
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations bf16 ckpt_format "
+    "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm".split()
+)
 _NOISE = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,
     "moe_router_force_biased": None,
@@ -68,10 +72,12 @@ _FROM_OLD = frozenset("position_embedding_type moe_flex_dispatcher_backend apply
 
 @dataclass(frozen=True)
 class Case:
-    """One small command line: its mapping, its flags (without the program), and whether it is to be run in fp32 in spite of --bf16."""
+    """One small command line: its mapping, its flags (without the program), the flags of the same model and batches on one process,
+    and whether it is to be run in fp32 in spite of --bf16."""
 
     mapping: Mapping
     argv: tuple[str, ...]
+    reference: tuple[str, ...]
     force_fp32: bool = False
 
     @property
@@ -192,11 +198,21 @@ def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str]) -> Case:
         values["ddp_bucket_size"] = 3000
     force_fp32 = bool(values.get("overlap_moe_expert_parallel_comm"))
     values["bf16"] = force_fp32
-    argv = tuple(flags_of(values))
-    violations = understand(list(argv), new.world)[1]
-    if violations:
-        raise ShrinkError([f"the small command line for {new} is not legal: {violation.message}" for violation in violations])
-    return Case(new, argv, force_fp32)
+    return make_case(new, values, force_fp32)
+
+
+def make_case(mapping: Mapping, values: MappingOf[str, object], force_fp32: bool = False) -> Case:
+    """A case of values by destination.
+
+    Raises: ShrinkError when the rules do not allow it.
+    """
+    plain = {dest: value for dest, value in values.items() if OPTIONS[dest].section != "parallel" and dest not in _NOT_IN_REFERENCE}
+    argv, reference = flags_of(values), flags_of({**plain, "transformer_impl": "local"})
+    for words, ranks in ((argv, mapping.world), (reference, 1)):
+        violations = understand(words, ranks)[1]
+        if violations:
+            raise ShrinkError([f"the small command line for {mapping} is not legal: {violation.message}" for violation in violations])
+    return Case(mapping, tuple(argv), tuple(reference), force_fp32)
 
 
 def _carried(s: Settings) -> dict[str, object]:

@@ -7,11 +7,15 @@ The work is done by moe_trainer.proof (observe.py, compare.py); here stand tiny 
 the same for every tensor-parallel size up to 8, and the sequence can be cut for tp x cp up to 8.
 """
 
+from datetime import timedelta
+
 import arguments
 from arguments import Arguments
 from arguments.container import freeze
 from arguments.parse import understand
+from moe_trainer.initialize import make_groups
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.place import Place
 from moe_trainer.proof import observe
 from moe_trainer.proof.compare import FP32, Difference, Tolerances, compare
 from moe_trainer.proof.observe import Outcome
@@ -75,13 +79,7 @@ def train(argv: list[str], rank: int, ps: ParallelState, steps: int = 3) -> Outc
 
 def groups_of(argv: list[str], rank: int, n: int) -> ParallelState:
     """The groups that a command line asks for. Collective."""
-    parallel = parse(argv, n).parallel
-    return ParallelState.create(
-        n, rank,
-        tp=parallel.tensor_model_parallel_size, cp=parallel.context_parallel_size, pp=parallel.pipeline_model_parallel_size,
-        ep=parallel.expert_model_parallel_size, etp=parallel.expert_tensor_parallel_size,
-        order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-    )
+    return make_groups(parse(argv, n), Place(rank, n, rank, None, None, "test"), timedelta(seconds=120))
 
 
 def train_ranks(rank: int, n: int, argvs: list[list[str]], steps: int = 3) -> list[Outcome]:

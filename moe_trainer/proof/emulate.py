@@ -1,0 +1,68 @@
+"""Quantities that Megatron-LM defines by topology, computed in one process as many ranks would.
+
+This is the one place that lists them (with the running counts of the global auxiliary loss, for which prove.py runs the same number
+of data ranks):
+
+* expert capacity: ceil(T * k / E * factor) with the T tokens of one sequence shard. With tensor parallelism (MoE layers always see
+  sequence shards then) and with context parallelism a shard is 1 / (tp * cp) of the sequence, and each drops for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_trainer.run import Run
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks that share a sequence."""
+
+    tp: int = 1
+    cp: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Into how many pieces a sequence is cut."""
+        return self.tp * self.cp
+
+
+def emulate(run: Run, topology: Topology) -> None:
+    """Make a run on whole sequences compute what `topology` defines. It must be called before the first step."""
+    if topology.shards == 1:
+        return
+    training, length = run.args.training, run.args.data.seq_length
+    rows = [shard_rows(topology, index, length, training.micro_batch_size) for index in range(topology.shards)]
+    if run.args.moe.moe_expert_capacity_factor is not None:
+        for chunk in run.chunks:
+            for layer in chunk.moe_layers():
+                layer.router._drop = by_shard(layer.router._drop, rows)
+
+
+def positions(topology: Topology, index: int, length: int) -> Tensor:
+    """Positions of the sequence that one (cp, tp) rank holds: context ranks take a piece from the front and its mirror from the back,
+    tensor ranks cut what their context rank holds."""
+    cp_rank, tp_rank = divmod(index, topology.tp)
+    pieces = torch.arange(length).chunk(2 * topology.cp) if topology.cp > 1 else (torch.arange(length),)
+    held = torch.cat([pieces[cp_rank], pieces[2 * topology.cp - 1 - cp_rank]]) if topology.cp > 1 else pieces[0]
+    return held.chunk(topology.tp)[tp_rank]
+
+
+def shard_rows(topology: Topology, index: int, length: int, batch: int) -> Tensor:
+    """Rows of x_TH (token s * B + b) that one (cp, tp) rank holds."""
+    return (positions(topology, index, length)[:, None] * batch + torch.arange(batch)).flatten()
+
+
+def by_shard(drop: Callable, rows: list[Tensor]) -> Callable:
+    """The dropping of a router, applied to every shard for itself."""
+
+    def dropped(probs_TE: Tensor, routing_TE: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [drop(probs_TE[index], routing_TE[index]) for index in rows]
+        back = torch.argsort(torch.cat(rows))
+        return torch.cat([probs for probs, _ in parts])[back], torch.cat([routing for _, routing in parts])[back]
+
+    return dropped

@@ -1,0 +1,138 @@
+"""A pool of ranks on this machine that runs one small training after the other.
+
+Starting a process costs seconds (torch), joining a group milliseconds: so the processes are forked once, with torch already imported,
+and every case meets in a group of its own, of as many ranks as it needs. A rank that raises answers with its traceback; one that
+dies, or that does not answer in time, takes the whole pool with it, and the next case gets a new one. Gloo on the CPU, one
+thread a rank. The parent process must not have touched CUDA.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_GRACE_S = 3.0
+"""How long the other ranks may still answer once one has failed, seconds."""
+
+
+class RanksFailed(RuntimeError):
+    """Some ranks raised, died or did not answer; `by_rank` says what each of those did."""
+
+    def __init__(self, by_rank: dict[int, str]):
+        self.by_rank = by_rank
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in sorted(by_rank.items())))
+
+
+class Pool:
+    """`size` processes that wait for work. Use it as a context manager."""
+
+    def __init__(self, size: int, timeout_s: float = 120.0):
+        self.size = size
+        self.timeout_s = timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="proof")
+        self._ranks: list[tuple[multiprocessing.Process, Connection]] = []
+        self._jobs = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def run(self, work: Callable, world_size: int, *args: object) -> object:
+        """Call `work(rank, world_size, *args)` on ranks 0 .. world_size - 1; returns what rank 0 returned.
+
+        Raises: RanksFailed when a rank raised, died or took longer than the timeout.
+        """
+        if world_size > self.size:
+            raise ValueError(f"{world_size} ranks asked of a pool of {self.size}")
+        if len(self._ranks) < self.size:
+            self._start()
+        self._jobs += 1
+        store = str(Path(self._folder.name, f"store{self._jobs}"))
+        for rank in range(world_size):
+            self._ranks[rank][1].send((work, rank, world_size, store, self.timeout_s, args))
+        answers = self._collect(world_size)
+        failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        if failed:
+            self._stop()
+            raise RanksFailed(failed)
+        return answers[0][1]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._stop()
+        for _ in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, [pipe for _, pipe in self._ranks] + [ours]), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _collect(self, world_size: int) -> dict[int, tuple[bool, object]]:
+        """Wait for every rank's answer, or for what came in its place."""
+        answers: dict[int, tuple[bool, object]] = {}
+        deadline = time.monotonic() + self.timeout_s
+        while len(answers) < world_size:
+            open_pipes = {self._ranks[rank][1]: rank for rank in range(world_size) if rank not in answers}
+            ready = wait(list(open_pipes), timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                late = "did not answer within the time limit" if all(ok for ok, _ in answers.values()) else "was waiting for the others"
+                return answers | dict.fromkeys(open_pipes.values(), (False, late))
+            for pipe in ready:
+                rank = open_pipes[pipe]
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self._ranks[rank][0].join(_GRACE_S)
+                    answers[rank] = (False, f"died with exit code {self._ranks[rank][0].exitcode}")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return answers
+
+    def _stop(self) -> None:
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks = []
+
+
+def _serve(pipe: Connection, inherited: list[Connection]) -> None:
+    """A rank: wait for work until the parent hangs up."""
+    for other in inherited:
+        other.close()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    while True:
+        try:
+            work, rank, world_size, store, timeout_s, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        try:
+            if world_size > 1:
+                limit = timedelta(seconds=timeout_s)
+                dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=limit)
+            answer = (True, work(rank, world_size, *args))
+            if world_size > 1:
+                dist.barrier()
+                dist.destroy_process_group()
+        except Exception:  # noqa: BLE001 - whatever a rank raised is the answer; the parent ends the pool
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
