@@ -141,6 +141,11 @@ class _Linear(nn.Module):
             cut = cut if self.sharded_dim == 0 else {"partial": self.sequence_parallel}
             self.bias = make_parameter((shape[0],), ParamInfo((f"{name}.bias",), init="zeros", **cut))
 
+    def _without_ranks(self, x: Tensor) -> Tensor:
+        if self.queue is None:
+            return F.linear(x, self.weight, self.bias)
+        return _Column.apply(x, self.weight, self.bias, Group.single(self.group.name), False, self.queue)
+
     def extra_repr(self) -> str:
         cut = "" if self.group.size == 1 else f", 1 of {self.group.size} ranks, sequence_parallel={self.sequence_parallel}"
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, bias={self.bias is not None}{cut}"
@@ -162,8 +167,8 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: x [S, ..., in] (S / size rows when sequence_parallel) -> y [S, ..., out / size]."""
-        if self.group.size == 1 and self.queue is None:
-            return F.linear(x, self.weight, self.bias)
+        if self.group.size == 1:
+            return self._without_ranks(x)
         y = _Column.apply(x, self.weight, self.bias, self.group, self.sequence_parallel, self.queue)
         if not self.gather_output:
             return y
@@ -177,8 +182,8 @@ class RowParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: x [S, ..., in / size] -> y [S, ..., out], or [S / size, ..., out] when sequence_parallel."""
-        if self.group.size == 1 and self.queue is None:
-            return F.linear(x, self.weight, self.bias)
+        if self.group.size == 1:
+            return self._without_ranks(x)
         y = _Row.apply(x, self.weight, self.group, self.sequence_parallel, self.queue)
         return y if self.bias is None else y + self.bias
 
@@ -191,6 +196,4 @@ class ReplicatedLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: x [..., in] -> y [..., out]."""
-        if self.queue is None:
-            return F.linear(x, self.weight, self.bias)
-        return _Column.apply(x, self.weight, self.bias, Group.single(self.group.name), False, self.queue)
+        return self._without_ranks(x)

@@ -1,0 +1,294 @@
+"""Every layer under tensor and sequence parallelism equals itself in one process, in fp64: output, gradient of the input, every
+weight gradient (partial ones summed).
+
+Weights, biases and gains are all random, drawn by name on their whole shape and then cut as their ParamInfo says.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+
+from arguments.model import ModelArgs
+from moe_trainer.layers.attention import SelfAttention
+from moe_trainer.layers.init import Init
+from moe_trainer.layers.kit import LOCAL
+from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from moe_trainer.layers.mla import MultiLatentAttention
+from moe_trainer.layers.mlp import MLP
+from moe_trainer.layers.norm import Norm
+from moe_trainer.layers.rotary import make_rotary
+from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
+from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.rng import named_generator
+from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.parallel.weight_grads import WeightGradQueue
+
+S, B, H, V = 8, 2, 16, 24
+INIT = Init("normal", 0.1)
+MODEL = ModelArgs(
+    num_layers=2, hidden_size=H, num_attention_heads=8, num_query_groups=4, group_query_attention=True, kv_channels=4,
+    ffn_hidden_size=24, max_position_embeddings=12, attention_dropout=0.0, position_embedding_type="rope", add_bias_linear=True)
+LATENT = replace(MODEL, multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=4, qk_pos_emb_head_dim=2,
+                 v_head_dim=6, rope_type="rope", qk_layernorm=True, add_bias_linear=False)
+ROWS, COLUMNS, REPLICATED = "rows", "columns", "replicated"
+
+
+@dataclass(frozen=True)
+class Case:
+    """make(ps, sp) builds the layer; `run(layer, x, ps, sp)` calls it. x: state of the input, y: of the output, where ROWS is
+    meant under sequence parallelism and is REPLICATED without it. width: of the input; 0 means token ids."""
+
+    make: Callable[[ParallelState, bool], nn.Module]
+    x: str = ROWS
+    y: str = ROWS
+    width: int = H
+    parts: int = 1
+    run: Callable = lambda layer, x, ps, sp: layer(x)
+
+
+def _options(ps: ParallelState, sp: bool) -> dict:
+    return {"name": "layer", "group": ps.tp, "init": INIT, "sequence_parallel": sp}
+
+
+def _linear(kind: type, x: str, y: str, in_features: int, out_features: int, **more) -> Case:
+    return Case(lambda ps, sp: kind(in_features, out_features, **_options(ps, sp), **more), x, y, in_features, more.get("parts", 1))
+
+
+def _mlp(**change) -> Case:
+    model = replace(MODEL, **change)
+    return Case(lambda ps, sp: MLP(model, 24, name="layer", group=ps.tp, kit=LOCAL, bias=model.add_bias_linear,
+                                   sequence_parallel=sp))
+
+
+def _attention(model: ModelArgs) -> Case:
+    kind = MultiLatentAttention if model.multi_latent_attention else SelfAttention
+    rotary = make_rotary(model)
+
+    def run(layer, x, ps, sp):
+        length = x.shape[0] * (ps.tp.size if sp else 1)
+        return layer(x, None if rotary is None else rotary.tables(length, x.device), None)
+
+    return Case(lambda ps, sp: kind(model, ps, name="layer", layer_number=1, kit=LOCAL, sequence_parallel=sp), run=run)
+
+
+def _labels() -> Tensor:
+    return torch.randint(0, V, (B, S), generator=named_generator(1, "labels"))
+
+
+class _Tied(nn.Module):
+    """One table that embeds the tokens and predicts the next ones."""
+
+    def __init__(self, ps: ParallelState, sp: bool):
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(V, H, **_options(ps, sp))
+        self.head = OutputHead(H, V, **{**_options(ps, sp), "name": "head"}, tied=True)
+
+    def forward(self, ids_SB: Tensor) -> Tensor:
+        return self.head.loss_BS(self.embedding(ids_SB).tanh(), _labels(), self.embedding.weight)
+
+
+def _head(ps: ParallelState, sp: bool) -> OutputHead:
+    return OutputHead(H, V, **_options(ps, sp), tied=False)
+
+
+CASES = {
+    "column": _linear(ColumnParallelLinear, ROWS, COLUMNS, H, 24),
+    "column, bias": _linear(ColumnParallelLinear, ROWS, COLUMNS, H, 24, bias=True),
+    "column, 2 parts": _linear(ColumnParallelLinear, ROWS, COLUMNS, H, 24, bias=True, parts=2),
+    "column, 3 parts": _linear(ColumnParallelLinear, ROWS, COLUMNS, H, 24, parts=3),
+    "column, gathered": _linear(ColumnParallelLinear, ROWS, ROWS, H, 24, bias=True, gather_output=True),
+    "row": _linear(RowParallelLinear, COLUMNS, ROWS, 24, H),
+    "row, bias": _linear(RowParallelLinear, COLUMNS, ROWS, 24, H, bias=True),
+    "replicated": _linear(ReplicatedLinear, ROWS, ROWS, H, 24, bias=True),
+    "norm": Case(lambda ps, sp: Norm(H, replace(MODEL, normalization="LayerNorm"), name="layer", partial=sp and ps.tp.size > 1)),
+    "mlp, gelu, biases": _mlp(),
+    "mlp, swiglu": _mlp(swiglu=True, add_bias_linear=False),
+    "mlp, geglu, biases": _mlp(quick_geglu=True),
+    "attention": _attention(replace(MODEL, add_bias_linear=False)),
+    "attention, biases": _attention(MODEL),
+    "attention, qkv bias": _attention(replace(MODEL, add_bias_linear=False, add_qkv_bias=True)),
+    "attention, one query a group": _attention(replace(MODEL, group_query_attention=False)),
+    "attention, two groups": _attention(replace(MODEL, num_query_groups=2)),
+    "attention, one group": _attention(replace(MODEL, num_query_groups=1)),
+    "attention, normed": _attention(replace(MODEL, qk_layernorm=True, normalization="RMSNorm")),
+    "attention, one group, normed": _attention(replace(MODEL, num_query_groups=1, qk_layernorm=True, normalization="LayerNorm")),
+    "attention, l2": _attention(replace(MODEL, qk_l2_norm=True)),
+    "attention, window": _attention(replace(MODEL, window_size=(3, 0), num_query_groups=2)),
+    "attention, no positions": _attention(replace(MODEL, position_embedding_type="none")),
+    "latent attention": _attention(LATENT),
+    "latent attention, biases": _attention(replace(LATENT, add_bias_linear=True)),
+    "latent attention, no query latent": _attention(replace(LATENT, q_lora_rank=None)),
+    "latent attention, no norms": _attention(replace(LATENT, qk_layernorm=False)),
+    "latent attention, yarn": _attention(replace(LATENT, rope_type="yarn", rotary_scaling_factor=4.0, mscale_all_dim=1.0)),
+    "embedding": Case(lambda ps, sp: VocabParallelEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
+    "positions": Case(lambda ps, sp: PositionEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
+    "head, loss": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss_BS(x, _labels())),
+    "head, logits": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.logits_BSV(x)),
+    "tied head": Case(_Tied, REPLICATED, REPLICATED, 0),
+}
+
+
+def _cut(whole: Tensor, dim: int, rank: int, n: int, parts: int = 1) -> Tensor:
+    return torch.cat([part.chunk(n, dim)[rank] for part in whole.chunk(parts, dim)], dim)
+
+
+def _join(pieces: list[Tensor], dim: int, parts: int = 1) -> Tensor:
+    by_rank = [piece.chunk(parts, dim) for piece in pieces]
+    return torch.cat([piece[part] for part in range(parts) for piece in by_rank], dim)
+
+
+def _fill(layer: nn.Module) -> nn.Module:
+    """Every parameter random, fp64, cut as its info says."""
+    for param in layer.parameters():
+        info, shape = param.info, list(param.shape)
+        if info.sharded_dim is not None:
+            shape[info.sharded_dim] *= info.shard_count
+        whole = torch.randn(shape, generator=named_generator(3, info.names[0]), dtype=torch.float64) * 0.5
+        if info.sharded_dim is not None:
+            whole = _cut(whole, info.sharded_dim, info.shard_rank, info.shard_count, info.parts)
+        param.data = whole
+    return layer
+
+
+def _state(state: str, sp: bool) -> str:
+    return REPLICATED if state == ROWS and not sp else state
+
+
+def _local(whole: Tensor, state: str, group: Group, parts: int = 1) -> Tensor:
+    if state == REPLICATED:
+        return whole
+    return _cut(whole, 0 if state == ROWS else -1, group.rank, group.size, parts if state == COLUMNS else 1)
+
+
+def _run(case: Case, ps: ParallelState, sp: bool, queue: WeightGradQueue | None = None) -> tuple[Tensor, Tensor, dict]:
+    """(output, gradient of the input, {name: (info, gradient)}) of this rank for <random weights, output>."""
+    layer = _fill(case.make(ps, sp))
+    if queue is not None:
+        for module in layer.modules():
+            if hasattr(module, "queue"):
+                module.queue = queue
+    if case.width:
+        whole = torch.randn(S, B, case.width, generator=named_generator(1, "x"), dtype=torch.float64)
+    else:
+        whole = torch.randint(0, V, (S, B), generator=named_generator(1, "ids"))
+    x = _local(whole, _state(case.x, sp), ps.tp).clone()
+    if case.width:
+        x.requires_grad_()
+    y = case.run(layer, x, ps, sp)
+    state = _state(case.y, sp)
+    shape = list(y.shape)
+    if state != REPLICATED:
+        shape[0 if state == ROWS else -1] *= ps.tp.size
+    weight = torch.randn(shape, generator=named_generator(1, "weight"), dtype=torch.float64)
+    (y * _local(weight, state, ps.tp, case.parts)).sum().backward()
+    if queue is not None:
+        queue.run()
+    return y.detach(), x.grad, {param.info.names[0]: (param.info, param.grad) for param in layer.parameters()}
+
+
+def _on_ranks(rank, n, sp):
+    ps = ParallelState.create(n, rank, tp=n)
+    return {name: _run(case, ps, sp) for name, case in CASES.items()}
+
+
+@functools.cache
+def _ranks(n: int, sp: bool) -> list[dict]:
+    return run_ranks(_on_ranks, n, sp, timeout=120.0)
+
+
+def _close(ours: Tensor, theirs: Tensor, what: str) -> None:
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
+    assert (ours - theirs).norm() <= 1e-12 * theirs.norm() + 1e-14, f"{what}: {(ours - theirs).abs().max():.2e}"
+
+
+def _whole_grad(found: list[tuple[ParamInfo, Tensor]], what: str) -> Tensor:
+    info = found[0][0]
+    grads = [grad for _, grad in found]
+    if info.sharded_dim is not None:
+        assert not info.partial and [each.shard_rank for each, _ in found] == list(range(len(found))), what
+        return _join(grads, info.sharded_dim, info.parts)
+    if info.partial:
+        return torch.stack(grads).sum(0)
+    for grad in grads:
+        _close(grad, grads[0], f"{what}: replicated gradients differ")
+    return grads[0]
+
+
+def _assert_equal(case: Case, results: list, expected: tuple, sp: bool) -> None:
+    y, grad_x, grads = expected
+    for what, place, whole, state, parts in (("output", 0, y, _state(case.y, sp), case.parts),
+                                             ("input gradient", 1, grad_x, _state(case.x, sp), 1)):
+        for rank, result in enumerate(results):
+            if whole is not None:
+                part = _local(whole, state, Group("tp", tuple(range(len(results))), rank, len(results)), parts)
+                _close(result[place], part, f"{what} of rank {rank}")
+    for name, (_, grad) in grads.items():
+        assert grad.abs().max() > 0, f"{name}: an expected gradient of zero proves nothing"
+        _close(_whole_grad([result[2][name] for result in results], name), grad, f"gradient of {name}")
+    assert all(result[2].keys() == grads.keys() for result in results)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sp", [False, True], ids=["replicated", "sequence parallel"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_equals_one_process(n, sp, name):
+    results = [report[name] for report in _ranks(n, sp)]
+    _assert_equal(CASES[name], results, _run(CASES[name], ParallelState.single(), False), sp)
+
+
+def _deferred(rank, n, sp):
+    ps = ParallelState.create(n, rank, tp=n) if n > 1 else ParallelState.single()
+    report = {}
+    for name, case in CASES.items():
+        queue = WeightGradQueue()
+        queue.active = True
+        report[name] = _run(case, ps, sp, queue)
+    return report
+
+
+@pytest.mark.parametrize(("n", "sp"), [(1, False), (2, False), (2, True)])
+def test_weight_gradients_that_wait_are_the_same(n, sp):
+    reports = run_ranks(_deferred, n, sp, timeout=120.0)
+    for name, case in CASES.items():
+        _assert_equal(case, [report[name] for report in reports], _run(case, ParallelState.single(), False), sp)
+
+
+@pytest.mark.parametrize("name", ["column, bias", "row", "replicated", "head, loss"])
+def test_a_queue_takes_the_products_of_weights(name):
+    queue, calls = WeightGradQueue(), []
+    queue.active = True
+    defer = queue.defer
+    queue.defer = lambda param, compute: (calls.append(param.info.names[0]), defer(param, compute))
+    _run(CASES[name], ParallelState.single(), False, queue)
+    assert calls == ["layer.weight"]
+
+
+def test_with_one_rank_a_queue_changes_no_bit():
+    for name, case in CASES.items():
+        plain, waiting = (_run(case, ParallelState.single(), False, queue) for queue in (None, WeightGradQueue()))
+        assert torch.equal(plain[0], waiting[0]), name
+        for param, (_, grad) in plain[2].items():
+            assert torch.equal(grad, waiting[2][param][1]), f"{name}: {param}"
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda group: ColumnParallelLinear(4, 6, name="a.b", group=group, init=INIT), "a.b: 6 output features .* 4 ranks of tp"),
+    (lambda group: ColumnParallelLinear(4, 12, name="a.b", group=group, init=INIT, parts=2), "a.b: 12 .* in 2 equal parts"),
+    (lambda group: RowParallelLinear(6, 4, name="a.b", group=group, init=INIT), "a.b: 6 input features"),
+    (lambda group: VocabParallelEmbedding(6, 4, name="a.b", group=group, init=INIT), "a.b: 6 rows"),
+    (lambda group: OutputHead(4, 6, name="a.b", group=group, init=INIT, tied=True), "a.b: 6 rows")])
+def test_what_does_not_divide_is_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(Group("tp", (0, 1, 2, 3), 0, 4))
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 6, "num_query_groups": 2}, {"num_attention_heads": 12, "num_query_groups": 3}])
+def test_heads_that_cannot_be_dealt_out_are_refused(change):
+    four = replace(ParallelState.single(), tp=Group("tp", (0, 1, 2, 3), 0, 4))
+    with pytest.raises(ValueError, match="a: .* heads in . groups cannot be dealt out to 4"):
+        SelfAttention(replace(MODEL, **change), four, name="a", layer_number=1, kit=LOCAL)
