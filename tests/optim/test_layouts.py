@@ -1,0 +1,192 @@
+"""The optimizer under every dimension: weights, norms and zero counts equal those of one process that holds the whole model."""
+
+import pytest
+import torch
+from harness import run_ranks
+from optim.spread import assert_equal, one_process, spread, with_flags
+
+from arguments.precision import PrecisionArgs
+from moe_trainer.optim.optimizer import NonFiniteGradientError
+from moe_trainer.parallel.state import ParallelState
+
+STEPS = 3
+PLAIN = {}
+ZERO1 = {"use_distributed_optimizer": True}
+OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 150}
+EAGER = {"overlap_grad_reduce": True, "ddp_bucket_size": 150}
+MODES = {"plain": PLAIN, "eager": EAGER, "zero1": ZERO1, "overlapped": OVERLAPPED}
+# world size, degrees, virtual stages
+LAYOUTS = {
+    "tp2": (2, {"tp": 2}, 1),
+    "pp2_tied": (2, {"pp": 2}, 1),
+    "pp2_vpp2": (2, {"pp": 2}, 2),
+    "cp2_dp2": (4, {"cp": 2}, 1),
+    "tp2_dp2_ep2_over_dp": (4, {"tp": 2, "etp": 2, "ep": 2}, 1),
+    "tp2_dp2_ep4_above_dp": (4, {"tp": 2, "ep": 4}, 1),
+    "tp2_dp2_ep1_etp1": (4, {"tp": 2}, 1),
+    "tp1_etp2_ep1": (4, {"etp": 2}, 1),
+    "tp2_pp2_vpp2_ep2": (4, {"tp": 2, "pp": 2, "ep": 2}, 2),
+    "tp2_pp2_dp2_ep2": (8, {"tp": 2, "pp": 2, "ep": 2}, 1),
+}
+
+
+def _equals_one_process(rank, n, degrees, vpp, modes, instances=1):
+    ps = ParallelState.create(n, rank, optimizer_instances=instances, **degrees)
+    expected, expected_norms, weights = one_process(ps.dp_cp.size, ps.edp.size, STEPS)
+    grad_norms = []
+    for flags in modes:
+        parallel = with_flags(**flags, num_distributed_optimizer_instances=instances)
+        outcomes, norms, chunks, *_ = spread(ps, parallel, STEPS, vpp=vpp)
+        for found, reference in zip(outcomes, expected, strict=True):
+            assert found.updated
+            assert found.grad_norm == pytest.approx(reference.grad_norm, rel=1e-7), flags
+            assert found.num_zeros == reference.num_zeros > 0, flags
+        assert norms == pytest.approx(expected_norms, rel=1e-6), flags
+        assert_equal(chunks, ps, weights, 1e-6)
+        grad_norms.append([outcome.grad_norm for outcome in outcomes])
+    return grad_norms
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_mode_equals_one_process(layout):
+    n, degrees, vpp = LAYOUTS[layout]
+    ranks = run_ranks(_equals_one_process, n, degrees, vpp, tuple(MODES.values()))
+    assert all(norms == ranks[0] for norms in ranks), "every rank must clip by the same bits"
+
+
+@pytest.mark.parametrize("degrees", [{}, {"ep": 2}, {"etp": 2}, {"tp": 2}])
+def test_instances_of_the_distributed_optimizer_equal_one_process(degrees):
+    """Two instances; dp is 4 or 2, edp 4 or 2."""
+    modes = (ZERO1, OVERLAPPED, {**OVERLAPPED, "ddp_average_in_collective": True})
+    ranks = run_ranks(_equals_one_process, 4, degrees, 1, modes, 2)
+    assert all(norms == ranks[0] for norms in ranks)
+
+
+def test_instances_under_a_pipeline_with_tied_embeddings():
+    run_ranks(_equals_one_process, 8, {"pp": 2, "ep": 2}, 1, (OVERLAPPED,), 2)
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2, "ep": 4}, {"etp": 2, "ep": 2}])
+def test_bucket_options_with_experts_do_not_change_the_numbers(degrees):
+    options = ({"ddp_average_in_collective": True}, {"ddp_bucket_size": None, "ddp_num_buckets": 3},
+               {"ddp_pad_buckets_for_high_nccl_busbw": True})
+    run_ranks(_equals_one_process, 4, degrees, 1, tuple({**flags, **more} for flags in (EAGER, OVERLAPPED) for more in options))
+
+
+def _counted(rank, n, degrees, vpp, flags, instances):
+    ps = ParallelState.create(n, rank, optimizer_instances=instances, **degrees)
+    *_, built, _ = spread(ps, with_flags(**flags, num_distributed_optimizer_instances=instances), 1, vpp=vpp)
+    return sum(p.stop - p.start for state in built._states for p in state.pieces if p.counted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_is_counted_once_in_the_world(layout):
+    """M#5916: the norm missed or repeated elements where experts are spread otherwise than the rest (EP with TP, ETP != TP)."""
+    n, degrees, vpp = LAYOUTS[layout]
+    whole = sum(weight.numel() for weight in one_process(1, 1, 1)[2].values())
+    for flags in (PLAIN, ZERO1):
+        assert sum(run_ranks(_counted, n, degrees, vpp, flags, 1)) == whole
+    if n == 4 and layout != "tp2_dp2_ep4_above_dp" and "pp" not in degrees and degrees.get("etp") != degrees.get("tp", 1):
+        assert sum(run_ranks(_counted, n, degrees, vpp, ZERO1, 2)) == whole
+
+
+def test_grad_norm_with_ep_tp_and_etp_unlike_tp_is_that_of_the_whole_model():
+    """M#5916 by its symptom. What one process finds does not depend on the layout but for the number of data ranks."""
+    for degrees in ({"tp": 2, "ep": 2}, {"tp": 2, "ep": 4}, {"tp": 1, "etp": 2, "ep": 2}, {"tp": 4, "etp": 2}):
+        run_ranks(_equals_one_process, 4, degrees, 1, (PLAIN, ZERO1))
+
+
+def test_gradients_with_etp_above_one_and_a_single_expert_group_are_synchronised():
+    """M#1628: with ep 1 and etp 2 the experts' gradients belong to edp, not to the dense ranks."""
+    run_ranks(_equals_one_process, 4, {"etp": 2}, 1, tuple(MODES.values()))
+
+
+@pytest.mark.parametrize("instances, degrees, expected_dense, expected_expert", [
+    (1, {"ep": 2}, 4, 2), (1, {"ep": 4}, 4, 1), (2, {"ep": 2}, 2, 1), (1, {"tp": 2, "ep": 2}, 2, 2)])
+def test_expert_state_is_sharded_over_edp(instances, degrees, expected_dense, expected_expert):
+    """A rank holds the moments of 1/dp_cp of its dense elements and of 1/edp of its experts' (of an instance's share)."""
+    def held(rank, n):
+        ps = ParallelState.create(n, rank, optimizer_instances=instances, **degrees)
+        *_, chunks, built, _ = spread(ps, with_flags(**ZERO1, num_distributed_optimizer_instances=instances), 1)
+        local, kept, allocated, buffers = ({"dense": 0, "expert": 0} for _ in range(4))
+        for param in (param for chunk in chunks for param in chunk.parameters()):
+            local[param.info.kind] += param.numel()
+        for state in built.tensors():
+            kept[state.param.info.kind] += state.tensor.numel() if state.state_name == "exp_avg" else 0
+        for state in built._states:
+            allocated[state.layout.kind] += state.moments["exp_avg"].numel()
+            buffers[state.layout.kind] += state.layout.size
+        return local, kept, allocated, buffers
+
+    ranks = run_ranks(held, 4)
+    for kind, shards in (("dense", expected_dense), ("expert", expected_expert)):
+        assert sum(kept[kind] for _, kept, *_ in ranks) == ranks[0][0][kind] * 4 // shards, kind
+        assert all(allocated[kind] * shards == buffers[kind] for *_, allocated, buffers in ranks), kind
+
+
+def _overflow(rank, n, degrees, flags, spoiled):
+    """One rank's gradient of one kind is infinite."""
+    ps = ParallelState.create(n, rank, **degrees)
+    precision = PrecisionArgs(fp16=True, initial_loss_scale=2.0**10, hysteresis=1)
+    *_, chunks, built, grads = spread(ps, with_flags(**flags), 1, dtype=torch.float16, precision=precision)
+    before = [param.detach().clone() for chunk in chunks for param in chunk.parameters()]
+    built.zero_grad()
+    for chunk in reversed(chunks):
+        loss = chunk.surrogate(ps, 0, 0, 1.0)
+        if rank == n - 1:
+            param = next(param for spec, param in chunk.held if spec.name.endswith(spoiled))
+            loss = loss + param.float().flatten()[-1] * float("inf")
+        loss.backward()
+    grads.finish()
+    outcome = built.step(0.1, 0.1)
+    built.wait_params()
+    assert all(torch.equal(a, b) for a, b in zip(before, (param for chunk in chunks for param in chunk.parameters())))
+    return outcome.found_inf, built.loss_scale
+
+
+@pytest.mark.parametrize("flags", [PLAIN, ZERO1])
+@pytest.mark.parametrize("degrees, spoiled", [({"pp": 2, "tp": 2}, "qkv.weight"), ({"ep": 4}, "fc1.weight"),
+                                              ({"tp": 2, "ep": 2}, "fc2.weight")])
+def test_overflow_on_one_rank_skips_on_all_and_lowers_one_scale(degrees, spoiled, flags):
+    assert run_ranks(_overflow, 4, degrees, flags, spoiled) == [(True, 2.0**9)] * 4
+
+
+def _nan(rank, n):
+    ps = ParallelState.create(n, rank, tp=2, ep=4)
+    *_, chunks, built, grads = spread(ps, with_flags(), 1)
+    built.zero_grad()
+    (chunks[0].surrogate(ps, 0, 0, 1.0) * (float("nan") if rank == 2 else 1.0)).backward()
+    grads.finish()
+    try:
+        built.step(0.1, 0.1)
+    except NonFiniteGradientError as error:
+        return str(error)
+
+
+def test_every_rank_stops_for_a_gradient_that_is_not_finite_on_one():
+    assert all("gradients are not finite in step 2" in text for text in run_ranks(_nan, 4))
+
+
+def test_stages_have_equal_param_groups_although_some_lack_a_kind():
+    """The decoupled rate lives on the first and last stage only; what is saved may not depend on which stage saves it."""
+    def groups(rank, n):
+        ps = ParallelState.create(n, rank, pp=4)
+        *_, built, _ = spread(ps, with_flags(), 1, decoupled_lr=0.5)
+        return built.scalars()["param_groups"]
+
+    ranks = run_ranks(groups, 4)
+    assert all(found == ranks[0] for found in ranks)
+    assert [(g["wd_mult"], g["is_decoupled_lr"]) for g in ranks[0]] == [(1.0, False), (1.0, True), (0.0, False)]
+
+
+def test_one_optimizer_step_under_bf16_gradients():
+    """--grad-reduce-in-bf16: sums of partial gradients run in bf16 too, and stay within its precision."""
+    def step(rank, n):
+        ps = ParallelState.create(n, rank, tp=2, etp=2, pp=2)
+        precision = PrecisionArgs(bf16=True, grad_reduce_in_bf16=True)
+        outcomes, _, chunks, *_ = spread(ps, with_flags(**OVERLAPPED), 1, dtype=torch.bfloat16, precision=precision)
+        expected, _, weights = one_process(1, 1, 1, dtype=torch.bfloat16, precision=PrecisionArgs(bf16=True))
+        assert outcomes[0].grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-2)
+        assert_equal(chunks, ps, weights, 2e-2)
+
+    run_ranks(step, 4)
