@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from arguments.model import ModelArgs
 from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops.attention import attention, sliding_window_mask
-from moe_trainer.ops.block_attention import Rule
+from moe_trainer.ops.block_attention import Documents, Rule
 from moe_trainer.parallel.state import Group
 
 
@@ -34,23 +34,23 @@ class Visible:
     """What a query may attend to, beside the causal rule and the layer's window.
 
     mask: bool [B or 1, 1, S, S], True = may be attended to; replaces the causal rule.
-    document_ids_BS: document of every position of the whole sequence; a query sees its own document only. No [S, S] mask
-    is ever made of them.
+    documents: of the whole sequence; a query sees its own one only. No [S, S] mask is ever made of them.
     """
 
     mask: Tensor | None = None
-    document_ids_BS: Tensor | None = None
-
-    def __post_init__(self):
-        if self.mask is not None and self.document_ids_BS is not None:
-            raise ValueError("give an attention mask or document ids, not both")
+    documents: Documents | None = None
 
     @staticmethod
     def of(attention_mask: Tensor | None, document_ids_BS: Tensor | None) -> "Visible | None":
-        """attention_mask: True = hidden (Megatron's convention). Returns: None when there is the causal rule only."""
-        if attention_mask is None and document_ids_BS is None:
-            return None
-        return Visible(None if attention_mask is None else ~attention_mask, document_ids_BS)
+        """attention_mask: True = hidden (Megatron's convention). document_ids_BS: of every position of the whole sequence.
+
+        Returns: None when there is the causal rule only. Raises: ValueError for both, or decreasing ids.
+        """
+        if attention_mask is not None and document_ids_BS is not None:
+            raise ValueError("give an attention mask or document ids, not both")
+        if document_ids_BS is not None:
+            return Visible(documents=Documents.of(document_ids_BS))
+        return None if attention_mask is None else Visible(mask=~attention_mask)
 
 
 class CoreAttention(nn.Module):
@@ -72,7 +72,7 @@ class CoreAttention(nn.Module):
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None) -> Tensor:
         """visible: None for the causal rule only. Returns: [S, B, N * E]."""
-        if visible is not None and visible.document_ids_BS is not None:
+        if visible is not None and visible.documents is not None:
             rule = self.rule(visible, q_SBND.device)
             return ring_attention(q_SBND, k_SBGD, v_SBGE, self.scale, rule, Group.single("one rank"))
         mask = None if visible is None else visible.mask
@@ -87,6 +87,6 @@ class CoreAttention(nn.Module):
         dropout_p = self.dropout_p if self.training else 0.0
         return Rule(
             left=-1 if self.window is None else self.window,
-            documents_BS=None if visible is None else visible.document_ids_BS,
+            documents=None if visible is None else visible.documents,
             dropout_p=dropout_p,
             seed=int(torch.randint(1 << 62, (), device=device)) if dropout_p > 0.0 else 0)

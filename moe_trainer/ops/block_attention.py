@@ -16,7 +16,7 @@ Shapes: B sequences, N query heads, G key-value heads (n = N / G queries each), 
 width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,21 +43,46 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Documents:
+    """Documents packed into sequences, one after the other.
+
+    ids_BS: document of every position. earliest, latest: per position, where its document begins, the smallest and the
+    largest over B; with them blocks between documents are left out and blocks inside one need no mask.
+    """
+
+    ids_BS: Tensor
+    earliest: Sequence[int]
+    latest: Sequence[int]
+
+    @staticmethod
+    def of(ids_BS: Tensor) -> "Documents":
+        """Raises: ValueError when ids decrease along a sequence: a document is one run of positions."""
+        if (ids_BS[:, 1:] < ids_BS[:, :-1]).any():
+            raise ValueError("document ids must not decrease along the sequence")
+        begins_BS = torch.zeros_like(ids_BS)
+        begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
+        begins_BS = (begins_BS * torch.arange(ids_BS.shape[1], device=ids_BS.device)).cummax(1).values
+        return Documents(ids_BS, begins_BS.amin(0).tolist(), begins_BS.amax(0).tolist())
+
+
+@dataclass(frozen=True)
 class Rule:
     """Which keys a query sees, and dropout.
 
-    left: query i sees keys i - left .. i; negative: all up to i.
-    documents_BS: document of every position of the whole sequence; a query sees keys of its own document only. None: one.
+    left: query i sees keys i - left .. i; negative: all up to i. documents: of the whole sequence; a query sees keys of its
+    own document only; None: there is but one.
     """
 
     left: int = -1
-    documents_BS: Tensor | None = None
+    documents: Documents | None = None
     dropout_p: float = 0.0
     seed: int = 0
 
     def clip(self, queries: Run, keys: Run) -> Run | None:
         """The keys that some of the queries may see, or None."""
         start = keys.start if self.left < 0 else max(keys.start, queries.start - self.left)
+        if self.documents is not None:
+            start = max(start, self.documents.earliest[queries.start])
         stop = min(keys.stop, queries.stop)
         return Run(start, stop) if start < stop else None
 
@@ -73,9 +98,9 @@ class Rule:
             if outside:
                 hidden |= k < q - self.left
             hidden = hidden[None, None]
-        if self.documents_BS is not None:
-            q = self.documents_BS[:, None, queries.start:queries.stop, None]
-            other = q != self.documents_BS[:, None, None, keys.start:keys.stop]
+        if self.documents is not None and self.documents.latest[queries.stop - 1] > keys.start:
+            ids_BS = self.documents.ids_BS
+            other = ids_BS[:, None, queries.start:queries.stop, None] != ids_BS[:, None, None, keys.start:keys.stop]
             hidden = other if hidden is None else hidden | other
         return hidden
 

@@ -1,5 +1,6 @@
 """Attention over a cut sequence equals attention of one process: output and every gradient, in fp64."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -66,36 +67,38 @@ def one_process(widths, window, packed, length=S):
     return run(core, *qkv, grad, Visible(mask=explicit(ids, window)))
 
 
-def on_ranks(rank, n, kind, widths, window, packed, length=S):
+def on_ranks(rank, n, kind, cases, length=S):
     levels = (2, n // 2) if kind == "a2a+p2p" else None
     ps = ParallelState.create(n, rank, cp=n, cp_levels=levels)
-    shard = SequenceShard(ps.cp)
-    core = make_core_attention(model(window), 1, head_dim=WIDTHS[widths][2], ps=ps, comm_types=[kind])
-    visible = Visible(document_ids_BS=documents(length)) if packed else None
-    results = run(core, *(shard.local(x, 0) for x in inputs(widths, length)), visible)
-    return [shard.full(x, 0) for x in results]
+    shard, outcomes = SequenceShard(ps.cp), []
+    for widths, window, packed in cases:
+        core = make_core_attention(model(window), 1, head_dim=WIDTHS[widths][2], ps=ps, comm_types=[kind])
+        visible = Visible.of(None, documents(length)) if packed else None
+        results = run(core, *(shard.local(x, 0) for x in inputs(widths, length)), visible)
+        outcomes.append([shard.full(x, 0) for x in results])
+    return outcomes
 
 
-def assert_equal(results, expected):
+def assert_equal(results, expected, case=""):
     for name, x, y in zip(("output", "grad of q", "grad of k", "grad of v"), results, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}, {case}: {text}")
 
 
-@pytest.mark.parametrize("window, packed", [(None, False), (3, False), (None, True), (5, True)],
-                         ids=["causal", "window", "documents", "window and documents"])
-@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("kind, n", LAYOUTS)
-def test_every_kind_equals_one_process(kind, n, widths, window, packed):
-    expected = one_process(widths, window, packed)
-    for results in run_ranks(on_ranks, n, kind, widths, window, packed):
-        assert_equal(results, expected)
+def test_every_kind_equals_one_process(kind, n):
+    cases = list(itertools.product(WIDTHS, (None, 3, 5), (False, True)))
+    outcomes = run_ranks(on_ranks, n, kind, cases)
+    for number, case in enumerate(cases):
+        expected = one_process(*case)
+        for outcome in outcomes:
+            assert_equal(outcome[number], expected, case)
 
 
 @pytest.mark.parametrize("kind", ["p2p", "allgather"])
-def test_ring_of_three_and_pieces_longer_than_a_tile(kind):
-    expected = one_process("grouped queries", 70, True, length=3 * 2 * 80)
-    for results in run_ranks(on_ranks, 3, kind, "grouped queries", 70, True, 3 * 2 * 80):
-        assert_equal(results, expected)
+def test_ring_of_three_and_chunks_longer_than_a_tile(kind):
+    case, length = ("grouped queries", 70, True), 3 * 2 * 80
+    for (outcome,) in run_ranks(on_ranks, 3, kind, [case], length):
+        assert_equal(outcome, one_process(*case, length), case)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -103,14 +106,14 @@ def test_ring_of_three_and_pieces_longer_than_a_tile(kind):
 def test_packed_documents_of_one_rank_equal_the_explicit_mask(widths, window):
     *qkv, grad = inputs(widths)
     core = CoreAttention(model(window), 1, head_dim=WIDTHS[widths][2])
-    assert_equal(run(core, *qkv, grad, Visible(document_ids_BS=documents())), one_process(widths, window, True))
+    assert_equal(run(core, *qkv, grad, Visible.of(None, documents())), one_process(widths, window, True))
 
 
 def test_half_precision_keeps_fp32_sums():
     *qkv, grad = (x.bfloat16() for x in inputs("grouped queries", dtype=torch.float32))
     core = CoreAttention(model(), 1, head_dim=6)
-    exact = run(core, *(x.double() for x in qkv), grad.double(), Visible(document_ids_BS=documents()))
-    for x, y in zip(run(core, *qkv, grad, Visible(document_ids_BS=documents())), exact):
+    exact = run(core, *(x.double() for x in qkv), grad.double(), Visible.of(None, documents()))
+    for x, y in zip(run(core, *qkv, grad, Visible.of(None, documents())), exact):
         assert x.dtype == torch.bfloat16
         torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=2e-2)
 
@@ -168,7 +171,7 @@ def test_dropout_gradients_of_packed_documents():
 
     def forward(q, k, v):
         torch.manual_seed(5)
-        return core(q, k, v, Visible(document_ids_BS=ids))
+        return core(q, k, v, Visible.of(None, ids))
 
     assert torch.autograd.gradcheck(forward, (q, k, v))
 
@@ -192,7 +195,7 @@ def largest(rank, n, kind, packed):
     core = make_core_attention(model(), 1, head_dim=2, ps=ps, comm_types=[kind])
     q, k, v, grad = (SequenceShard(ps.cp).local(torch.randn(length, 1, 1, 2), 0) for _ in range(4))
     with Largest() as seen:
-        run(core, q, k, v, grad.flatten(2), Visible(document_ids_BS=torch.arange(length)[None] // 100) if packed else None)
+        run(core, q, k, v, grad.flatten(2), Visible.of(None, torch.arange(length)[None] // 100) if packed else None)
     return seen.numel
 
 
@@ -211,7 +214,7 @@ def all_masked(rank, n, kind):
     shard = SequenceShard(ps.cp)
     q, k, v, grad = (shard.local(x, 0) for x in inputs("one head each"))
     ids = torch.arange(S).expand(B, S)
-    out, *grads = run(core, q, k, v, grad, Visible(document_ids_BS=ids))
+    out, *grads = run(core, q, k, v, grad, Visible.of(None, ids))
     return torch.equal(out, v.flatten(2)), [bool(torch.isfinite(x).all()) for x in grads], grads[0].abs().max().item()
 
 
