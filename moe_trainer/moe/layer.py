@@ -2,7 +2,8 @@
 
 Under tensor parallelism every rank routes and dispatches tokens of its own. With sequence parallelism the rows that arrive are
 such already; without it all ranks of tp hold the same rows, so the layer takes its share of them first and gathers the results
-after. The shared experts are an ordinary feed-forward cut over tp and take the rows as they come.
+after. The shared experts are an ordinary feed-forward cut over tp and take the rows as they come; with
+--moe-shared-expert-overlap they run while the rows of the routed experts are under way.
 """
 
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ class MoELayer(nn.Module):
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", kit, sequence_parallel)
+        self.overlap_shared = self.shared_experts is not None and moe.moe_shared_expert_overlap
         self.dispatcher: TokenDispatcher | None = None
         # the group over which rows must be dealt out: all its ranks hold the same ones
         self.replicas = Group.single("tp", ps.tp.ranks[ps.tp.rank]) if sequence_parallel else ps.tp
@@ -50,12 +52,16 @@ class MoELayer(nn.Module):
         """
         own_SBH = scatter_rows_to_group(x_SBH, self.replicas)
         probs_TE, routing_TE = self.router(own_SBH, grad_scale)
-        sent = self.dispatcher.dispatch(own_SBH.reshape(-1, own_SBH.shape[-1]), probs_TE, routing_TE)
+        dispatcher, shared_SBH = self.dispatcher, None
+        sent = dispatcher.start_exchange(dispatcher.preprocess(own_SBH.reshape(-1, own_SBH.shape[-1]), probs_TE, routing_TE))
+        if self.overlap_shared:
+            shared_SBH = self.shared_experts(x_SBH)
+        sent = dispatcher.postprocess(dispatcher.finish_exchange(sent))
         y_RH = self.experts(sent.x_RH, sent.probs_R, sent.tokens_per_expert_e)
-        y_SBH = gather_rows_replicated(self.dispatcher.combine(y_RH, sent).view(own_SBH.shape), self.replicas)
-        if self.shared_experts is not None:
-            y_SBH = y_SBH + self.shared_experts(x_SBH)
-        return y_SBH
+        y_SBH = gather_rows_replicated(dispatcher.combine(y_RH, sent).view(own_SBH.shape), self.replicas)
+        if self.shared_experts is None:
+            return y_SBH
+        return y_SBH + (self.shared_experts(x_SBH) if shared_SBH is None else shared_SBH)
 
     def named_state_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers that a checkpoint must keep, by global name: the expert bias."""

@@ -174,14 +174,24 @@ class _AllToAll(torch.autograd.Function):
         return None, None, None, *_exchange_rows(grads, ctx.receive, ctx.send, ctx.group)
 
 
+class InFlight:
+    """Rows on their way between start_all_to_all and finish_all_to_all; in backward their gradients, the other way."""
+
+    def __init__(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group):
+        self.sent = [x.contiguous() for x in tensors]  # kept until they have arrived
+        self.outs = tuple(x.new_empty(sum(receive), *x.shape[1:]) for x in tensors)
+        self.works = [_run(group, "all_to_all", x, dist.all_to_all_single, out, x, list(receive), list(send), async_op=True)
+                      for out, x in zip(self.outs, self.sent)]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self.works:
+            work.wait()
+        self.sent = self.works = ()
+        return self.outs
+
+
 def _exchange_rows(tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> tuple[Tensor, ...]:
-    tensors = [x.contiguous() for x in tensors]
-    outs = tuple(x.new_empty(sum(receive), *x.shape[1:]) for x in tensors)
-    works = [_run(group, "all_to_all", x, dist.all_to_all_single, out, x, list(receive), list(send), async_op=True)
-             for out, x in zip(outs, tensors)]
-    for work in works:
-        work.wait()
-    return outs
+    return InFlight(tensors, send, receive, group).wait()
 
 
 def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -194,6 +204,59 @@ def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int], *tenso
     if group.size == 1:
         return tensors
     return _AllToAll.apply(group, tuple(send), tuple(receive), *tensors)
+
+
+class Journey:
+    """One exchange that is started and finished by two calls: split sizes, and what is under way at the moment."""
+
+    def __init__(self, group: Group, send: Sequence[int], receive: Sequence[int]):
+        self.group, self.send, self.receive = group, tuple(send), tuple(receive)
+        self.flight: InFlight | None = None
+
+
+class _StartAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, journey, *tensors):
+        ctx.journey = journey
+        journey.flight = InFlight(tensors, journey.send, journey.receive, journey.group)
+        return journey.flight.outs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        flight, ctx.journey.flight = ctx.journey.flight, None
+        return None, *flight.wait()  # started by _FinishAllToAll; `grads` are what was sent
+
+
+class _FinishAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, journey, *tensors):
+        ctx.journey = journey
+        journey.flight.wait()
+        journey.flight = None
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        journey = ctx.journey
+        journey.flight = InFlight(grads, journey.receive, journey.send, journey.group)
+        return None, *grads
+
+
+def start_all_to_all(group: Group, send: Sequence[int], receive: Sequence[int], *tensors: Tensor) -> tuple[Journey, tuple[Tensor, ...]]:
+    """Begin what all_to_all does, and return at once. Give all that is returned to finish_all_to_all, and nothing else; what is
+    computed between the two calls runs beside the exchange, and so does its backward. Differentiable.
+    """
+    journey = Journey(group, send, receive)
+    if group.size == 1:
+        return journey, tensors
+    return journey, _StartAllToAll.apply(journey, *tensors)
+
+
+def finish_all_to_all(journey: Journey, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Wait for the rows. Returns: as all_to_all."""
+    if journey.group.size == 1:
+        return tuple(tensors)
+    return _FinishAllToAll.apply(journey, *tensors)
 
 
 class _AllGatherRows(torch.autograd.Function):

@@ -188,6 +188,42 @@ def test_tensor_ranks_without_sequence_parallelism_train(layout, dispatcher):
     compare(layout, "drops", dispatcher, EVEN)
 
 
+def _overlapped(rank, n, layout):
+    """Outputs and gradients with and without the overlap, and what was under way while the shared experts ran."""
+    ps = layout.state(rank)
+    args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=layout.sp, moe_aux_loss_coeff=0.1,
+                    moe_shared_expert_intermediate_size=20)
+    results, under_way = [], []
+    for overlap in (False, True):
+        args.moe = replace(args.moe, moe_shared_expert_overlap=overlap)
+        layer = shard_of(args, ps)
+        journeys, start = [], layer.dispatcher.start_exchange
+
+        def start_and_remember(sent, start=start, journeys=journeys):
+            sent = start(sent)
+            journeys.append(sent.handle.work)
+            return sent
+
+        def look(*_, journeys=journeys):
+            under_way.append(bool(journeys and journeys[0].flight))
+
+        layer.dispatcher.start_exchange = start_and_remember
+        layer.shared_experts.register_forward_pre_hook(look)
+        layer.shared_experts.linear_fc1.weight.register_hook(look)
+        x = torch.randn(8, 1, HIDDEN, generator=torch.Generator().manual_seed(rank if layout.sp else 0), dtype=torch.float64)
+        y, grad_x = run_layer(layer, x, torch.ones_like(x))
+        results.append((y, grad_x, *(param.grad for param in layer.parameters())))
+    assert all(torch.equal(plain, other) for plain, other in zip(*results, strict=True))
+    return under_way
+
+
+@pytest.mark.parametrize("layout", [Layout(2, ep=2), Layout(2, tp=2, ep=2, sp=True), Layout(2, tp=2, ep=2)], ids=str)
+def test_shared_experts_run_while_rows_are_under_way_and_change_no_bit(layout):
+    """In forward and in backward. The all-to-all is looked at from inside the shared experts."""
+    for under_way in run_ranks(_overlapped, layout.n, layout):
+        assert under_way == [False, False, True, True]
+
+
 def _uneven(rank, n):
     layer = build_layer(sections(), ParallelState.create(n, rank, tp=n))
     with pytest.raises(ValueError, match="5 rows cannot be dealt out evenly"):

@@ -57,7 +57,7 @@ class AllGatherDispatcher(TokenDispatcher):
         work = all_gather_flat(sizes_S, size, self.group, async_op=True)
         return Dispatched(x_TH, probs_TE, [], _Gathered(sizes_S, work, routing_TE))
 
-    def exchange(self, sent: Dispatched) -> Dispatched:
+    def finish_exchange(self, sent: Dispatched) -> Dispatched:
         """Gather the tokens, and the columns of the local experts."""
         gathered: _Gathered = sent.handle
         gathered.work.wait()

@@ -33,16 +33,19 @@ from moe_trainer.parallel.collectives import (
     all_gather_rows,
     all_to_all,
     all_to_all_flat,
+    finish_all_to_all,
     reduce_scatter_rows,
+    start_all_to_all,
 )
 from moe_trainer.parallel.state import ParallelState
 
 
 @dataclass(frozen=True)
-class _Journey:
+class _Trip:
     """What the phases of one dispatch tell each other.
 
-    routes: the local sort. arrived_Se: rows that come from each source for each local expert; work: the exchange of these counts.
+    routes: the local sort. arrived_Se: rows that come from each source for each local expert; work: what is under way, these counts
+    first, then the rows.
     On the host: send, receive: rows to and from each rank of ep; gathered: rows that each rank of etp has received.
     order_R, inverse_R: between blocks [source][expert] and [expert][source]; None if these are the same.
     """
@@ -68,55 +71,61 @@ class AllToAllDispatcher(TokenDispatcher):
         routes = make_permute_map(routing_TE)
         arrived_Se = torch.empty_like(routes.counts_E).view(self.ep.size, -1)
         work = all_to_all_flat(arrived_Se.view(-1), routes.counts_E, self.ep, async_op=True)
-        return Dispatched(permute(x_TH, routes), permute_probs(probs_TE, routes), [], _Journey(routes, arrived_Se, work))
+        return Dispatched(permute(x_TH, routes), permute_probs(probs_TE, routes), [], _Trip(routes, arrived_Se, work))
 
-    def exchange(self, sent: Dispatched) -> Dispatched:
-        """Send the rows. The counts reach the host here (one synchronisation on a GPU)."""
-        journey, counts_e = self._counted(sent.handle)
-        x_RH, probs_R = all_to_all(self.ep, journey.send, journey.receive, sent.x_RH, sent.probs_R)
-        x_RH = all_gather_rows(x_RH, journey.gathered, self.etp)
-        probs_R = all_gather_rows(probs_R, journey.gathered, self.etp)
-        return Dispatched(x_RH, probs_R, counts_e, journey)
+    def start_exchange(self, sent: Dispatched) -> Dispatched:
+        """Send the rows off. The counts reach the host here (one synchronisation on a GPU)."""
+        trip, counts_e = self._counted(sent.handle)
+        under_way, (x_RH, probs_R) = start_all_to_all(self.ep, trip.send, trip.receive, sent.x_RH, sent.probs_R)
+        return Dispatched(x_RH, probs_R, counts_e, replace(trip, work=under_way))
 
-    def _counted(self, journey: _Journey) -> tuple[_Journey, list[int]]:
+    def finish_exchange(self, sent: Dispatched) -> Dispatched:
+        """Receive the rows, those of the other etp ranks too."""
+        trip: _Trip = sent.handle
+        x_RH, probs_R = finish_all_to_all(trip.work, (sent.x_RH, sent.probs_R))
+        x_RH = all_gather_rows(x_RH, trip.gathered, self.etp)
+        probs_R = all_gather_rows(probs_R, trip.gathered, self.etp)
+        return replace(sent, x_RH=x_RH, probs_R=probs_R, handle=replace(trip, work=None))
+
+    def _counted(self, trip: _Trip) -> tuple[_Trip, list[int]]:
         """Wait for the counts; read the split sizes and the rows of each local expert."""
-        journey.work.wait()
-        arrived_Se = journey.arrived_Se
+        trip.work.wait()
+        arrived_Se = trip.arrived_Se
         if self.etp.size > 1:
             arrived_Se = arrived_Se.new_empty(self.etp.size * self.ep.size, arrived_Se.shape[1])
-            all_gather_flat(arrived_Se.view(-1), journey.arrived_Se.view(-1), self.etp)
-        leaving_S = journey.routes.counts_E.view(self.ep.size, -1).sum(1)
+            all_gather_flat(arrived_Se.view(-1), trip.arrived_Se.view(-1), self.etp)
+        leaving_S = trip.routes.counts_E.view(self.ep.size, -1).sum(1)
         counts = torch.cat([leaving_S, arrived_Se.flatten()]).tolist()
         send, arrived = counts[:self.ep.size], counts[self.ep.size:]
         num_local = arrived_Se.shape[1]
         by_source = [arrived[start:start + num_local] for start in range(0, len(arrived), num_local)]
         rows = [sum(source) for source in by_source]
         of_member = [rows[start:start + self.ep.size] for start in range(0, len(rows), self.ep.size)]
-        journey = replace(journey, work=None, arrived_Se=arrived_Se, send=tuple(send), receive=tuple(of_member[self.etp.rank]),
+        trip = replace(trip, work=None, arrived_Se=arrived_Se, send=tuple(send), receive=tuple(of_member[self.etp.rank]),
                           gathered=tuple(sum(member) for member in of_member))
-        return journey, [sum(column) for column in zip(*by_source)]
+        return trip, [sum(column) for column in zip(*by_source)]
 
     def postprocess(self, sent: Dispatched) -> Dispatched:
         """Sort received rows by local expert. With one local expert they are."""
-        journey: _Journey = sent.handle
+        trip: _Trip = sent.handle
         if len(sent.tokens_per_expert_e) == 1:
             return sent
-        num_rows = sum(journey.gathered)
-        order_R = block_order(journey.arrived_Se, num_rows)
-        inverse_R = block_order(journey.arrived_Se.t(), num_rows)
+        num_rows = sum(trip.gathered)
+        order_R = block_order(trip.arrived_Se, num_rows)
+        inverse_R = block_order(trip.arrived_Se.t(), num_rows)
         x_RH, probs_R = reorder(order_R, inverse_R, sent.x_RH, sent.probs_R)
-        return replace(sent, x_RH=x_RH, probs_R=probs_R, handle=replace(journey, order_R=order_R, inverse_R=inverse_R))
+        return replace(sent, x_RH=x_RH, probs_R=probs_R, handle=replace(trip, order_R=order_R, inverse_R=inverse_R))
 
     def regroup(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sort the results by the rank they return to."""
-        journey: _Journey = sent.handle
-        return y_RH if journey.order_R is None else reorder(journey.inverse_R, journey.order_R, y_RH)[0]
+        trip: _Trip = sent.handle
+        return y_RH if trip.order_R is None else reorder(trip.inverse_R, trip.order_R, y_RH)[0]
 
     def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum the partial results over etp; send the rows home."""
-        journey: _Journey = sent.handle
-        y_RH = reduce_scatter_rows(y_RH, journey.gathered, self.etp)
-        return all_to_all(self.ep, journey.receive, journey.send, y_RH)[0]
+        trip: _Trip = sent.handle
+        y_RH = reduce_scatter_rows(y_RH, trip.gathered, self.etp)
+        return all_to_all(self.ep, trip.receive, trip.send, y_RH)[0]
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum each token's rows."""

@@ -6,7 +6,8 @@ overlapping schedule can run them one by one (communication of one microbatch be
     preprocess -> exchange -> postprocess      (together: dispatch)
     regroup    -> exchange_back -> restore     (together: combine)
 
-Only `exchange` and `exchange_back` wait for other ranks; `preprocess` may start the exchange of a few counts. State travels in the
+Only `exchange` and `exchange_back` wait for other ranks; `preprocess` may start the exchange of a few counts. `exchange` itself is
+made of `start_exchange`, which returns while rows are under way where a dispatcher can do that, and `finish_exchange`. State travels in the
 `Dispatched` value that preprocess makes and later phases receive: a dispatcher object holds constants only, so that recomputation and
 two microbatches in flight are safe.
 
@@ -50,6 +51,14 @@ class TokenDispatcher:
 
     def exchange(self, sent: Dispatched) -> Dispatched:
         """Communicate to the ranks that hold the experts. Nothing to do on one rank."""
+        return self.finish_exchange(self.start_exchange(sent))
+
+    def start_exchange(self, sent: Dispatched) -> Dispatched:
+        """Begin to communicate. The rows must not be touched before finish_exchange."""
+        return sent
+
+    def finish_exchange(self, sent: Dispatched) -> Dispatched:
+        """Wait for the rows."""
         return sent
 
     def postprocess(self, sent: Dispatched) -> Dispatched:
