@@ -1,8 +1,8 @@
 """Pretrain a Mixture-of-Experts language model: `python pretrain_moe.py FLAGS`, with Megatron-LM's flags.
 
 The door and nothing more: read the flags, check them against this machine, hand over to `moe_trainer.train.pretrain`.
-Exit codes: 0 done, 2 something the user can mend (flags, files, folders), 1 anything else: a loss that is not finite
-(message), an error of ours (traceback).
+Exit codes: 0 done, 2 something the user can mend (flags, files, folders), 3 another rank ended or is stuck (message: who
+waited where), 1 anything else: a loss that is not finite (message), an error of ours (traceback).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from typing import NoReturn
 
 import arguments
 from moe_trainer.place import find_place
@@ -40,12 +41,17 @@ def main(argv: list[str]) -> int:
 
     # Imported after the flags are known to be good: torch takes seconds, a typo should not.
     from moe_trainer.errors import InputError
+    from moe_trainer.guard.watchdog import EXIT_CODE
+    from moe_trainer.parallel.trace import CommunicationError
     from moe_trainer.train import pretrain
 
     try:
         return pretrain(args, place)
     except InputError as error:
         return _refuse(error, "0")
+    except CommunicationError as error:
+        print(f"pretrain_moe.py: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        return EXIT_CODE
     except KeyboardInterrupt:
         print("pretrain_moe.py: interrupted; the last complete checkpoint stands", file=sys.stderr, flush=True)
         return 130
@@ -72,5 +78,14 @@ def _refuse(error: ValueError, rank: str) -> int:
     return 2
 
 
+def leave(code: int) -> NoReturn:
+    """End the process; at once where the job has failed, since broken communicators can keep an interpreter from ending."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 3:
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

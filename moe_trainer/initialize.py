@@ -19,7 +19,7 @@ import torch.distributed as dist
 from arguments import ArgumentError, Arguments, check_machine
 from arguments.machine import check_packages, environment_defaults
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.parallel.trace import CommunicationError
+from moe_trainer.parallel.trace import CommunicationError, backend_reason
 from moe_trainer.place import Place
 from moe_trainer.shape.layout import chunk_layouts, embedding_stages
 
@@ -160,7 +160,7 @@ def _join(args: Arguments, place: Place, device: torch.device) -> dist.Store:
     except dist.DistError as error:
         raise CommunicationError(
             f"start-up: the {place.world_size} ranks did not all meet at {place.master_addr}:{place.master_port} within "
-            f"{args.parallel.distributed_timeout_minutes} minutes ({str(error).strip().splitlines()[0]})") from error
+            f"{args.parallel.distributed_timeout_minutes} minutes ({backend_reason(error)})") from error
     return store
 
 

@@ -13,6 +13,7 @@ Cost: 1 to 2 microseconds a call (a collective takes 50 and more on gloo, 20 on 
 test_trace.py). On CUDA a call also records an event behind itself, since the host returns long before the GPU has done it.
 """
 
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -77,8 +78,7 @@ class Call:
             self.trace.close(self)
             return error  # `raise error from error` shows it once
         self.trace.failed = self
-        reason = str(error).strip().splitlines()[0]
-        return CommunicationError(f"{self.site()}: failed after {self.waited():.1f} s ({reason})")
+        return CommunicationError(f"{self.site()}: failed after {self.waited():.1f} s ({backend_reason(error)})")
 
     def site(self) -> str:
         """Operation, group and place: "all_to_all number 3 of group ep (ranks 0 1) in dispatch (moe/...py:88), layer 3, ..."."""
@@ -144,6 +144,12 @@ class Trace:
 def is_communication_failure(error: RuntimeError) -> bool:
     """Whether an error of torch.distributed tells of other ranks (a lost connection, a timeout) and not of wrong arguments."""
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def backend_reason(error: BaseException) -> str:
+    """What torch.distributed says, without its source line and its advice."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". This is")[0]
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:

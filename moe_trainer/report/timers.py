@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
+from moe_trainer.parallel.trace import Trace
+
 LEVELS = (
     (0, ("interval-time", "save-checkpoint", "load-checkpoint", "model-and-optimizer-setup",
          "train/valid/test-data-iterators-setup", "evaluate")),
@@ -19,7 +21,7 @@ LEVELS = (
          "params-all-gather", "optimizer-copy-to-main-grad", "optimizer-unscale-and-check-inf",
          "optimizer-clip-main-grad", "optimizer-count-zeros", "optimizer-inner-step",
          "optimizer-copy-main-to-model-params", "optimizer")),
-    (2, ("batch-generator", "forward-compute", "backward-compute")),
+    (2, ("batch-generator", "forward-compute", "backward-compute", "forward-recv", "backward-recv")),
 )
 
 
@@ -29,24 +31,28 @@ class Timers:
     Raises: KeyError for a name that is not in LEVELS (a typo must not become a silent timer).
     """
 
-    def __init__(self, level: int, synchronize: bool = False):
+    def __init__(self, level: int, synchronize: bool = False, trace: Trace | None = None):
         self._active = {name: rank <= level for rank, names in LEVELS for name in names}
         self._seconds: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self._synchronize = synchronize
+        self._trace = trace or Trace()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the enclosed block under `name`."""
-        if not self._active[name]:
-            yield
-            return
-        begin = self._now()
+        """Time the enclosed block under `name`; the trace, if any, learns that it runs, whatever the level."""
+        active, outer, self._trace.phase = self._active[name], self._trace.phase, name
+        begin = self._now() if active else 0.0
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
-            self._counts[name] = self._counts.get(name, 0) + 1
+            self._trace.phase = outer
+            if active:
+                self._add(name, begin)
+
+    def _add(self, name: str, begin: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
+        self._counts[name] = self._counts.get(name, 0) + 1
 
     def _now(self) -> float:
         if self._synchronize:

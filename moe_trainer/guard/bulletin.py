@@ -1,0 +1,107 @@
+"""The notice board of a job: every rank says where it stands, so that even a stuck one's last known place can be told.
+
+It lives in the store that brought the job's ranks together (a TCPStore; a file in tests), beside the process groups and
+independent of them. A rank posts from a thread of its own, a few hundred bytes every few seconds. When the store itself has
+gone with its host, reading raises StoreGoneError; nothing here waits longer than PATIENCE for an answer.
+"""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_trainer.parallel.trace import backend_reason
+
+PATIENCE = 5.0  # seconds that the store may take to answer
+
+
+class StoreGoneError(RuntimeError):
+    """The store does not answer: the process that kept it has ended or is stopped, or its node is gone."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where a rank stands.
+
+    beat: number of the posting; a rank whose beat stands still is gone or stopped. state: "runs", "waits", "failed" (waited in
+    vain) or "ended". call: operation, group and number, the same on all ranks that wait in the same collective. text: the
+    place, or the reason of the end. seconds: how long it has been waiting, or since its last communication.
+    """
+
+    beat: int
+    state: str
+    call: str
+    text: str
+    seconds: float
+
+
+class Bulletin:
+    """The notes of all ranks, by rank."""
+
+    def __init__(self, store: dist.Store, rank: int):
+        self.rank = rank
+        self._stores = [store.clone(), store.clone()]  # one for the posting thread: an operation that hangs locks its client
+        for each in self._stores:
+            each.set_timeout(timedelta(seconds=PATIENCE))
+        self._posting, self._reading = (dist.PrefixStore("bulletin", each) for each in self._stores)
+
+    def post(self, note: Note) -> None:
+        """Replace this rank's note."""
+        _guarded(lambda: self._posting.set(f"note/{self.rank}", json.dumps(dataclasses.asdict(note))))
+
+    def read(self, ranks: Iterable[int]) -> dict[int, Note]:
+        """The notes of the given ranks, as far as they have posted any."""
+        return _in_time(lambda: self._read(list(ranks)))
+
+    def announce_end(self) -> None:
+        """Say that this rank ends, and that the job has failed with it."""
+        _in_time(lambda: self._reading.set(f"end/{self._reading.add('ends', 1)}", str(self.rank)))
+
+    def ends(self) -> int:
+        """How many ranks have said that they end."""
+        return _guarded(lambda: self._posting.add("ends", 0))
+
+    def first_to_end(self, count: int) -> list[int]:
+        """The ranks that ended first, at most `count`."""
+        return _in_time(lambda: self._first_to_end(count))
+
+    def _read(self, ranks: list[int]) -> dict[int, Note]:
+        known = [rank for rank in ranks if self._reading.check([f"note/{rank}"])]
+        return {rank: Note(**json.loads(self._reading.get(f"note/{rank}"))) for rank in known}
+
+    def _first_to_end(self, count: int) -> list[int]:
+        keys = [f"end/{number}" for number in range(1, min(count, self._reading.add("ends", 0)) + 1)]
+        return [int(self._reading.get(key)) for key in keys if self._reading.check([key])]
+
+
+def _guarded(operation: Callable[[], Any]) -> Any:
+    try:
+        return operation()
+    except RuntimeError as error:  # torch's DistError, or a plain RuntimeError from a file
+        raise StoreGoneError(backend_reason(error)) from error
+
+
+def _in_time(operation: Callable[[], Any]) -> Any:
+    """Run an operation that may never return (a client of a stopped host), for PATIENCE seconds at most."""
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            outcome.append((True, _guarded(operation)))
+        except StoreGoneError as error:
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if not outcome:
+        raise StoreGoneError(f"no answer in {PATIENCE:.0f} s")
+    done, value = outcome[0]
+    if not done:
+        raise value
+    return value
