@@ -60,7 +60,6 @@ LATER = MappingProxyType(
         "overlap_moe_expert_parallel_comm": Later("overlapped token exchange", PARALLEL),
         "overlap_dispatch_backward_with_experts_wgrad": Later("overlapped token exchange", PARALLEL),
         "overlap_param_gather_with_optimizer_step": Later("gathering during the optimizer step", PARALLEL),
-        "num_distributed_optimizer_instances": Later("several instances of the distributed optimizer", PARALLEL),
         "tensor_parallel_num_weight_shards": Later("weight-sharded tensor parallelism", PARALLEL, harmless=(1,)),
         "expert_tensor_parallel_num_weight_shards": Later("weight-sharded tensor parallelism", PARALLEL, harmless=(1,)),
         "use_megatron_fsdp": Later(_FSDP, PARALLEL),
@@ -69,8 +68,6 @@ LATER = MappingProxyType(
             "the flex dispatcher (DeepEP, HybridEP)", PARALLEL, values=("flex",), also=("moe_enable_deepep",)
         ),
         "use_mp_args_from_checkpoint_args": Later("taking the mapping from a checkpoint", PARALLEL),
-        "data_parallel_random_init": Later("different weights per data-parallel rank", PARALLEL),
-        "distributed_timeout_seconds_after_init": Later("a second timeout for the running job", PARALLEL),
         # ---- memory, precision and kernels
         "recompute_granularity": Later(
             "activation recompute",
@@ -157,7 +154,7 @@ PART_OF = MappingProxyType(
             "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage mtp_standalone overlap_p2p_comm "
             "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split use_ring_exchange_p2p "
             "overlap_p2p_comm_warmup_flush pipeline_model_parallel_comm_backend defer_embedding_wgrad_compute "
-            "wgrad_deferral_limit align_grad_reduce align_param_gather use_tp_pp_dp_mapping"
+            "wgrad_deferral_limit use_tp_pp_dp_mapping"
         ),
         "context_parallel_size": "cp_comm_type hierarchical_context_parallel_sizes",
         "hybrid_context_parallel": "max_seqlen_per_dp_cp_rank",
@@ -280,11 +277,13 @@ IDLE = MappingProxyType(
         "moe_use_grouped_tensor": _SHAPE,
         "moe_single_grouped_weight": _SHAPE,
         "moe_single_grouped_bias": _SHAPE,
-        "moe_shared_expert_overlap": "the shared experts run after the exchange, not beside it; results do not depend on it",
         # ---- communication
         "tp_comm_overlap": "without tensor parallelism there is nothing to overlap",
         "clone_scatter_output_in_embedding": "without sequence parallelism the embedding is not scattered",
         "use_gloo_process_groups": "gloo groups are made where they are needed",
+        "align_grad_reduce": "every stage reduces a bucket of gradients as soon as it is complete",
+        "align_param_gather": "every stage gathers its parameters right behind its optimizer step, in order of use",
+        "data_parallel_random_init": "all data ranks begin with the weights of the first, as in Megatron-LM; dropout differs anyway",
         "lazy_mpu_init": "no outer framework takes part",
         "nccl_communicator_config_path": _NCCL,
         "nccl_ub": _NCCL,
@@ -320,7 +319,6 @@ IDLE = MappingProxyType(
         "ckpt_fully_parallel_load_process_group": _READ,
         "ckpt_fully_parallel_save_process_group": "writing is shared over all ranks that hold a tensor",
         "ckpt_load_validate_sharding_integrity": "that every tensor is covered exactly is always checked",
-        "ckpt_assume_constant_structure": "it saves planning time only; every save is planned anew",
         "dist_ckpt_workers": "each rank writes with one thread",
         "dist_ckpt_optim_fully_reshardable": "optimizer states are always stored so that any layout can load them",
         "ckpt_drop_redundant_extra_state": "the local layers have no extra state",
@@ -400,6 +398,7 @@ NEEDS = (
     ),
     (("fp16",), "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
     (("decoupled_lr",), "decoupled_min_lr"),
+    (("use_distributed_optimizer", "use_megatron_fsdp"), "num_distributed_optimizer_instances"),
     (("profile",), "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
     (("tensorboard_dir",), "log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"),
     (("load", "pretrained_checkpoint"), "dist_ckpt_strictness"),

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from arguments.output import OutputArgs
 
 
@@ -13,7 +15,7 @@ class CheckpointState:
     """The non-tensor part of a run: plain types only (numbers, strings, None, lists, tuples, dicts, tensors).
 
     args: every flag by destination, for --use-checkpoint-args and for comparing architectures. It must hold at least
-        num_layers, moe_layer_freq, num_experts, swiglu, quick_geglu and multi_latent_attention: the keys follow from them.
+        num_layers, moe_layer_freq, num_experts and multi_latent_attention: the keys follow from them.
     scheduler: what Megatron calls opt_param_scheduler; ours is a function of consumed samples, so this is a record only.
     extra: whatever else the loop needs to go on bit for bit, under its own names.
     """
@@ -28,9 +30,24 @@ class CheckpointState:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class PlanCache:
+    """--ckpt-assume-constant-structure: what the first save of a run has planned, for those that follow.
+
+    structure: digest of all that this rank holds. writes: the keys and places that it writes. index: on rank 0, of all ranks.
+    """
+
+    structure: str = ""
+    writes: frozenset[tuple[str, tuple[int, ...]]] | None = None
+    index: Metadata | None = None
+
+
 @dataclass(frozen=True)
 class SaveOptions:
-    """How to save. `from_args` fills it from the flags."""
+    """How to save. `from_args` fills it from the flags.
+
+    plan_cache: None plans every save anew.
+    """
 
     save_optim: bool = True
     save_rng: bool = True
@@ -39,6 +56,7 @@ class SaveOptions:
     log_progress: bool = False
     verify_integrity: bool = False
     tokenizer_files: tuple[Path, ...] = ()
+    plan_cache: PlanCache | None = None
 
     @classmethod
     def from_args(cls, output: OutputArgs, tokenizer_files: tuple[Path, ...] = ()) -> "SaveOptions":
@@ -51,6 +69,7 @@ class SaveOptions:
             log_progress=output.log_progress,
             verify_integrity=output.verify_integrity,
             tokenizer_files=tokenizer_files if output.save_tokenizer_assets else (),
+            plan_cache=PlanCache() if output.ckpt_assume_constant_structure else None,
         )
 
 

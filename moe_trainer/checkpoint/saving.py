@@ -11,10 +11,13 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from moe_trainer.checkpoint import common_state, random_state
 from moe_trainer.checkpoint.directory import (
@@ -33,8 +36,9 @@ from moe_trainer.checkpoint.directory import (
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.inspect import write_hashes
 from moe_trainer.checkpoint.options import CheckpointState, SaveOptions
-from moe_trainer.checkpoint.planner import PieceSavePlanner, global_plan
-from moe_trainer.checkpoint.sharding import KeyScheme, Piece, pieces, rng_key
+from moe_trainer.checkpoint.planner import PieceSavePlanner, describe_plans
+from moe_trainer.checkpoint.sharding import KeyScheme, pieces, rng_key
+from moe_trainer.checkpoint.share import KINDS, Batch, is_counted, replicas, share_out, structure
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
 from moe_trainer.parallel.state import ParallelState
@@ -64,20 +68,43 @@ class PendingSave:
         if optimizer is not None:
             optimizer.wait_params()
         saved_optimizer = optimizer if options.save_optim else None
-        self._planner = PieceSavePlanner(_pieces(state, chunks, saved_optimizer),
-                                         _objects(state, chunks, saved_optimizer, ps, options))
+        self._planner, self._index = self._divide(_batches(state, chunks, saved_optimizer, ps),
+                                                  _objects(state, chunks, saved_optimizer, ps, options))
         self._writer = FileSystemWriter(self._temporary, thread_count=1, sync_files=True)
         self._writer.set_up_storage_writer(ps.world.rank == 0)
-        plans = collectives.all_gather_object(self._planner.create_local_plan(), ps.world)
-        try:
-            plans, self._index = global_plan(plans, options.fully_parallel)
-        except CheckpointError as error:
-            if ps.world.rank == 0:
-                remove(self._temporary)
-            raise self._failure(str(error)) from error
-        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[ps.world.rank])
+        # the writer numbers files by the place of a plan in the list of all; of the others' it needs nothing
+        others = [SavePlan([])] * ps.world.rank
+        self._plan = self._writer.prepare_global_plan([*others, self._planner.create_local_plan()])[-1]
         if copy_to_host:
             self._planner.copy_to_host()
+
+    def _divide(self, batches: list[Batch], objects: dict[str, bytes]) -> tuple[PieceSavePlanner, Metadata | None]:
+        """What this rank writes, and on rank 0 the index of what all write."""
+        ps, cache = self._ps, self._options.plan_cache
+        key = structure(piece for batch in batches for piece in batch.pieces)
+        if cache is not None and cache.writes is not None:
+            if cache.structure != key:
+                self._error = (f"rank {ps.world.rank}: the model or the optimizer state is not what it was at the first "
+                               "save; run without --ckpt-assume-constant-structure")
+            mine = [piece for batch in batches for piece in batch.pieces if (piece.key, piece.offsets) in cache.writes]
+            return PieceSavePlanner(mine, objects), cache.index and replace(cache.index)
+        mine = [piece for shared in share_out(batches, ps, self._options.fully_parallel) for piece in shared.mine]
+        planner = PieceSavePlanner(mine, objects)
+        plans = collectives.gather_object(planner.create_local_plan(), ps.world)
+        index, problem = None, None
+        if plans is not None:
+            try:
+                index = describe_plans(plans)
+            except CheckpointError as error:
+                problem = str(error)
+                remove(self._temporary)
+        problem = collectives.broadcast_object(problem, ps.world)
+        if problem is not None:
+            raise self._failure(problem)
+        if cache is not None:
+            cache.structure, cache.index = key, index and replace(index)
+            cache.writes = frozenset((piece.key, piece.offsets) for piece in mine)
+        return planner, index
 
     def _open(self) -> Path:
         """Make an empty temporary folder, the same for all ranks."""
@@ -99,7 +126,7 @@ class PendingSave:
     def write(self) -> None:
         """Write this rank's share and flush it. Not collective; errors are kept for `commit`."""
         try:
-            if self._plan.items:
+            if self._plan.items and self._error is None:
                 self._results = self._writer.write_data(self._plan, self._planner).wait()
         except (OSError, RuntimeError) as error:  # torch.save reports a failed write as RuntimeError
             self._error = f"rank {self._ps.world.rank}: {_root_cause(error)}"
@@ -111,9 +138,10 @@ class PendingSave:
         Raises: CheckpointError on every rank when any rank could not write; the unfinished folder is removed.
         """
         error = f"rank {self._ps.world.rank}: {crash!r}" if crash else self._error
-        shares = collectives.all_gather_object((error, self._results), self._ps.world)
-        problem = "; ".join(error for error, _ in shares if error is not None) or None
-        if self._ps.world.rank == 0:
+        shares = collectives.gather_object((error, self._results), self._ps.world)
+        problem = None
+        if shares is not None:
+            problem = "; ".join(error for error, _ in shares if error is not None) or None
             if problem is None:
                 try:
                     self._finish([results for _, results in shares])
@@ -164,27 +192,39 @@ class PendingSave:
                                f"{_free_space(self._directory)}{_what_remains(self._directory)}")
 
 
-def _pieces(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None) -> list[Piece]:
+def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState) -> list[Batch]:
+    """All that this rank holds and that counts, optimizer state (which may be cut already) before weights."""
     scheme = KeyScheme.from_record(state.args)
+    weights, moments = ({kind: Batch(kind) for kind in KINDS} for _ in range(2))
     runs = {}
-    found: list[Piece] = []
     for chunk in chunks:
         for param in unique_params(chunk.parameters()):
-            runs[id(param)] = scheme.placements(info_of(param), tuple(param.shape))
-            found += pieces(runs[id(param)], param, 0, param.numel())
+            info = info_of(param)
+            if is_counted(info, ps):
+                runs[id(param)] = scheme.placements(info, tuple(param.shape))
+                weights[info.kind].pieces += pieces(runs[id(param)], param, 0, param.numel())
         for name, buffer in chunk.named_state_buffers():
-            found += pieces(scheme.placements(ParamInfo((name,)), tuple(buffer.shape)), buffer, 0, buffer.numel())
+            info = ParamInfo((name,))
+            if is_counted(info, ps):
+                weights[info.kind].pieces += pieces(scheme.placements(info, tuple(buffer.shape)), buffer, 0, buffer.numel())
     for held in optimizer.tensors() if optimizer is not None else ():
-        found += pieces(runs[id(held.param)], held.tensor, held.start, held.stop, f"optimizer.state.{held.state_name}.")
-    return found
+        if id(held.param) in runs:
+            moments[info_of(held.param).kind].pieces += pieces(runs[id(held.param)], held.tensor, held.start, held.stop,
+                                                               f"optimizer.state.{held.state_name}.")
+    return [*moments.values(), *weights.values()]
 
 
 def _objects(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState,
              options: SaveOptions) -> dict[str, bytes]:
     scheme = KeyScheme.from_record(state.args)
     empty = common_state.dump_object(None)
-    objects = {key: empty for chunk in chunks for param in unique_params(chunk.parameters())
-               for key in scheme.extra_state_keys(info_of(param))}
+    objects: dict[str, bytes] = {}
+    for info in (info_of(param) for chunk in chunks for param in unique_params(chunk.parameters())):
+        if is_counted(info, ps) and info.shard_rank == 0:
+            group = replicas(info.kind, ps)
+            share = group.size if options.fully_parallel else 1
+            mine = scheme.extra_state_keys(info)[group.rank::share] if group.rank < share else ()
+            objects |= dict.fromkeys(mine, empty)
     if options.save_rng:
         states = collectives.all_gather_object(random_state.capture(), ps.dp_cp)
         if ps.dp_cp.rank == 0:

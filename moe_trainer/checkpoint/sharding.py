@@ -8,7 +8,8 @@ Megatron-Core's torch_dist keys and coordinates:
   MTP layers always keep their number.
 - `...experts.local_experts.{e}.linear_fc1.weight` becomes `...experts.experts.linear_fc1.weight` with an axis over experts.
 - The two norms of a layer carry the names they would have if fused into the linear that follows (not under MLA).
-- A gated fc1 is stored as two chunks, gate rows and up rows, so that a tensor-parallel cut of each stays a box.
+- A cut dimension of several parts (`ParamInfo.parts`; a gated fc1 is gate rows and up rows) is stored part by part, so that
+  a tensor-parallel cut of each stays a box.
 
 A parameter's local memory is thus a sequence of contiguous runs, each a box of some global tensor (`Placement`). The
 distributed optimizer holds flat ranges of parameters; `boxes` splits a range of a run into at most 2 * ndim - 1 boxes,
@@ -28,7 +29,6 @@ from moe_trainer.parallel.state import ParallelState
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
-_GATED = re.compile(r"(^|\.)linear_fc1\.(weight|bias)$")
 # modules whose Megatron counterparts write an (empty) `_extra_state` object beside their weight
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj)\.weight$")
 
@@ -68,20 +68,22 @@ class Piece:
     sizes: tuple[int, ...]
     data: Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
 
 @dataclass(frozen=True)
 class KeyScheme:
     """How global names become checkpoint keys. Depends on the architecture only, never on the parallel layout.
 
     stacked: all decoder layers are alike and share one tensor with a leading layer axis.
-    gated: fc1 holds gate and up rows.
     norms: pairs (prefix of a name inside a layer, its spelling in the key).
     """
 
     num_layers: int
     num_experts: int
     stacked: bool
-    gated: bool
     norms: tuple[tuple[str, str], ...]
 
     @classmethod
@@ -95,7 +97,6 @@ class KeyScheme:
             num_layers=int(record["num_layers"]),
             num_experts=int(record.get("num_experts") or 0),
             stacked=alike,
-            gated=bool(record.get("swiglu") or record.get("quick_geglu")),
             norms=() if record.get("multi_latent_attention") else _LOCAL_NORMS,
         )
 
@@ -144,21 +145,19 @@ class KeyScheme:
         return runs
 
     def _named_placements(self, name: str, info: ParamInfo, local: tuple[int, ...], start: int) -> list[Placement]:
+        """One run per part: a rank's piece of each is a box of the global tensor and a contiguous run of the local one."""
         key, at, extents = self.locate(name)
-        full = list(local)
+        assert info.parts == 1 or info.sharded_dim == 0, f"{name}: only rows have parts, not dimension {info.sharded_dim}"
+        full, box = list(local), list(local)
         if info.sharded_dim is not None:
             full[info.sharded_dim] *= info.shard_count
-        parts = 2 if self.gated and _GATED.search(name) else 1
-        box = (local[0] // parts, *local[1:]) if local else ()
+            box[info.sharded_dim] //= info.parts
         runs = []
-        for part in range(parts):
+        for part in range(info.parts):
             first = [0] * len(local)
             if info.sharded_dim is not None:
-                first[info.sharded_dim] = box[info.sharded_dim] * info.shard_rank
-            if parts > 1:
-                first[0] += part * (full[0] // parts)
-            runs.append(Placement(key, (*extents, *full), (*at, *first), ((1,) * len(at)) + box,
-                                  start + part * math.prod(box)))
+                first[info.sharded_dim] = box[info.sharded_dim] * (part * info.shard_count + info.shard_rank)
+            runs.append(Placement(key, (*extents, *full), (*at, *first), (*((1,) * len(at)), *box), start + part * math.prod(box)))
         return runs
 
     def extra_state_keys(self, info: ParamInfo) -> list[str]:

@@ -1,11 +1,13 @@
 """A model and an optimizer that are nothing but named tensors: what checkpoint/ sees of the real ones."""
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from moe_trainer.model.weights import own_shard
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -26,33 +28,66 @@ def layer_shapes(hidden: int = 64, ffn: int = 32, qkv: int = 128, qk_norm: int =
     return shapes
 
 
+# how tensor parallelism cuts a tensor, by the end of its name: (dimension, parts)
+CUTS = {"linear_qkv.weight": (0, 1), "linear_proj.weight": (1, 1), "linear_fc1.weight": (0, 2), "linear_fc2.weight": (1, 1),
+        "word_embeddings.weight": (0, 1), "output_layer.weight": (0, 1)}
+
+
 class FakeModel(nn.Module):
-    """Two Mixtral layers of the size of the golden case a2_mixtral, unless told otherwise."""
+    """Two Mixtral layers of the size of the golden case a2_mixtral, unless told otherwise; of them what a rank of `ps` holds.
+
+    stage: (number, count) of this chunk among all virtual stages; by default that of the pipeline rank.
+    tied: no output layer; the last stage has a copy of the embedding.
+    """
 
     def __init__(self, layers: list[dict[str, list[int]]] | None = None, vocab: int = 512, hidden: int = 64, seed: int = 0,
-                 dtype: torch.dtype = torch.float32, expert_bias: bool = False):
+                 dtype: torch.dtype = torch.float32, expert_bias: bool = False, ps: ParallelState | None = None,
+                 stage: tuple[int, int] | None = None, tied: bool = False):
         super().__init__()
+        self.ps, self.dtype = ps or ParallelState.single(), dtype
         self.table: dict[str, nn.Parameter] = {}
         self.buffer_table: dict[str, Tensor] = {}
-        generator = torch.Generator().manual_seed(seed)
-        self._add("embedding.word_embeddings.weight", [vocab, hidden], generator, dtype)
-        for number, shapes in enumerate(layers if layers is not None else [layer_shapes(), layer_shapes()]):
+        self._random = torch.Generator().manual_seed(seed)
+        layers = layers if layers is not None else [layer_shapes(), layer_shapes()]
+        number, count = stage or (self.ps.pp.rank, self.ps.pp.size)
+        first, last = number == 0, number == count - 1
+        # the whole model is drawn, so that any part of it holds the same values
+        embedding = self._draw([vocab, hidden])
+        if first or (tied and last):
+            self._add("embedding.word_embeddings.weight", embedding, tied=tied, copy=not first)
+        for layer, shapes in enumerate(layers):
+            mine = layer * count // len(layers) == number
             for rest, shape in shapes.items():
-                self._add(f"decoder.layers.{number}.{rest}", shape, generator, dtype)
+                value = self._draw(shape)
+                if mine:
+                    self._add(f"decoder.layers.{layer}.{rest}", value)
             if expert_bias:
-                self.buffer_table[f"decoder.layers.{number}.mlp.router.expert_bias"] = torch.randn(
-                    shapes["mlp.router.weight"][0], generator=generator)
-        self._add("decoder.final_layernorm.weight", [hidden], generator, dtype)
-        self._add("output_layer.weight", [vocab, hidden], generator, dtype)
+                value = self._draw(shapes["mlp.router.weight"][:1])
+                if mine:
+                    self.buffer_table[f"decoder.layers.{layer}.mlp.router.expert_bias"] = value
+        final, head = self._draw([hidden]), self._draw([vocab, hidden])
+        if last:
+            self._add("decoder.final_layernorm.weight", final)
+            if not tied:
+                self._add("output_layer.weight", head)
 
-    def _add(self, path: str, shape: list[int], generator: torch.Generator, dtype: torch.dtype) -> None:
-        param = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+    def _draw(self, shape: list[int]) -> Tensor:
+        return torch.randn(shape, generator=self._random)
+
+    def _add(self, path: str, value: Tensor, **more: bool) -> None:
         head, expert, tail = path.partition(".mlp.experts.")
+        group = self.ps.etp if expert else self.ps.tp
+        dim, parts = next((cut for end, cut in CUTS.items() if path.endswith(end)), (None, 1))
+        shard = {"shard_rank": group.rank, "shard_count": group.size} if dim is not None else {}
+        names, kind = (path,), "dense"
         if expert:
-            names = tuple(f"{head}.mlp.experts.local_experts.{e}.{tail}" for e in range(shape[0]))
-            param.info = ParamInfo(names, kind="expert", stacked=True)
-        else:
-            param.info = ParamInfo((path,))
+            each, kind = len(value) // self.ps.ep.size, "expert"
+            mine = range(self.ps.ep.rank * each, (self.ps.ep.rank + 1) * each)
+            names = tuple(f"{head}.mlp.experts.local_experts.{e}.{tail}" for e in mine)
+            value = value[mine.start:mine.stop]
+        info = ParamInfo(names, kind=kind, stacked=bool(expert), sharded_dim=dim, parts=parts, **shard, **more)
+        param = nn.Parameter(cut(value, info).to(self.dtype))
+        param.info = info
         self.table[path] = param
         self.register_parameter(path.replace(".", "/"), param)
 
@@ -62,6 +97,18 @@ class FakeModel(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything, by path."""
         return {name: value.detach().clone() for name, value in (self.table | self.buffer_table).items()}
+
+
+def cut(value: Tensor, info: ParamInfo) -> Tensor:
+    """This rank's piece of a tensor or of a stack of tensors."""
+    if info.shard_count == 1:
+        return value.clone()
+    return torch.stack([own_shard(one, info) for one in value]) if info.stacked else own_shard(value, info).clone()
+
+
+def fake_chunks(ps: ParallelState, vpp: int = 1, **how) -> list[FakeModel]:
+    """The chunks of a rank of an interleaved pipeline."""
+    return [FakeModel(ps=ps, stage=(index * ps.pp.size + ps.pp.rank, vpp * ps.pp.size), **how) for index in range(vpp)]
 
 
 @dataclass(frozen=True)
@@ -76,29 +123,31 @@ class Held:
 
 
 class FakeOptimizer:
-    """Adam's state: whole tensors on every rank, or (distributed) flat ranges of the concatenated parameters."""
+    """Adam's state: all that a rank's model needs, or (distributed) flat ranges of the concatenated parameters of a kind.
 
-    def __init__(self, model: FakeModel, ps: ParallelState, distributed: bool = False, main_params: bool = False, seed: int = 0):
+    Values depend on the names of parameters only.
+    """
+
+    def __init__(self, model: FakeModel | list[FakeModel], ps: ParallelState, distributed: bool = False,
+                 main_params: bool = False, seed: int = 0):
         self.held: list[Held] = []
         self.step = 0
         self.notes: list[tuple[bool, bool]] = []
         names = ("exp_avg", "exp_avg_sq") + (("fp32_param",) if main_params else ())
-        params = list(model.parameters())
-        total = sum(param.numel() for param in params)
-        low = high = None
-        if distributed:
-            share = -(-total // ps.dp_cp.size)
-            low, high = ps.dp_cp.rank * share, min(total, (ps.dp_cp.rank + 1) * share)
-        position = 0
-        for number, param in enumerate(params):
-            first, last = (0, param.numel()) if low is None else (max(low - position, 0), min(high - position, param.numel()))
-            position += param.numel()
-            for state_number, name in enumerate(names):
-                if first < last:
-                    # the whole tensor is drawn, so that any cut of it holds the same values
-                    generator = torch.Generator().manual_seed(1000 * seed + 10 * number + state_number)
-                    whole = torch.randn(param.numel(), generator=generator)
-                    self.held.append(Held(param, name, whole[first:last].clone(), first, last))
+        params = [param for chunk in (model if isinstance(model, list) else [model]) for param in chunk.parameters()]
+        for kind, group in (("dense", ps.dp_cp), ("expert", ps.edp)):
+            mine = [param for param in params if param.info.kind == kind]
+            total = sum(param.numel() for param in mine)
+            share = -(-total // group.size) + 37 * (group.size > 1)  # inside a row
+            low, high = (group.rank * share, (group.rank + 1) * share) if distributed else (0, total)
+            position = 0
+            for param in mine:
+                first, last = max(low - position, 0), min(high - position, param.numel())
+                position += param.numel()
+                for number, name in enumerate(names):
+                    if first < last:
+                        whole = moment(param, 1000 * seed + number).flatten()
+                        self.held.append(Held(param, name, whole[first:last].clone(), first, last))
 
     def wait_params(self) -> None:
         pass
@@ -118,3 +167,13 @@ class FakeOptimizer:
     def values(self) -> list[Tensor]:
         """Copies of all held tensors, in order."""
         return [held.tensor.clone() for held in self.held]
+
+
+def moment(param: nn.Parameter, seed: int) -> Tensor:
+    """A value of a parameter's shape that depends on its names alone: drawn whole, then cut."""
+    info = param.info
+    shape = list(param.shape[1:] if info.stacked else param.shape)
+    if info.sharded_dim is not None:
+        shape[info.sharded_dim] *= info.shard_count
+    drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))) for name in info.names]
+    return cut(torch.stack(drawn) if info.stacked else drawn[0], info)

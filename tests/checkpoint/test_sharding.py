@@ -8,25 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
+from harness import run_ranks
 
 from arguments import parse_args
-from moe_trainer.checkpoint.checkpoint import CheckpointState, SaveOptions
-from moe_trainer.checkpoint.planner import global_plan
-from moe_trainer.checkpoint.saving import PieceSavePlanner, _objects, _pieces
+from moe_trainer.checkpoint.checkpoint import CheckpointState, SaveOptions, save
+from moe_trainer.checkpoint.inspect import differences, read_index
 from moe_trainer.checkpoint.sharding import KeyScheme, boxes, pieces
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
 
-def content(model, record, optimizer=None):
-    """What a save would store: {key: None or [shape, sorted chunks]}."""
-    ps = ParallelState.single()
-    state = CheckpointState(5, record)
-    planner = PieceSavePlanner(_pieces(state, [model], optimizer), _objects(state, [model], optimizer, ps, SaveOptions()))
-    _, index = global_plan([planner.create_local_plan()], True)
+def content(folder, model, record, optimizer=None):
+    """What a save stores: {key: None or [shape, sorted chunks]}."""
+    save(folder, CheckpointState(5, record), [model], optimizer, ParallelState.single(), SaveOptions())
+    return stored(folder / "iter_0000005")
+
+
+def stored(folder):
+    """The same of a checkpoint that is there."""
     return {key: [list(entry.size), sorted([list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks)]
-            if hasattr(entry, "chunks") else None for key, entry in index.state_dict_metadata.items()}
+            if hasattr(entry, "chunks") else None for key, entry in read_index(folder).state_dict_metadata.items()}
 
 
 def recorded(path):
@@ -35,54 +37,53 @@ def recorded(path):
             for key, entry in json.loads(path.read_text()).items() if not key.startswith("rerun_state")}
 
 
-def test_keys_shapes_and_chunks_equal_megatrons_mixtral(shared):
+def test_keys_shapes_and_chunks_equal_megatrons_mixtral(shared, tmp_path):
     model = FakeModel()
-    found = content(model, RECORD, FakeOptimizer(model, ParallelState.single()))
+    found = content(tmp_path, model, RECORD, FakeOptimizer(model, ParallelState.single()))
     assert found == recorded(shared / "golden/ckpt/a2_torch_dist.metadata.json")
 
 
-def test_keys_shapes_and_chunks_equal_megatrons_qwen3moe(shared):
+def test_keys_shapes_and_chunks_equal_megatrons_qwen3moe(shared, tmp_path):
     layers = [layer_shapes(ffn=16, qkv=256, qk_norm=32, experts=16) for _ in range(4)]
-    found = content(FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
+    found = content(tmp_path, FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
     assert found == recorded(shared / "golden/ckpt/c_qwen3moe.metadata.json")
 
 
 @pytest.mark.parametrize("case", ["a2_mixtral", "c_qwen3moe"])
-def test_keys_equal_the_recorded_list(case):
+def test_keys_equal_the_recorded_list(case, tmp_path):
     """The same as the two tests above, in short, for a checkout without the reference facts."""
     expected = json.loads((Path(__file__).parents[1] / "data/checkpoint_keys.json").read_text())[case]
     if case == "a2_mixtral":
         model = FakeModel()
-        found = content(model, RECORD, FakeOptimizer(model, ParallelState.single()))
+        found = content(tmp_path, model, RECORD, FakeOptimizer(model, ParallelState.single()))
     else:
         layers = [layer_shapes(ffn=16, qkv=256, qk_norm=32, experts=16) for _ in range(4)]
-        found = content(FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
+        found = content(tmp_path, FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
     assert sum(value is None for value in found.values()) == expected.pop("objects")
     assert {key: [value[0], len(value[1])] for key, value in found.items() if value is not None} == expected
 
 
-def test_tensor_parallel_chunks_equal_megatrons(shared):
-    """The chunks of TP 2, PP 2 need nothing but other ParamInfo."""
-    golden = recorded(shared / "golden/ckpt/a2_tp2pp2.metadata.json")
-    scheme = KeyScheme.from_record(RECORD)
-    for names, shape, dim, key in (
-            (("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc1.weight",), (32, 64), 0,
-             "decoder.layers.mlp.experts.experts.linear_fc1.weight"),
-            (("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc2.weight",), (64, 16), 1,
-             "decoder.layers.mlp.experts.experts.linear_fc2.weight"),
-            (("decoder.layers.{l}.self_attention.linear_qkv.weight",), (64, 64), 0, "decoder.layers.self_attention.linear_qkv.weight"),
-            (("embedding.word_embeddings.weight",), (256, 64), 0, "embedding.word_embeddings.weight")):
-        found = set()
-        for layer in range(2):
-            for rank in range(2):
-                experts = 8 if "{e}" in names[0] else 1
-                info = ParamInfo(tuple(names[0].format(l=layer, e=e) for e in range(experts)), stacked=experts > 1,
-                                 sharded_dim=dim, shard_rank=rank, shard_count=2)
-                local = ((experts, *shape) if experts > 1 else shape)
-                for run in scheme.placements(info, local):
-                    assert run.key == key and list(run.global_shape) == golden[key][0]
-                    found.add((run.offsets, run.shape))
-        assert sorted([list(a), list(b)] for a, b in found) == golden[key][1]
+def _save_tp2pp2(rank, size, folder, distributed):
+    ps = ParallelState.create(size, rank, tp=2, pp=2, etp=2)
+    model = FakeModel(ps=ps)
+    save(folder, CheckpointState(5, RECORD), [model], FakeOptimizer(model, ps, distributed), ps, SaveOptions())
+
+
+def test_keys_shapes_and_chunks_of_tp2_pp2_equal_megatrons(shared, tmp_path):
+    """The reference wrote its checkpoint from the same layout: every tensor, chunk and object, optimizer included."""
+    run_ranks(_save_tp2pp2, 4, tmp_path, False)
+    assert stored(tmp_path / "iter_0000005") == recorded(shared / "golden/ckpt/a2_tp2pp2.metadata.json")
+
+
+def test_flat_ranges_of_cut_tensors_become_boxes_of_the_same_tensors(tmp_path):
+    """Twice the ranks and the distributed optimizer: keys and shapes stay, chunks are finer, values are the same."""
+    run_ranks(_save_tp2pp2, 4, tmp_path / "plain", False)
+    run_ranks(_save_tp2pp2, 8, tmp_path / "flat", True)
+    plain, flat = (stored(tmp_path / name / "iter_0000005") for name in ("plain", "flat"))
+    assert {key: value and value[0] for key, value in plain.items()} == {key: value and value[0] for key, value in flat.items()}
+    key = "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    assert len(flat[key][1]) > len(plain[key][1])
+    assert differences(tmp_path / "plain/iter_0000005", tmp_path / "flat/iter_0000005") == []
 
 
 def test_layers_that_differ_keep_their_numbers():
@@ -107,12 +108,18 @@ def test_mtp_layers_keep_their_numbers_and_mla_its_norms():
     assert mla.locate("decoder.layers.1.pre_mlp_layernorm.weight") == ("decoder.layers.pre_mlp_layernorm.weight", (1,), (2,))
 
 
-def test_biases_of_a_gated_layer_are_cut_like_its_rows():
+def test_parts_of_rows_are_stored_each_by_itself():
     scheme = KeyScheme.from_record(RECORD)
-    info = ParamInfo(("decoder.layers.0.mlp.shared_experts.linear_fc1.bias",))
-    assert [(run.offsets, run.shape, run.start) for run in scheme.placements(info, (10,))] == [((0, 0), (1, 5), 0), ((0, 5), (1, 5), 5)]
-    plain = KeyScheme.from_record(RECORD | {"swiglu": False})
-    assert [run.shape for run in plain.placements(info, (10,))] == [(1, 10)]
+    name = ("decoder.layers.0.mlp.shared_experts.linear_fc1.bias",)
+
+    def runs(shape, **info):
+        return [(run.offsets, run.shape, run.start, run.global_shape) for run in scheme.placements(ParamInfo(name, **info), shape)]
+
+    assert runs((10,), sharded_dim=0, parts=2) == [((0, 0), (1, 5), 0, (2, 10)), ((0, 5), (1, 5), 5, (2, 10))]
+    assert runs((10,), sharded_dim=0, parts=2, shard_rank=1, shard_count=3) == [
+        ((0, 5), (1, 5), 0, (2, 30)), ((0, 20), (1, 5), 5, (2, 30))]
+    assert runs((10,), sharded_dim=0, shard_rank=1, shard_count=3) == [((0, 10), (1, 10), 0, (2, 30))]
+    assert runs((10,)) == [((0, 0), (1, 10), 0, (2, 10))]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 4, 1), (2, 3, 4), (2, 1, 3, 2)])
@@ -132,7 +139,8 @@ def test_boxes_cover_every_range_exactly_and_in_order(shape):
 
 def test_pieces_of_a_flat_range_are_live_views():
     scheme = KeyScheme.from_record(RECORD)
-    info = ParamInfo(tuple(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight" for e in range(8)), stacked=True)
+    info = ParamInfo(tuple(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight" for e in range(8)), stacked=True,
+                     sharded_dim=0, parts=2)
     whole = torch.zeros(2, 8, 64, 64)
     local = torch.arange(100, 30000, dtype=torch.float32)
     for piece in pieces(scheme.placements(info, (8, 64, 64)), local, 100, 30000, "optimizer.state.exp_avg."):
@@ -147,24 +155,24 @@ def test_pieces_of_a_flat_range_are_live_views():
 # ---- the real model
 
 def built(shared, case, *more):
-    """(chunk on the meta device, record of its flags) of a golden case."""
+    """(chunk, record of its flags) of a golden case."""
     argv = json.loads((shared / "golden" / case / "meta.json").read_text())["argv"]
     args = parse_args([*argv, *more], world_size=1)
-    return build_chunks(args, ParallelState.single(), 512, device="meta")[0], args.as_dict()
+    return build_chunks(args, ParallelState.single(), 512)[0], args.as_dict()
 
 
-def test_keys_of_the_real_models_equal_megatrons(shared):
+def test_keys_of_the_real_models_equal_megatrons(shared, tmp_path):
     model, record = built(shared, "a2_mixtral")
     weights = {key: value for key, value in recorded(shared / "golden/ckpt/a2_torch_dist.metadata.json").items()
                if not key.startswith("optimizer.")}
-    assert content(model, record) == weights
+    assert content(tmp_path / "a2", model, record) == weights
     model, record = built(shared, "c_qwen3moe")
-    assert content(model, record) == recorded(shared / "golden/ckpt/c_qwen3moe.metadata.json")
+    assert content(tmp_path / "c", model, record) == recorded(shared / "golden/ckpt/c_qwen3moe.metadata.json")
 
 
-def test_keys_of_the_real_deepseek_model(shared):
+def test_keys_of_the_real_deepseek_model(shared, tmp_path):
     """No recorded checkpoint of it exists: layers that differ, MLA, shared experts, expert bias, MTP."""
-    found = content(*built(shared, "b_deepseek_mtp"))
+    found = content(tmp_path, *built(shared, "b_deepseek_mtp"))
     tensors = {key: value[0] for key, value in found.items() if value is not None}
     assert all(re.match(r"(decoder|mtp)\.layers\.\d|embedding\.|output_layer\.|decoder\.final", key) for key in tensors)
     for layer in ("decoder.layers.1.", "mtp.layers.0.mtp_model_layer."):

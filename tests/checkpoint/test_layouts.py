@@ -1,0 +1,210 @@
+"""Hand-made models over every dimension of the grid: who writes what, and any mapping reads what any other wrote."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, fake_chunks, layer_shapes, moment
+from harness import run_ranks
+
+from moe_trainer.checkpoint import share
+from moe_trainer.checkpoint.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    CheckpointState,
+    LoadOptions,
+    SaveOptions,
+    load,
+    save,
+)
+from moe_trainer.checkpoint.inspect import differences, read_index, verify
+from moe_trainer.checkpoint.options import PlanCache
+from moe_trainer.parallel.state import ParallelState
+
+LAYERS = [layer_shapes(hidden=16, ffn=8, qkv=32) for _ in range(4)]
+FLAGS = RECORD | {"num_layers": 4, "hidden_size": 16}
+HOW = {"layers": LAYERS, "vocab": 32, "hidden": 16, "expert_bias": True, "tied": True}
+
+# ranks, sizes of the grid, virtual stages, distributed optimizer; the first one writes what all read
+MAPPINGS = (
+    (8, dict(tp=2, pp=2, ep=2, etp=1), 1, False),
+    (1, dict(), 1, False),
+    (2, dict(tp=2, etp=2), 1, True),
+    (2, dict(pp=2), 2, False),
+    (4, dict(tp=2, pp=2, etp=2), 1, True),
+    (4, dict(ep=4), 1, True),
+    (4, dict(cp=2, ep=2), 1, True),
+    (8, dict(tp=2, cp=2, pp=2, ep=2, etp=2), 2, True),
+    (8, dict(tp=4, ep=4, etp=2), 1, True),
+)
+
+
+def make(ps, vpp, distributed, seed):
+    chunks = fake_chunks(ps, vpp, seed=seed, **HOW)
+    return chunks, FakeOptimizer(chunks, ps, distributed, main_params=True, seed=seed)
+
+
+def write(folder, iteration, chunks, optimizer, ps, options=None):
+    save(folder, CheckpointState(iteration, FLAGS), chunks, optimizer, ps, options or SaveOptions())
+
+
+def _save(rank, n, folder, sizes, vpp, distributed, options):
+    ps = ParallelState.create(n, rank, **sizes)
+    write(folder, 3, *make(ps, vpp, distributed, seed=1), ps, options)
+
+
+def _load_and_save(rank, n, source, target, sizes, vpp, distributed):
+    """Load into other values, compare with the values that the name alone determines, save again."""
+    ps = ParallelState.create(n, rank, **sizes)
+    chunks, optimizer = make(ps, vpp, distributed, seed=2)
+    load(source, chunks, optimizer, ps, LoadOptions(FLAGS))
+    for chunk, expected in zip(chunks, fake_chunks(ps, vpp, seed=1, **HOW), strict=True):
+        found = chunk.tensors()
+        assert all(torch.equal(found[name], value) for name, value in expected.tensors().items())
+    for number, name in enumerate(("exp_avg", "exp_avg_sq", "fp32_param")):
+        for held in optimizer.held:
+            if held.state_name == name:
+                whole = moment(held.param, 1000 + number).flatten()
+                assert torch.equal(held.tensor, whole[held.start:held.stop]), held.param.info.names
+    write(target, 3, chunks, optimizer, ps)
+
+
+def test_any_mapping_reads_what_any_other_wrote(tmp_path):
+    """A chain: each mapping reads what the one before wrote, and writes it again; nothing changes on the way."""
+    n, sizes, vpp, distributed = MAPPINGS[0]
+    source = first = tmp_path / "0"
+    run_ranks(_save, n, source, sizes, vpp, distributed, SaveOptions())
+    for number, (n, sizes, vpp, distributed) in enumerate(MAPPINGS[1:], 1):
+        target = tmp_path / str(number)
+        run_ranks(_load_and_save, n, source, target, sizes, vpp, distributed)
+        assert verify(target / "iter_0000003") == []
+        assert differences(first / "iter_0000003", target / "iter_0000003") == [], MAPPINGS[number]
+        source = target
+
+
+def test_megatron_1517_four_stages_go_on_as_four_expert_ranks(tmp_path):
+    """PP 4 -> EP 4 failed in Megatron-LM (issue 1517); here both ways."""
+    run_ranks(_save, 4, tmp_path / "pp", dict(pp=4), 1, False, SaveOptions())
+    run_ranks(_load_and_save, 4, tmp_path / "pp", tmp_path / "ep", dict(ep=4), 1, True)
+    run_ranks(_load_and_save, 4, tmp_path / "ep", tmp_path / "back", dict(pp=4), 1, False)
+    assert differences(tmp_path / "pp/iter_0000003", tmp_path / "back/iter_0000003") == []
+
+
+def test_megatron_4200_expert_ranks_change_with_the_distributed_optimizer(tmp_path):
+    """Another EP size with flat optimizer ranges on both sides (Megatron-LM issue 4200)."""
+    run_ranks(_save, 4, tmp_path / "4", dict(ep=4), 1, True, SaveOptions())
+    run_ranks(_load_and_save, 4, tmp_path / "4", tmp_path / "2", dict(ep=2), 1, True)
+    run_ranks(_load_and_save, 8, tmp_path / "2", tmp_path / "8", dict(ep=8), 1, True)
+    assert differences(tmp_path / "4/iter_0000003", tmp_path / "8/iter_0000003") == []
+
+
+def test_flagscale_1188_more_tensor_ranks_than_expert_ranks(tmp_path):
+    """TP > EP * ETP lost files (FlagScale 1188): every expert must be there, and be the right one."""
+    run_ranks(_save, 4, tmp_path / "tp", dict(tp=4, ep=2, etp=1), 1, True, SaveOptions())
+    index = read_index(tmp_path / "tp/iter_0000003")
+    stored = {tuple(chunk.offsets[:2]) for chunk in
+              index.state_dict_metadata["decoder.layers.mlp.experts.experts.linear_fc2.weight"].chunks}
+    assert stored == {(layer, expert) for layer in range(4) for expert in range(8)}
+    run_ranks(_load_and_save, 1, tmp_path / "tp", tmp_path / "one", dict(), 1, False)
+
+
+def _save_wrong_experts(rank, n, folder, same):
+    """Every rank claims the experts of rank 0 (same), or the second rank has none of its own."""
+    ps = ParallelState.create(n, rank, ep=2)
+    model = FakeModel(ps=ps, **HOW)
+    for param in model.parameters():
+        if param.info.stacked and rank == 1:
+            names = tuple(name.replace(f"experts.{4 + e}.", f"experts.{e}.") for e, name in enumerate(param.info.names))
+            param.info = replace(param.info, names=names) if same else replace(param.info, copy=True, tied=True)
+    with pytest.raises(CheckpointError) as error:
+        save(folder, CheckpointState(3, FLAGS), [model], None, ps, SaveOptions())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_kempnerforge_202_a_save_without_all_experts_is_refused(tmp_path, same):
+    """KempnerForge 202 saved one rank's experts only and resumed silently wrong."""
+    texts = run_ranks(_save_wrong_experts, 2, tmp_path, same)
+    for text in texts:
+        assert "mlp.experts.experts.linear_fc1.weight" in text
+        assert ("both write" if same else "hold 4096 of 8192 elements") in text
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- who writes what
+
+def _bytes_by_rank(folder, n):
+    files = [folder / "iter_0000003" / f"__{rank}_0.distcp" for rank in range(n)]
+    return [path.stat().st_size if path.exists() else 0 for path in files]
+
+
+def test_replicas_share_the_writing(tmp_path):
+    for name, in_parallel in (("shared", True), ("first", False)):
+        run_ranks(_save, 4, tmp_path / name, dict(ep=2), 1, False, SaveOptions(fully_parallel=in_parallel, save_rng=False))
+    shared, first = (_bytes_by_rank(tmp_path / name, 4) for name in ("shared", "first"))
+    assert max(shared) < 1.25 * min(shared)
+    assert first[2] == first[3] == 0, "the second replica of everything has nothing to write"
+    assert differences(tmp_path / "shared/iter_0000003", tmp_path / "first/iter_0000003") == []
+
+
+def _gathers(rank, n, folder, sizes, distributed):
+    """Elements that this rank has communicated as tensors during a save, and the longest list of objects it was sent."""
+    ps = ParallelState.create(n, rank, **sizes)
+    chunks, optimizer = make(ps, 1, distributed, seed=1)
+    seen = []
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("a save must not communicate tensors")
+
+    original = share.collectives.all_gather_object
+
+    def watched(thing, group):
+        seen.append((group.name, len(repr(thing))))
+        return original(thing, group)
+
+    for name in ("all_gather_flat", "all_reduce", "broadcast", "gather", "send"):
+        setattr(share.collectives, name, forbidden)
+    share.collectives.all_gather_object = watched
+    write(folder, 3, chunks, optimizer, ps, SaveOptions(save_rng=False))
+    return seen
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_no_rank_gathers_a_model_or_all_plans(tmp_path, distributed):
+    for seen in run_ranks(_gathers, 8, tmp_path, dict(tp=2, pp=2, ep=2, etp=1), distributed):
+        assert all(group in ("dp_cp", "edp") and size < 500 for group, size in seen), seen
+
+
+def _constant(rank, n, folder, asynchronous):
+    """Three saves; returns how many plans were gathered."""
+    ps = ParallelState.create(n, rank, ep=2, tp=2, etp=1)
+    chunks, optimizer = make(ps, 1, True, seed=1)
+    options, count = SaveOptions(plan_cache=PlanCache(), save_rng=False), []
+    original = share.collectives.all_gather_object
+    share.collectives.all_gather_object = lambda thing, group: count.append(group.name) or original(thing, group)
+    saver = AsyncSaver()
+    for iteration in (3, 6):
+        for chunk in chunks:
+            for param in chunk.parameters():
+                param.data += 1
+        if asynchronous:
+            saver.start(folder, CheckpointState(iteration, FLAGS), chunks, optimizer, ps, options)
+            saver.finish()
+        else:
+            write(folder, iteration, chunks, optimizer, ps, options)
+    planned = len(count)
+    write(folder, 9, chunks, optimizer, ps, SaveOptions(save_rng=False))
+    if rank == 1:
+        optimizer.held.pop()
+    with pytest.raises(CheckpointError, match="rank 1: .*--ckpt-assume-constant-structure"):
+        write(folder, 12, chunks, optimizer, ps, options)
+    return planned
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_constant_structure_is_planned_once(tmp_path, asynchronous):
+    assert run_ranks(_constant, 4, tmp_path, asynchronous) == [2] * 4
+    assert sorted(path.name for path in tmp_path.glob("iter*")) == ["iter_0000003", "iter_0000006", "iter_0000009"]
+    assert differences(tmp_path / "iter_0000006", tmp_path / "iter_0000009") == []
+    changed = differences(tmp_path / "iter_0000003", tmp_path / "iter_0000006")
+    assert changed and not any("optimizer" in line or "only in" in line for line in changed)
