@@ -32,15 +32,15 @@ _BATCHES_AHEAD_PER_WORKER = 2
 class Batch:
     """One micro batch of one rank.
 
-    tokens_BS, labels_BS, position_ids_BS int64; loss_mask_BS float32; attention_mask bool [B, 1, S, S], True where
-    attention is blocked, or None for plain causal attention.
+    tokens_BS, labels_BS, position_ids_BS int64; loss_mask_BS float32; document_ids_BS int32, counting the documents of a
+    sequence from 0, when attention stops at their borders, else None. There is no mask of [S, S]: attention needs none.
     """
 
     tokens_BS: Tensor
     labels_BS: Tensor
     loss_mask_BS: Tensor
     position_ids_BS: Tensor
-    attention_mask: Tensor | None = None
+    document_ids_BS: Tensor | None = None
 
     def to(self, device, non_blocking: bool = True) -> Batch:
         """Return the batch on another device."""
@@ -96,7 +96,7 @@ def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) 
         torch.from_numpy(labels),
         torch.from_numpy(loss_mask),
         torch.from_numpy(_positions(ends, restart)),
-        torch.from_numpy(_blocked(ends)) if block else None,
+        torch.from_numpy(_document_ids(ends)) if block else None,
     )
 
 
@@ -122,13 +122,11 @@ def _positions(ends: np.ndarray, restart: bool) -> np.ndarray:
     return positions - np.maximum.accumulate(begins, axis=1)
 
 
-def _blocked(ends: np.ndarray) -> np.ndarray:
-    """Attention mask [B, 1, S, S], True where a row (query) must not see a column (key)."""
+def _document_ids(ends: np.ndarray) -> np.ndarray:
+    """Number of the document that every position belongs to [B, S]; an end belongs to the document that it ends."""
     document = np.zeros(ends.shape, dtype=np.int32)
     np.cumsum(ends[:, :-1], axis=1, out=document[:, 1:])
-    other = document[:, :, None] != document[:, None, :]
-    future = ~np.tri(ends.shape[1], dtype=bool)
-    return (other | future)[:, None]
+    return document
 
 
 def _document_ends(dataset, indices, shape) -> np.ndarray:

@@ -40,3 +40,10 @@ def write_corpus(prefix: Path, lengths, dtype=np.uint16, vocab_size=500, seed=0)
         for length in lengths:
             builder.add_document(random.integers(2, vocab_size, length), [length])
     return str(prefix)
+
+
+def blocked(document_ids_BS) -> np.ndarray:
+    """The attention mask of Megatron-LM [B, 1, S, S] that document ids stand for, True = must not be seen."""
+    ids = np.asarray(document_ids_BS)
+    other = ids[:, :, None] != ids[:, None, :]
+    return (other | ~np.tri(ids.shape[1], dtype=bool))[:, None]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_pipeline.corpora import FixedTokenizer, data_args, training_args
+from data_pipeline.corpora import FixedTokenizer, blocked, data_args, training_args
 
 from arguments.data import DataArgs
 from moe_trainer.data import dataset as dataset_module
@@ -75,9 +75,9 @@ def test_recorded_case(golden, shared, tmp_path, monkeypatch, name):
             )
         mask = f"{name}/{split}/attention_mask_first5"
         if mask in samples.files:
-            np.testing.assert_array_equal(np.packbits(batch.attention_mask[:5].numpy()), samples[mask])
+            np.testing.assert_array_equal(np.packbits(blocked(batch.document_ids_BS[:5].numpy())), samples[mask])
         else:
-            assert batch.attention_mask is None
+            assert batch.document_ids_BS is None
 
 
 @pytest.mark.parametrize("name", ["b1_weights", "g2_sep_last"])

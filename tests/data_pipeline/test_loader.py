@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from data_pipeline.corpora import FixedTokenizer, data_args, training_args, write_corpus
+from data_pipeline.corpora import FixedTokenizer, blocked, data_args, training_args, write_corpus
 
 from moe_trainer.data.build import batch_format, build_datasets
 from moe_trainer.data.loader import BatchFormat, build_loader, cyclic_order, make_batch, single_order
@@ -150,15 +150,14 @@ def test_batches_equal_the_token_by_token_definition(flags, pad):
     fmt = BatchFormat(0, pad, 10, reset_position_ids=flags[0], reset_attention_mask=flags[1], eod_mask_loss=flags[2])
     batch = make_batch(Rows(rows), range(6), fmt)
     for i, row in enumerate(rows):
-        tokens, labels, loss, positions, blocked = reference_sample(row, 0, pad, *flags)
+        tokens, labels, loss, positions, expected = reference_sample(row, 0, pad, *flags)
         assert batch.tokens_BS[i].tolist() == tokens
         assert batch.labels_BS[i].tolist() == labels
         assert batch.loss_mask_BS[i].tolist() == loss
         assert batch.position_ids_BS[i].tolist() == positions
         if flags[1]:
-            assert batch.attention_mask[i, 0].tolist() == blocked
-    assert batch.attention_mask is None or batch.attention_mask.shape == (6, 1, 23, 23)
-    assert (batch.attention_mask is None) == (not flags[1])
+            assert blocked(batch.document_ids_BS[i : i + 1])[0, 0].tolist() == expected
+    assert (batch.document_ids_BS is None) == (not flags[1])
     assert [t.dtype for t in (batch.tokens_BS, batch.labels_BS, batch.position_ids_BS)] == [torch.int64] * 3
     assert batch.loss_mask_BS.dtype == torch.float32
 
@@ -168,7 +167,7 @@ def test_documents_kept_apart():
     batch = make_batch(Rows([[5, 6, 7, 8, 9]], parts=[[2, 3]]), [0], BatchFormat(eod=5, separate_documents=True))
     assert batch.position_ids_BS.tolist() == [[0, 1, 0, 1]]
     T, F = True, False
-    assert batch.attention_mask[0, 0].tolist() == [[F, T, T, T], [F, F, T, T], [T, T, F, T], [T, T, F, F]]
+    assert blocked(batch.document_ids_BS)[0, 0].tolist() == [[F, T, T, T], [F, F, T, T], [T, T, F, T], [T, T, F, F]]
 
 
 def test_foreign_token_is_located(tmp_path):
@@ -188,4 +187,4 @@ def test_foreign_token_is_located(tmp_path):
 
 def test_batch_moves():
     batch = make_batch(counting(2), [0, 1], FORMAT).to("meta")
-    assert batch.tokens_BS.is_meta and batch.attention_mask is None
+    assert batch.tokens_BS.is_meta and batch.document_ids_BS is None

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from data_pipeline.corpora import blocked
 from train.forked import pretrain
 from train.tiny import MOCK, TINY
 
@@ -33,7 +34,9 @@ class ByHand:
     def loss(self, indices, masked_attention=True):
         """Mean loss over all tokens that count in these samples."""
         batch = make_batch(self.dataset, indices, self.format)
-        mask = batch.attention_mask if masked_attention else None
+        ids_BS, mask = batch.document_ids_BS, None
+        if ids_BS is not None and masked_attention:
+            mask = torch.from_numpy(blocked(ids_BS))
         loss_BS = self.chunks[0](batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, mask, 1.0)
         return (loss_BS * batch.loss_mask_BS).sum() / batch.loss_mask_BS.sum()
 
