@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from arguments.rules.facts import Facts, as_list, broken, divides, positive, say
 from arguments.settings import Settings, Violation
 
-CP_COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
+CP_COMM_TYPES = ("p2p", "a2a", "allgather", "all_gather", "a2a+p2p")
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -200,6 +200,38 @@ def hierarchical_sizes_multiply_to_context(s: Settings, f: Facts) -> Iterator[Vi
         )
 
 
+def hierarchical_sizes_are_two(s: Settings, f: Facts) -> Iterator[Violation]:
+    sizes = as_list(s.hierarchical_context_parallel_sizes)
+    if sizes and math.prod(sizes) == f.cp and len(sizes) != 2:
+        yield broken(
+            s,
+            f"{say(s, 'hierarchical_context_parallel_sizes')} gives {len(sizes)} sizes; a2a+p2p has two levels: ranks that "
+            "exchange heads, and how many such groups form the ring.",
+            "hierarchical_context_parallel_sizes",
+        )
+
+
+def heads_divide_over_context_ranks(s: Settings, f: Facts) -> Iterator[Violation]:
+    """Kinds with a2a deal the heads of a tensor rank out to context ranks."""
+    levels = as_list(s.hierarchical_context_parallel_sizes)
+    kinds = as_list(s.cp_comm_type)
+    ranks = f.cp if "a2a" in kinds else levels[0] if "a2a+p2p" in kinds and levels else 1
+    if f.cp == 1 or ranks < 2 or not positive(s.num_attention_heads):
+        return
+    counts = {"num_attention_heads": s.num_attention_heads}
+    if s.group_query_attention and positive(s.num_query_groups) and not s.multi_latent_attention:
+        counts["num_query_groups"] = max(s.num_query_groups, f.tp)
+    for dest, count in counts.items():
+        if count % f.tp == 0 and count // f.tp % ranks:
+            yield broken(
+                s,
+                f"{say(s, dest)} must be a multiple of {f.tp * ranks} ({say(s, 'tensor_model_parallel_size')} * {ranks} context "
+                f"ranks) with {say(s, 'cp_comm_type')}: these ranks exchange heads for positions; use p2p or allgather.",
+                dest,
+                "cp_comm_type",
+            )
+
+
 def dp_last_mapping_needs_equal_grids(s: Settings, f: Facts) -> Iterator[Violation]:
     if s.use_tp_pp_dp_mapping and f.pp > 1 and None not in (f.dp, f.edp) and f.dp != f.edp:
         yield broken(
@@ -228,12 +260,15 @@ def optimizer_instances_exclude_weight_shards(s: Settings, _f: Facts) -> Iterato
 
 def optimizer_instances_divide_data_ranks(s: Settings, f: Facts) -> Iterator[Violation]:
     ranks = None if f.dp is None else f.dp * f.cp
-    if not divides(s.num_distributed_optimizer_instances, ranks):
-        yield broken(
-            s,
-            f"{say(s, 'num_distributed_optimizer_instances')} must divide the {ranks} data-parallel ranks.",
-            "num_distributed_optimizer_instances",
-        )
+    # an instance holds the state of all experts too, so it must not be cut apart by expert parallelism
+    for kind, count in (("data-parallel", ranks), ("expert-data-parallel", None if f.experts is None else f.edp)):
+        if not divides(s.num_distributed_optimizer_instances, count):
+            yield broken(
+                s,
+                f"{say(s, 'num_distributed_optimizer_instances')} must divide the {count} {kind} ranks.",
+                "num_distributed_optimizer_instances",
+            )
+            return
 
 
 def fake_group_excludes_flex(s: Settings, _f: Facts) -> Iterator[Violation]:
@@ -266,6 +301,8 @@ CHECKS = (
     sequence_divides_over_tensor_ranks,
     cp_comm_type_fits,
     hierarchical_sizes_multiply_to_context,
+    hierarchical_sizes_are_two,
+    heads_divide_over_context_ranks,
     dp_last_mapping_needs_equal_grids,
     optimizer_instances_exclude_weight_shards,
     optimizer_instances_divide_data_ranks,

@@ -116,6 +116,16 @@ def half_precision_features(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
+def loss_scale_starts_above_its_minimum(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.fp16 and s.loss_scale is None and s.min_loss_scale > s.initial_loss_scale:
+        yield broken(
+            s,
+            f"{say(s, 'min_loss_scale')} must be at most {say(s, 'initial_loss_scale')}.",
+            "min_loss_scale",
+            "initial_loss_scale",
+        )
+
+
 def deterministic_mode_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
     for dest in ("cross_entropy_loss_fusion", "tp_comm_overlap"):
         if s.deterministic_mode and getattr(s, dest):
@@ -136,5 +146,6 @@ CHECKS = (
     buffer_reuse_needs_gather,
     narrow_state_needs_precision_aware_optimizer,
     half_precision_features,
+    loss_scale_starts_above_its_minimum,
     deterministic_mode_excludes,
 )

@@ -66,23 +66,12 @@ class DynamicLossScale(LossScale):
 
 
 def build_loss_scale(precision: PrecisionArgs) -> LossScale:
-    """Choose: a constant where --loss-scale is given (fp16, bf16), dynamic for fp16, else 1.
-
-    Raises: ValueError naming the flag whose value makes no scale.
-    """
+    """Choose: a constant where --loss-scale is given (fp16, bf16), dynamic for fp16, else 1."""
     if not (precision.fp16 or precision.bf16):
         return LossScale()
     if precision.loss_scale is not None:
-        if precision.loss_scale <= 0:
-            raise ValueError(f"--loss-scale must be positive, got {precision.loss_scale}")
         return LossScale(float(precision.loss_scale))
     if not precision.fp16:
         return LossScale()
-    if not 0 < precision.min_loss_scale <= precision.initial_loss_scale:
-        raise ValueError(f"--min-loss-scale {precision.min_loss_scale} must be positive and at most --initial-loss-scale "
-                         f"{precision.initial_loss_scale}")
-    if precision.loss_scale_window < 1 or precision.hysteresis < 1:
-        raise ValueError(f"--loss-scale-window {precision.loss_scale_window} and --hysteresis {precision.hysteresis} must be "
-                         "at least 1")
     return DynamicLossScale(float(precision.initial_loss_scale), minimum=float(precision.min_loss_scale),
                             window=int(precision.loss_scale_window), hysteresis=precision.hysteresis)

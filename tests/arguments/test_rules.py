@@ -32,11 +32,19 @@ BROKEN = (
     ("--context-parallel-size 2 --cp-comm-type ring", "", "--cp-comm-type"),
     ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "", "--hierarchical-context-parallel-sizes"),
     ("--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 3", "", "--hierarchical-context-parallel-sizes"),
+    ("--context-parallel-size 8 --hierarchical-context-parallel-sizes 2 2 2 --cp-comm-type a2a+p2p", "",
+     "--hierarchical-context-parallel-sizes"),
+    ("--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 6 --kv-channels 64", "--num-attention-heads",
+     "--cp-comm-type"),
+    ("--context-parallel-size 4 --cp-comm-type a2a --group-query-attention --num-query-groups 2", "", "--num-query-groups"),
+    ("--context-parallel-size 4 --hierarchical-context-parallel-sizes 4 1 --cp-comm-type a2a+p2p "
+     "--group-query-attention --num-query-groups 2", "", "--num-query-groups"),
     (f"{SP2} --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --expert-tensor-parallel-size 1", "",
      "--use-tp-pp-dp-mapping"),
     ("--num-distributed-optimizer-instances 2 --tensor-parallel-num-weight-shards 2", "",
      "--num-distributed-optimizer-instances"),
     ("--num-distributed-optimizer-instances 3", "", "--num-distributed-optimizer-instances"),
+    ("--num-distributed-optimizer-instances 2 --expert-model-parallel-size 8", "", "--num-distributed-optimizer-instances"),
     ("--fake-process-group --moe-token-dispatcher-type flex", "", "--fake-process-group"),
     # pipeline
     ("--pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split", "", "--num-layers"),
@@ -172,6 +180,7 @@ BROKEN = (
     ("--reuse-grad-buf-for-mxfp8-param-ag", "", "--fp8-param-gather"),
     ("--exp-avg-dtype bf16", "", "--use-precision-aware-optimizer"),
     ("--use-precision-aware-optimizer --optimizer sgd", "", "--optimizer"),
+    ("--fp16 --initial-loss-scale 2 --min-loss-scale 4", "--bf16", "--min-loss-scale"),
     ("--fp16-lm-cross-entropy", "", "--fp16-lm-cross-entropy"),
     ("--deterministic-mode --cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "", "--cross-entropy-loss-fusion"),
     # optimizer
