@@ -67,6 +67,19 @@ def compare(one: Outcome, many: Outcome, tolerances: Tolerances = FP32) -> list[
     return found + list(_copies(many, tolerances))
 
 
+def closeness(one: Outcome, many: Outcome) -> str:
+    """What was compared and how close it is, in a line: the largest deviations of losses, gradients and weights."""
+    pairs = [(a, b) for theirs, ours in zip(one.losses, many.losses) for a, b in zip(theirs.values(), ours.values())]
+    loss = max(_apart(a, b) for a, b in [*pairs, *zip(one.grad_norms, many.grad_norms)])
+    grad = max((many.grads[name] - grad).norm().item() / max(grad.norm().item(), 1e-9) for name, grad in one.grads.items())
+    weight = max((many.weights[name] - value).abs().max().item() for name, value in one.weights.items())
+    names = ", ".join(one.losses[0])
+    return (
+        f"{len(one.losses)} steps of {names} and the gradient norm within {loss:.1e}; {len(one.grads)} gradients within {grad:.1e} of "
+        f"their norm; {len(one.weights)} weights and buffers within {weight:.1e}; {max(one.dropped)} tokens dropped on both"
+    )
+
+
 def _step(one: Outcome, many: Outcome, step: int, tolerances: Tolerances) -> Iterator[Difference]:
     ours, theirs, number = many.losses[step], one.losses[step], f"(step {step + 1})"
     if one.dropped[step] != many.dropped[step]:

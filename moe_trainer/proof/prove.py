@@ -25,7 +25,7 @@ from arguments import Arguments, parse_args
 from arguments.precision import PrecisionArgs
 from moe_trainer.initialize import make_groups
 from moe_trainer.place import Place
-from moe_trainer.proof.compare import FP32, Difference, compare
+from moe_trainer.proof.compare import Difference, closeness, compare
 from moe_trainer.proof.emulate import Topology, emulate
 from moe_trainer.proof.observe import Outcome, train
 from moe_trainer.proof.pool import Pool, RanksFailed
@@ -46,6 +46,7 @@ class Verdict:
     case: Case
     differences: list[Difference]
     failure: str = ""
+    closeness: str = ""
     seed: int = 0
     seconds: float = 0.0
 
@@ -59,8 +60,8 @@ def prove(pool: Pool, case: Case, seed: int = 0) -> Verdict:
     """Run a case on its ranks and on one process, and compare. seed: the first one of the batches that is tried."""
     began = time.monotonic()
 
-    def verdict(differences: list[Difference], failure: str = "") -> Verdict:
-        return Verdict(case, differences, failure, seed, time.monotonic() - began)
+    def verdict(differences: list[Difference], failure: str = "", near: str = "") -> Verdict:
+        return Verdict(case, differences, failure, near, seed, time.monotonic() - began)
 
     try:
         seed, one = steady_reference(pool, case, seed)
@@ -70,7 +71,8 @@ def prove(pool: Pool, case: Case, seed: int = 0) -> Verdict:
         many = pool.run(_many, case.world_size, case, seed)
     except RanksFailed as error:
         return verdict([], str(error))
-    return verdict(compare(one, many))
+    differences = compare(one, many)
+    return verdict(differences, near="" if differences else closeness(one, many))
 
 
 def steady_reference(pool: Pool, case: Case, seed: int) -> tuple[int, Outcome]:

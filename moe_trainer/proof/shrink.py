@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping as MappingOf
+from collections.abc import Iterable
+from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 
 from arguments.container import OPTIONS
@@ -85,6 +86,11 @@ class Case:
         """Number of ranks."""
         return self.mapping.world
 
+    @property
+    def pool_size(self) -> int:
+        """Ranks that case and reference need."""
+        return max(self.mapping.world, self.mapping.dp)
+
 
 @dataclass(frozen=True)
 class Shrunk:
@@ -125,6 +131,26 @@ def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Sh
     cases = tuple(_case(settings, original, mapping, notes) for mapping in mappings)
     _note_changes(settings, notes)
     return Shrunk(original, cases, tuple(dict.fromkeys(notes)), tuple(left_out))
+
+
+def as_is(argv: list[str], world_size: int | None = None) -> Case:
+    """Take a command line that is small already as a case, unchanged.
+
+    Raises: ShrinkError when it is wrong, or leaves open what a proof must fix (vocabulary, batch, number of steps).
+    """
+    world_size = world_size or _world_size(argv)
+    settings, violations = understand(argv, world_size)
+    if world_size is None and not violations:
+        world_size = _smallest_world(settings)
+        settings, violations = understand(argv, world_size)
+    wrong = [violation.message for violation in violations]
+    if settings.vocab_size is None:
+        wrong.append("--vocab-size is missing: the batches are random tokens of --tokenizer-type NullTokenizer")
+    if wrong:
+        raise ShrinkError(wrong)
+    values = {dest: settings.values[dest] for dest in settings.given_dests() if OPTIONS[dest].section != "output"}
+    values |= {dest: settings.values[dest] for dest in ("global_batch_size", "expert_tensor_parallel_size")}
+    return make_case(_mapping(settings, world_size), {**values, "train_iters": STEPS, "world_size": None, "mock_data": True})
 
 
 def _world_size(argv: list[str]) -> int | None:
@@ -238,7 +264,7 @@ def _ranks(s: Settings, new: Mapping, notes: list[str]) -> dict[str, object]:
     values["sequence_parallel"] = bool(s.sequence_parallel) and new.tp > 1
     values["use_tp_pp_dp_mapping"] = bool(s.use_tp_pp_dp_mapping)
     instances = s.num_distributed_optimizer_instances or 1
-    if instances > 1 and (new.dp * new.cp) % 2 == 0:
+    if instances > 1 and (new.dp * new.cp) % 2 == 0 and (not s.num_experts or new.edp % 2 == 0):
         values["num_distributed_optimizer_instances"] = 2
     elif instances > 1:
         notes.append(f"{s.flag('num_distributed_optimizer_instances')} is 1 where there is one data rank ({new})")

@@ -1,0 +1,175 @@
+"""Legal mappings and models, drawn from a seed: the same seed gives the same cases on every machine.
+
+A draw picks the number of ranks, a factorisation, a model and its options, each a plain flag, and asks the trainer's rules; what they
+refuse is drawn again. So nothing here knows what goes with what beyond what makes a draw likely to pass. No torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from moe_trainer.proof.mapping import Mapping
+from moe_trainer.proof.shrink import LEARNING_RATE, STEPS, VOCAB, Case, ShrinkError, make_case
+
+_MOST_TRIES = 10_000
+
+
+def draw_cases(count: int, ranks: int, seed: int) -> list[Case]:
+    """Draw `count` cases of 2 to `ranks` ranks, most of them large."""
+    dice = random.Random(seed)
+    cases: list[Case] = []
+    for _ in range(_MOST_TRIES):
+        if len(cases) == count:
+            break
+        case = draw(dice, ranks)
+        if case is not None and case not in cases:
+            cases.append(case)
+    return cases
+
+
+def draw(dice: random.Random, ranks: int) -> Case | None:
+    """Draw one case; None when the rules refuse it."""
+    worlds = [world for world in (2, 4, 8, 16) if world <= ranks]
+    world = dice.choices(worlds, [2.0**number for number in range(len(worlds))])[0]
+    mapping = dice.choice(list(factorisations(world)))
+    values = _model(dice, mapping) | _router(dice) | _machinery(dice, mapping) | _batch(dice, mapping)
+    values |= _stages(dice, mapping, values)
+    values |= _context(dice, mapping, values["num_layers"])
+    try:
+        return make_case(mapping, {dest: value for dest, value in values.items() if value is not None and value is not False})
+    except ShrinkError:
+        return None
+
+
+def factorisations(world: int) -> Iterator[Mapping]:
+    """All mappings of `world` ranks, a power of two; vpp is 1 or 2 where there are stages."""
+    powers = [1 << bit for bit in range(world.bit_length()) if 1 << bit <= world]
+    for tp in powers:
+        for cp in powers:
+            for pp in powers:
+                if tp * cp * pp > world or tp > 4:
+                    continue
+                for etp in powers:
+                    for ep in powers:
+                        if etp * ep * pp <= world and etp <= 4:
+                            for vpp in (1, 2) if pp > 1 else (1,):
+                                yield Mapping(tp, cp, pp, vpp, world // (tp * cp * pp), ep, etp)
+
+
+def _chance(dice: random.Random, share: float) -> bool:
+    return dice.random() < share
+
+
+def _model(dice: random.Random, mapping: Mapping) -> dict[str, object]:
+    """Sizes and kind of attention; heads for tensor and context ranks together."""
+    heads = max(4, mapping.tp * mapping.cp)
+    values: dict[str, object] = {
+        "num_attention_heads": heads, "hidden_size": 4 * heads, "kv_channels": 4, "ffn_hidden_size": 24, "normalization": "RMSNorm",
+        "swiglu": _chance(dice, 0.8), "position_embedding_type": "rope", "moe_ffn_hidden_size": dice.choice((16, 24)),
+        "untie_embeddings_and_output_weights": _chance(dice, 0.6), "add_bias_linear": True, "num_experts": dice.choice((8, 16)),
+        "init_method_std": 0.2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 16,
+    }  # fmt: skip
+    kind = dice.choice(("plain", "grouped", "latent"))
+    if _chance(dice, 0.85) or kind == "latent":
+        values["add_bias_linear"] = False
+    if kind == "grouped":
+        values |= {"group_query_attention": True, "num_query_groups": dice.choice((1, heads // 2, heads))}
+    if kind == "latent":
+        values |= {"multi_latent_attention": True, "q_lora_rank": dice.choice((None, 12)), "kv_lora_rank": 8, "qk_head_dim": 4}
+        values |= {"qk_pos_emb_head_dim": 4, "v_head_dim": dice.choice((4, 6)), "rotary_scaling_factor": 4.0}
+    values["qk_layernorm"] = _chance(dice, 0.4)
+    if _chance(dice, 0.3) and not values["add_bias_linear"]:
+        values |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": _chance(dice, 0.5)}
+        values["moe_shared_expert_overlap"] = _chance(dice, 0.3)
+    if _chance(dice, 0.3):
+        values["mtp_num_layers"] = dice.choice((1, 1, 2))
+    return values
+
+
+def _router(dice: random.Random) -> dict[str, object]:
+    """Router, balancing, capacity, dispatcher."""
+    values: dict[str, object] = {
+        "moe_router_topk": dice.choice((2, 2, 4)), "moe_token_dispatcher_type": dice.choice(("allgather", "alltoall", "alltoall", "flex")),
+        "moe_grouped_gemm": _chance(dice, 0.8), "moe_router_dtype": dice.choice((None, "fp32", "fp64")),
+    }  # fmt: skip
+    score = dice.choice(("softmax", "softmax", "sigmoid"))
+    values["moe_router_score_function"] = score
+    if score == "softmax":
+        values["moe_router_pre_softmax"] = _chance(dice, 0.4)
+    else:
+        values["moe_router_enable_expert_bias"] = _chance(dice, 0.6)
+        values["moe_router_topk_scaling_factor"] = dice.choice((None, 2.5))
+    if _chance(dice, 0.3):
+        values |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    balance = dice.choice((["aux_loss"], ["seq_aux_loss"], ["global_aux_loss"], ["aux_loss", "seq_aux_loss"], ["none"]))
+    values["moe_router_load_balancing_type"] = balance
+    values["moe_aux_loss_coeff"] = [0.0 if kind == "none" else 1e-2 for kind in balance]
+    values["moe_z_loss_coeff"] = dice.choice((None, 1e-3))
+    if _chance(dice, 0.25):
+        values["moe_expert_capacity_factor"] = dice.choice((0.7, 1.5))
+        values["moe_pad_expert_input_to_capacity"] = _chance(dice, 0.5)
+        values["moe_token_drop_policy"] = dice.choice(("probs", "position"))
+    return values
+
+
+def _machinery(dice: random.Random, mapping: Mapping) -> dict[str, object]:
+    """The mapping's own flags, data parallelism, recompute."""
+    distributed, overlap = _chance(dice, 0.5), _chance(dice, 0.5)
+    instances = 2 if distributed and (mapping.dp * mapping.cp) % 2 == 0 and mapping.edp % 2 == 0 and _chance(dice, 0.2) else None
+    return {
+        "tensor_model_parallel_size": mapping.tp, "context_parallel_size": mapping.cp, "pipeline_model_parallel_size": mapping.pp,
+        "expert_model_parallel_size": mapping.ep, "expert_tensor_parallel_size": mapping.etp,
+        "sequence_parallel": mapping.tp > 1 and _chance(dice, 0.7), "use_tp_pp_dp_mapping": _chance(dice, 0.2),
+        "use_distributed_optimizer": distributed, "overlap_grad_reduce": overlap, "overlap_param_gather": distributed and overlap,
+        "ddp_bucket_size": 3000 if overlap else None, "num_distributed_optimizer_instances": instances,
+        "transformer_impl": "local",
+    }  # fmt: skip
+
+
+def _batch(dice: random.Random, mapping: Mapping) -> dict[str, object]:
+    micro, accumulation = dice.choice((1, 2)), dice.choice((1, 2, 4))
+    if mapping.pp > 1 and accumulation < mapping.pp and _chance(dice, 0.7):
+        accumulation = 2 * mapping.pp
+    length = max(16, 2 * mapping.cp * mapping.tp)
+    return {
+        "micro_batch_size": micro, "global_batch_size": micro * accumulation * mapping.dp, "seq_length": length,
+        "max_position_embeddings": length, "train_iters": STEPS, "lr": LEARNING_RATE, "lr_decay_style": "constant", "adam_eps": 1e-5,
+        "clip_grad": dice.choice((0.5, 1.0)), "calculate_per_token_loss": _chance(dice, 0.25), "eval_iters": 0, "mock_data": True,
+        "tokenizer_type": "NullTokenizer", "vocab_size": VOCAB,
+    }  # fmt: skip
+
+
+def _stages(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    """Layers, and how they lie on the stages."""
+    pp, vpp, mtp = mapping.pp, mapping.vpp, values.get("mtp_num_layers") or 0
+    layers = max(pp * vpp, dice.choice((2, 3)) if pp == 1 else 2)
+    found: dict[str, object] = {}
+    kind = dice.choice(("even", "even", "first", "account", "layout")) if pp > 1 else "even"
+    if vpp > 1 and kind != "layout":
+        found["num_virtual_stages_per_pipeline_rank"] = vpp
+    if kind == "first":
+        found["decoder_first_pipeline_num_layers"] = 2 * vpp
+        layers = 2 * vpp + vpp * (pp - 1)
+    elif kind == "account" and pp * vpp > 2:
+        found |= {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+        layers = 2 * pp * vpp - 2 if pp * vpp < 4 else pp * vpp - 2
+    elif kind == "layout":
+        stages = ["t" * dice.choice((0, 1, 1, 2)) for _ in range(pp * vpp)]
+        stages[0] = stages[0] or "t"
+        stages[-1] += "m" * mtp
+        layers = max("".join(stages).count("t"), 1)
+        found["pipeline_model_parallel_layout"] = "|".join(["E" + stages[0], *stages[1:]]) + "L"
+    found["num_layers"] = layers
+    if layers > 1 and _chance(dice, 0.4):
+        found["moe_layer_freq"] = [0] + [1] * (layers - 1)
+    return found
+
+
+def _context(dice: random.Random, mapping: Mapping, layers: int) -> dict[str, object]:
+    if mapping.cp == 1:
+        return {}
+    kinds = ["p2p", "allgather", "a2a"] + (["a2a+p2p"] if mapping.cp >= 4 else [])
+    chosen = [dice.choice(kinds)] if _chance(dice, 0.7) else [dice.choice(kinds) for _ in range(layers)]
+    nested = {"hierarchical_context_parallel_sizes": [2, mapping.cp // 2]} if "a2a+p2p" in chosen else {}
+    return {"cp_comm_type": chosen, **nested}

@@ -1,0 +1,72 @@
+"""What a proof says: lines for the terminal, and a Markdown page to attach to a pull request."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from moe_trainer.proof.prove import Verdict
+from moe_trainer.proof.shrink import Case, Shrunk
+
+_SHOWN = 8
+
+
+def command(case: Case) -> str:
+    """The shell line that starts a case as a training of its own."""
+    start = "python" if case.world_size == 1 else f"torchrun --nproc-per-node {case.world_size}"
+    return f"{start} pretrain_moe.py {_flags(case)}"
+
+
+def shrunk_lines(shrunk: Shrunk) -> Iterator[str]:
+    """What became of the user's command line."""
+    yield f"your mapping: {shrunk.original}"
+    for note in shrunk.notes:
+        yield f"  - {note}"
+    for text in shrunk.left_out:
+        yield f"  - left out: {text}"
+    for number, case in enumerate(shrunk.cases, start=1):
+        yield f"small command line {number} of {len(shrunk.cases)} ({case.mapping}):"
+        yield f"  {command(case)}"
+
+
+def verdict_lines(verdict: Verdict, title: str) -> Iterator[str]:
+    """One case: equal, or where it parts."""
+    word = "equal" if verdict.equal else "PARTS" if verdict.differences else "FAILS"
+    yield f"{title} ({verdict.case.mapping}): {word} ({verdict.seconds:.1f} s, batches of seed {verdict.seed})"
+    if verdict.equal:
+        yield f"  {verdict.closeness}"
+        return
+    for number, difference in enumerate(verdict.differences[:_SHOWN]):
+        yield f"  {'first: ' if number == 0 else '       '}{difference}"
+    if len(verdict.differences) > _SHOWN:
+        yield f"         ... and {len(verdict.differences) - _SHOWN} more"
+    yield from (f"  {line}" for line in verdict.failure.splitlines())
+    world = verdict.case.world_size
+    yield f"  again: python scripts/prove_layout.py --as-is --ranks {world} --world-size {world} {_flags(verdict.case)}"
+
+
+def _flags(case: Case) -> str:
+    return " ".join(f"'{word}'" if set(word) & set("()[]|* ") else word for word in case.argv)
+
+
+def markdown(verdicts: Sequence[Verdict], shrunk: Shrunk | None, asked: str) -> str:
+    """A page with the verdict first, then what was compared, what was left out, and the command lines."""
+    parted = [verdict for verdict in verdicts if not verdict.equal]
+    total = sum(verdict.seconds for verdict in verdicts)
+    head = f"{len(parted)} of {len(verdicts)} mappings part from one process" if parted else f"All {len(verdicts)} mappings equal one process"
+    lines = [f"# {head}", "", f"`{asked}`", ""]
+    lines += [f"torch {torch.__version__}, gloo on {platform.machine()} CPU, fp32, {total:.0f} s.", ""]
+    lines += ["| mapping | verdict |", "|---|---|"]
+    for verdict in verdicts:
+        first = verdict.closeness if verdict.equal else str((verdict.differences or [verdict.failure.splitlines()[-1]])[0])
+        lines.append(f"| {verdict.case.mapping} | {'equal: ' if verdict.equal else '**parts**: '}{first.replace('|', '/')} |")
+    if shrunk is not None:
+        lines += ["", f"The user's mapping: {shrunk.original}.", "", *(f"* {note}" for note in shrunk.notes)]
+        lines += [f"* left out: {text}" for text in shrunk.left_out]
+    for verdict in parted:
+        lines += ["", f"## {verdict.case.mapping}", "", "```", *verdict_lines(verdict, "case"), "```"]
+    lines += ["", "<details><summary>Small command lines</summary>", "", "```"]
+    lines += [command(verdict.case) for verdict in verdicts]
+    return "\n".join([*lines, "```", "</details>", ""])
