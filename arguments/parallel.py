@@ -249,6 +249,8 @@ class ParallelArgs:
     """How long a collective may take, minutes."""
     distributed_timeout_seconds_after_init: int | None = None
     """The same once the first iteration is done, seconds."""
+    print_groups: bool = False
+    """Print every process group of the layout at start-up."""
     local_rank: int = 0
     """Rank within the node, from the launcher."""
     lazy_mpu_init: bool = False

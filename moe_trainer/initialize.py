@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from arguments import ArgumentError, Arguments, check_machine
 from arguments.machine import check_packages, environment_defaults
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import ParallelState, group_table, plan_groups
 from moe_trainer.parallel.trace import CommunicationError, backend_reason
 from moe_trainer.place import Place
 from moe_trainer.shape.layout import chunk_layouts, embedding_stages
@@ -63,9 +63,7 @@ def make_groups(args: Arguments, place: Place, timeout: datetime.timedelta) -> P
     """
     parallel = args.parallel
     layouts = chunk_layouts(args.model, parallel)
-    return ParallelState.create(
-        place.world_size,
-        place.rank,
+    sizes = dict(
         tp=parallel.tensor_model_parallel_size,
         cp=parallel.context_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
@@ -75,8 +73,10 @@ def make_groups(args: Arguments, place: Place, timeout: datetime.timedelta) -> P
         optimizer_instances=parallel.num_distributed_optimizer_instances,
         embedding_stages=embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights),
         cp_levels=parallel.hierarchical_context_parallel_sizes,
-        timeout=timeout,
     )
+    if parallel.print_groups and place.rank == 0:
+        print(f"groups of {place.world_size} ranks:\n{group_table(plan_groups(place.world_size, **sizes))}", flush=True)
+    return ParallelState.create(place.world_size, place.rank, **sizes, timeout=timeout)
 
 
 def fit_machine(args: Arguments, arch: int | None) -> None:

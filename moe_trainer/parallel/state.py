@@ -7,7 +7,7 @@ data-parallel run opens a single one for gradients; traffic of different kinds n
 reduction cannot stand in front of a small statistic.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
@@ -127,23 +127,47 @@ class ParallelState:
         timeout None: torch's default (NOTE: not that of the default group).
         Raises: ValueError when the sizes do not fit (see grid.make_layout).
         """
-        layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
+        partitions = plan_groups(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order, optimizer_instances=optimizer_instances,
+                                 embedding_stages=embedding_stages, cp_levels=cp_levels)
         factory = _Factory(rank, backend, timeout)
         world = Group("world", tuple(range(world_size)), rank, world_size, dist.group.WORLD if world_size > 1 else None,
                       factory.trace)
-        made = {name: factory.make(name, layout.groups(*axes), lane) for name, axes, lane in _GROUPS}
-        for name in ("dp_cp", "edp"):
-            inner, outer = layout.instances(name, optimizer_instances)
-            made[f"{name}_inner"] = factory.make(f"{name}_inner", inner, "gradients")
-            made[f"{name}_outer"] = factory.make(f"{name}_outer", outer, "gradients")
-        neighbours, across = cp_levels or (1, cp)
-        if neighbours * across != cp:
-            raise ValueError(f"hierarchical context-parallel sizes {neighbours} * {across} are not cp = {cp}")
-        inner, outer = cut_groups(layout.groups("cp"), neighbours)
-        made["cp_a2a"] = factory.make("cp_a2a", inner, "context")
-        made["cp_p2p"] = factory.make("cp_p2p", outer, "context")
-        made["embedding"] = factory.make("embedding", _embedding_groups(layout, embedding_stages), "embedding")
-        return ParallelState(world=world, **made)
+        return ParallelState(world=world, **{name: factory.make(name, *plan) for name, plan in partitions.items()})
+
+
+def plan_groups(world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, order: str = DEFAULT_ORDER,
+                optimizer_instances: int = 1, embedding_stages: Collection[int] | None = None,
+                cp_levels: Sequence[int] | None = None) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
+    """All groups of a layout, without making any: name -> (the groups that the ranks fall into, lane). Arguments: as for create."""
+    layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
+    plans = {name: (layout.groups(*axes), lane) for name, axes, lane in _GROUPS}
+    for name in ("dp_cp", "edp"):
+        inner, outer = layout.instances(name, optimizer_instances)
+        plans[f"{name}_inner"], plans[f"{name}_outer"] = (inner, "gradients"), (outer, "gradients")
+    neighbours, across = cp_levels or (1, cp)
+    if neighbours * across != cp:
+        raise ValueError(f"hierarchical context-parallel sizes {neighbours} * {across} are not cp = {cp}")
+    inner, outer = cut_groups(layout.groups("cp"), neighbours)
+    plans["cp_a2a"], plans["cp_p2p"] = (inner, "context"), (outer, "context")
+    plans["embedding"] = (_embedding_groups(layout, embedding_stages), "embedding")
+    return plans
+
+
+def group_table(plans: Mapping[str, tuple[Sequence[Sequence[int]], str]]) -> str:
+    """One line a group name: how many groups of which size, and their ranks ("0-3" consecutive, "0-12/4" every fourth)."""
+    lines = []
+    for name, (groups, _) in plans.items():
+        sizes = sorted({len(ranks) for ranks in groups})
+        shown = " ".join(f"[{_shown(ranks)}]" for ranks in groups)
+        lines.append(f"  {name:12s} {len(groups):4d} x {'/'.join(map(str, sizes)):<4s} {shown}")
+    return "\n".join(lines)
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) < 3 or list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):
+        return " ".join(map(str, ranks))
+    return f"{ranks[0]}-{ranks[-1]}" + (f"/{step}" if step > 1 else "")
 
 
 def _embedding_groups(layout: Layout, stages: Collection[int] | None) -> tuple[tuple[int, ...], ...]:
