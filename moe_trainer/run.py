@@ -26,7 +26,9 @@ from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_dat
 from moe_trainer.data.loader import Batch, BatchFormat, build_loader
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import InputError, user_input
+from moe_trainer.guard.places import name_layers
 from moe_trainer.initialize import Runtime
+from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import load_named_weights
@@ -43,6 +45,8 @@ from moe_trainer.optim.schedules import (
     build_weight_decay_schedule,
 )
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.params import info_of
+from moe_trainer.pipeline.schedule import Schedule, choose
 from moe_trainer.report.metrics import LogOptions, MetricsLogger
 from moe_trainer.report.profiler import Profiler
 from moe_trainer.report.timers import Timers
@@ -71,6 +75,7 @@ class Run:
     runtime: Runtime
     padded_vocab_size: int
     chunks: list[Transformer]
+    schedule: Schedule
     grads: DataParallelGrads
     optimizer: Optimizer
     learning_rate: LrSchedule
@@ -112,16 +117,19 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
     print_rank_0(
         runtime, f" > padded vocab (size: {tokenizer.vocab_size}) with {vocab - tokenizer.vocab_size} dummy tokens (new size: {vocab})"
     )
-    timers = Timers(args.output.timing_log_level, synchronize=runtime.device.type == "cuda")
+    timers = Timers(args.output.timing_log_level, synchronize=runtime.device.type == "cuda", trace=ps.trace)
     with timers("model-and-optimizer-setup"):
         chunks = build_chunks(args, ps, vocab, runtime.device)
+        name_layers(ps.trace, layers_of(chunks))
         if args.output.init_from is not None:
             with user_input(f"--init-from {args.output.init_from}"):
                 load_named_weights(chunks, read_weights(args.output.init_from), ps, strict=True)
             logger.info("initial weights from %s", args.output.init_from)
         params = [param for chunk in chunks for param in chunk.parameters()]
         count = sum(param.numel() for param in params)
-        print_rank_0(runtime, f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank (0, 0, 0): {count}")
+        if ps.dp_cp.rank == 0:
+            print(f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank "
+                  f"({ps.tp.rank}, 0, {ps.pp.rank}): {count}", flush=True)
         grads = DataParallelGrads(params, ps, args.parallel, args.precision, per_token_loss=args.training.calculate_per_token_loss)
         optimizer = build_optimizer(
             chunks, grads, args.optimizer, args.precision, args.parallel, ps,
@@ -141,6 +149,7 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         runtime=runtime,
         padded_vocab_size=vocab,
         chunks=chunks,
+        schedule=build_schedule(args, runtime, chunks),
         grads=grads,
         optimizer=optimizer,
         learning_rate=learning_rate,
@@ -154,6 +163,22 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         timers=timers,
         profiler=Profiler(args.output, runtime.place.rank),
     )
+
+
+def layers_of(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:
+    """Every transformer layer with its global name, "decoder.layers.3" or "mtp.layers.0"."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                name = info_of(next(module.parameters())).names[0]
+                yield ".".join(name.split(".")[:3]), module
+
+
+def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> Schedule:
+    """The pipeline schedule of these flags."""
+    parallel = args.parallel
+    return choose(None, runtime.ps.pp, len(chunks), runtime.device, group_size=parallel.microbatch_group_size_per_vp_stage,
+                  overlap=parallel.overlap_p2p_comm)
 
 
 def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:

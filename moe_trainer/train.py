@@ -17,6 +17,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -32,8 +33,10 @@ from moe_trainer.data.build import AnyDataset
 from moe_trainer.data.loader import Batch
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import user_input
+from moe_trainer.guard.bulletin import Bulletin
 from moe_trainer.guard.signals import ExitSignal
-from moe_trainer.initialize import Runtime, initialize
+from moe_trainer.guard.watchdog import Watchdog
+from moe_trainer.initialize import Runtime, communicator_timeout, initialize
 from moe_trainer.memory.host_allocator import keep_freed_memory
 from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
@@ -43,7 +46,8 @@ from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.optim.schedule_record import schedule_record
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import close_groups
-from moe_trainer.pipeline.no_pipeline import run_microbatches
+from moe_trainer.pipeline.feed import MicrobatchFeed
+from moe_trainer.pipeline.schedule import Work
 from moe_trainer.place import Place
 from moe_trainer.report.console import arguments_block, memory_line
 from moe_trainer.report.dump import dump_gradients, dump_routing
@@ -88,6 +92,18 @@ def pretrain(args: Arguments, place: Place) -> int:
     if runtime.device.type == "cpu":
         keep_freed_memory()
     print_rank_0(runtime, f"time to initialize megatron (seconds): {time.time() - started:.3f}")
+    with watch(args, runtime) as watchdog:
+        return run_job(args, runtime, watchdog, started)
+
+
+def watch(args: Arguments, runtime: Runtime) -> Watchdog:
+    """The watchdog of this rank; it tells the other ranks, and is told by them, when one ends or hangs."""
+    bulletin = None if runtime.store is None else Bulletin(runtime.store, runtime.place.rank)
+    return Watchdog(runtime.ps.trace, runtime.place.world_size, bulletin, args.parallel.distributed_timeout_minutes * 60.0)
+
+
+def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: float) -> int:
+    """Everything between joining the other ranks and leaving them. Returns the exit code."""
     announce(args, runtime)
     with user_input("tokenizer"):
         tokenizer = build_tokenizer(args.data)
@@ -102,7 +118,7 @@ def pretrain(args: Arguments, place: Place) -> int:
         print_rank_0(runtime, "skipping training (--skip-train is on) ...")
     else:
         print_rank_0(runtime, "training ...")
-        reason = train(run, state, started)
+        reason = train(run, state, started, watchdog)
     if reason is None:
         print_datetime(runtime, "after training is done")
         finish(run, state)
@@ -128,7 +144,7 @@ def print_datetime(runtime: Runtime, text: str) -> None:
     print_rank_0(runtime, f"[{text}] datetime: {datetime.datetime.now().strftime('%Y-%m-%d %H:%M:%S')} ")
 
 
-def train(run: Run, state: TrainState, started: float) -> str | None:
+def train(run: Run, state: TrainState, started: float, watchdog: Watchdog) -> str | None:
     """Train until the last iteration or an exit condition.
 
     Returns: None at the end, else the reason for leaving early, as the log prints it.
@@ -138,12 +154,16 @@ def train(run: Run, state: TrainState, started: float) -> str | None:
         gc.disable()
         gc.collect()
     set_training(run.chunks, True)
+    first = True
     with ExitStack() as stack:
         exit_signal = None
         if training.exit_signal_handler:
             exit_signal = stack.enter_context(ExitSignal(training.exit_signal))
         while state.iteration < run.train_iters:
             train_iteration(run, state)
+            if first:
+                shorten_timeouts(run, watchdog)
+            first = False
             if evaluation_is_due(run, state):
                 validate(run, state, f"iteration {state.iteration}")
             if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
@@ -158,10 +178,20 @@ def train(run: Run, state: TrainState, started: float) -> str | None:
     return None
 
 
+def shorten_timeouts(run: Run, watchdog: Watchdog) -> None:
+    """The first iteration of this process is done, with whatever had to be made for it: give hangs less time from now on."""
+    seconds = run.args.parallel.distributed_timeout_seconds_after_init
+    if seconds is not None:
+        collectives.barrier(run.ps.world)  # nobody is in the middle of the first iteration any more
+        run.ps.set_timeout(communicator_timeout(seconds, run.runtime.device))
+        watchdog.timeout = seconds
+
+
 def train_iteration(run: Run, state: TrainState) -> None:
     """One iteration and its report; advances `state`."""
     begin = time.perf_counter()
     number = state.iteration + 1
+    run.ps.trace.iteration, run.ps.trace.microbatch = number, None
     microbatches = run.batch_size.num_microbatches(state.consumed_train_samples)
     samples = microbatches * run.args.training.micro_batch_size * run.ps.dp.size
     if number in run.args.training.iterations_to_skip:
@@ -223,22 +253,14 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     records = attach_recorders(run.chunks, args.model.num_layers) if dump_now else {}
     run.optimizer.zero_grad()
     start_iteration(run.chunks)
-    grad_scale = run.optimizer.loss_scale / (1 if run.per_token else num_microbatches)
-
-    def forward_step() -> tuple[Tensor, Tensor]:
-        with run.timers("batch-generator"), user_input("data"):
-            batch = next(run.train_batches).to(run.runtime.device)
-        return masked_loss(run, batch, grad_scale)
-
+    # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
+    grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
     with run.timers("forward-backward"):
-        sums = run_microbatches(
-            forward_step, num_microbatches, grad_scale=grad_scale, accumulate=run.grads.accumulate, timer=run.timers
-        )
+        sums = run_microbatches(run, run.train_batches, num_microbatches, args.training.micro_batch_size, grad_scale)
     with run.timers("all-grads-sync"):
         run.grads.finish()
         finalize_grads(run.grads, ps)
-    totals = collectives.all_reduce(torch.stack(sums).sum(0).double(), ps.dp_cp)
-    loss_sum, tokens = totals.tolist()
+    loss_sum, tokens = shared_sums(run, sums)
     if run.per_token:
         run.grads.scale(1.0 / max(tokens, 1.0))
     if dump_now:
@@ -260,19 +282,58 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer)
 
 
-def masked_loss(run: Run, batch: Batch, grad_scale: float) -> tuple[Tensor, Tensor]:
-    """Run the model on a microbatch.
+def run_microbatches(run: Run, batches: Iterator[Batch], num_microbatches: int, micro_batch_size: int,
+                     grad_scale: float = 1.0, forward_only: bool = False) -> list[Tensor]:
+    """Run the next microbatches through this rank's part of the model, as the schedule says.
 
-    Returns: the loss to differentiate (mean over this microbatch's tokens, or their sum with per-token loss), and
-    [sum of token losses, number of tokens], fp32.
+    Returns: of every microbatch [sum of token losses, number of tokens] of this cp rank, fp32; [] but on the last stage.
     """
-    loss_BS = run.chunks[0](
-        batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, batch.attention_mask, grad_scale
-    )
-    tokens = batch.loss_mask_BS.sum()
-    loss_sum = (loss_BS * batch.loss_mask_BS).sum()
-    loss = loss_sum if run.per_token else loss_sum / tokens.clamp(min=1.0)
-    return loss, torch.stack([loss_sum.detach(), tokens])
+    chunks, trace = run.chunks, run.ps.trace
+
+    def read() -> Batch:
+        with run.timers("batch-generator"), user_input("data"):
+            return next(batches).to(run.runtime.device)
+
+    feed = MicrobatchFeed(read, len(chunks))
+
+    def forward_step(index: int, microbatch: int, x_SBH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        trace.microbatch, batch, chunk = microbatch + 1, feed(microbatch), chunks[index]
+        output = chunk(batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, grad_scale=grad_scale,
+                       x_SBH=x_SBH, document_ids_BS=batch.document_ids_BS)
+        return masked_loss(chunk, output, batch, run.per_token) if chunk.layout.has_loss else (output, None)
+
+    results = run.schedule.run(Work(
+        forward_step, num_microbatches,
+        specs=[chunk.input_spec(micro_batch_size, run.args.data.seq_length) for chunk in chunks],
+        grad_scale=grad_scale, accumulate=run.grads.accumulate, timer=run.timers, forward_only=forward_only,
+    ))
+    trace.microbatch = None
+    return results
+
+
+def masked_loss(chunk: Transformer, loss_BS: Tensor, batch: Batch, per_token: bool) -> tuple[Tensor, Tensor]:
+    """Reduce the token losses of a microbatch; loss_BS [B, S/cp] are those of this cp rank.
+
+    Returns: this rank's share of the loss to differentiate (mean over all the microbatch's tokens, or their sum with
+    per-token loss), and [sum of token losses, number of tokens] of this rank, fp32.
+    """
+    mask_BS = chunk.sequence.local(batch.loss_mask_BS, 1)
+    loss_sum = (loss_BS * mask_BS).sum()
+    loss = loss_sum if per_token else loss_sum / batch.loss_mask_BS.sum().clamp(min=1.0)
+    return loss, torch.stack([loss_sum.detach(), mask_BS.sum()])
+
+
+def shared_sums(run: Run, sums: list[Tensor]) -> tuple[float, float]:
+    """Sum of token losses and number of tokens over all microbatches and ranks, known to every rank.
+
+    Communication: two fp64 numbers, all-reduced over ps.dp_cp and broadcast from the last pipeline stage.
+    """
+    ps = run.ps
+    total = torch.stack(sums).double().sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
+    if ps.is_last_stage:
+        total = collectives.all_reduce(total, ps.dp_cp)
+    loss_sum, tokens = collectives.broadcast(total, ps.pp, src=ps.pp.size - 1).tolist()
+    return loss_sum, tokens
 
 
 def refuse_nan(iteration: int, losses: dict[str, float]) -> None:
@@ -325,19 +386,16 @@ def evaluate(run: Run, state: TrainState, where: str, kind: str, dataset: AnyDat
     microbatches = len(dataset) // (micro * ps.dp.size) if whole else training.eval_iters * (batch_size // (micro * ps.dp.size))
     with user_input(f"the {kind} set"):
         batches = batches_of(run, dataset, micro, consumed)
-    totals = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
     set_training(run.chunks, False)
     if training.manual_gc and training.manual_gc_eval:
         gc.collect()
+    sums: list[Tensor] = []
     with run.timers("evaluate"), torch.no_grad():
         run.optimizer.wait_params()
-        for _ in range(microbatches):
-            with user_input("data"):
-                batch = next(batches).to(run.runtime.device)
-            _, sums = masked_loss(run, batch, 1.0)
-            totals += sums
+        if microbatches > 0:
+            sums = run_microbatches(run, batches, microbatches, micro, forward_only=True)
     set_training(run.chunks, True)
-    loss_sum, tokens = collectives.all_reduce(totals, ps.dp_cp).tolist()
+    loss_sum, tokens = shared_sums(run, sums)
     if run.metrics is not None:
         losses = {"lm loss": loss_sum / max(tokens, 1.0)}
         run.metrics.validation(where, kind, losses, state.iteration, state.consumed_train_samples)

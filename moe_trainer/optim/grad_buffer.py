@@ -195,6 +195,8 @@ class DataParallelGrads:
     @torch.no_grad()
     def _on_grad(self, pending: _PendingBucket, slot: Slot, param: Parameter) -> None:
         """Runs inside backward, once per parameter and micro-batch: .grad goes into main_grad."""
+        if param.grad is None:
+            return  # this pass put its gradient off (parallel/weight_grads.py); it will come this way
         assert pending.work is None, f"{param.info.names[0]}: a gradient came after its bucket was reduced"
         grad, main, factor = param.grad, param.main_grad, pending.buffer.factor
         if slot not in pending.stale:

@@ -3,6 +3,8 @@
 Backward of a linear layer makes two products: the gradient of its input, which the previous layer waits for, and that of
 its weight, which nobody waits for until the end of the iteration. A layer built with a queue hands the second one over
 while the queue is active; the schedule runs it where the rank would otherwise idle (zero bubble, exchange of tokens).
+
+NOTE: torch runs a parameter's post-accumulate hooks in the pass that put its gradient off, too, with `.grad` still unset.
 """
 
 from collections.abc import Callable

@@ -115,12 +115,13 @@ def timetable(orders: Sequence[Order], num_chunks: int, costs: Costs | None = No
     return ends
 
 
-def program(orders: Sequence[Order], num_chunks: int, rank: int, ahead: int) -> list[Action | Launch]:
+def program(orders: Sequence[Order], num_chunks: int, rank: int, ahead: int,
+            costs: Costs | None = None) -> list[Action | Launch]:
     """What one rank does, in order: its actions, and before them the messages to start.
 
     ahead: how many actions before its use a message's reception is started; 0 leaves no room for overlap.
     """
-    ends = timetable(orders, num_chunks)
+    ends = timetable(orders, num_chunks, costs)
     order, num_ranks = orders[rank], len(orders)
     index = {action: place for place, action in enumerate(order)}
     messages = []  # (when it exists, who makes it, is it a send, the action at this end)

@@ -19,7 +19,7 @@ from moe_trainer.optim.build import build_optimizer
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.schedules import build_lr_schedule
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.pipeline.no_pipeline import run_microbatches
+from moe_trainer.pipeline.schedule import Work, choose
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "a2_mixtral"
 
@@ -35,9 +35,10 @@ def test_ten_iterations_equal_the_recorded_ones():
     with np.load(FOLDER / "batches.npz") as data:
         tokens, labels = (torch.from_numpy(data[name].astype(np.int64)) for name in ("tokens", "labels"))
     batches = iter(zip(tokens, labels, strict=True))
+    pipeline = choose(None, ps.pp, 1, torch.device("cpu"))
     positions = torch.arange(tokens.shape[-1]).expand(tokens.shape[1:])
 
-    def forward_step():
+    def forward_step(*_):
         tokens_BS, labels_BS = next(batches)
         loss = chunks[0](tokens_BS, positions, labels_BS, torch.ones(tokens_BS.shape), None, 0.5).mean()
         return loss, loss.item()
@@ -45,7 +46,7 @@ def test_ten_iterations_equal_the_recorded_ones():
     for number, step in enumerate(recorded["steps"]):
         optimizer.zero_grad()
         start_iteration(chunks)
-        losses = run_microbatches(forward_step, 2, grad_scale=0.5, accumulate=grads.accumulate)
+        losses = pipeline.run(Work(forward_step, 2, [None], grad_scale=0.5, accumulate=grads.accumulate))
         grads.finish()
         outcome = optimizer.step(schedule.lr(number * args.training.global_batch_size), args.optimizer.weight_decay)
         update_expert_bias(chunks, ps)
