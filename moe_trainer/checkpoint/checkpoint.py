@@ -114,19 +114,18 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
     state, scalars, from_megatron = _together(lambda: common_state.parse(common_state.read(folder, index)), ps)
     with_optim = optimizer is not None and options.load_optim and not options.finetune
     with_main = optimizer is not None and options.load_main_params and not with_optim
-    random_states = _together(lambda: _read(Loader(folder, index, options, state.args), chunks, optimizer, ps,
-                                            with_optim, with_main), ps)
+    loader = Loader(folder, index, options, state.args)
+    _together(lambda: _read(loader, chunks, optimizer, with_optim, with_main), ps)
     if with_optim:
         optimizer.load_scalars(scalars)
     if optimizer is not None:
         optimizer.after_load(params_changed=True, state_loaded=with_optim or with_main)
-    if random_states is not None:
-        random_state.restore(random_states)
+    rng_loaded = _together(lambda: _restore_random(loader, chunks, state.iteration, ps, options), ps)
     iteration = 0 if options.finetune or folder.name == "release" else state.iteration
     if ps.world.rank == 0:
         logger.info("  successfully loaded checkpoint from %s [ t %d/%d, gtp_remat 1/1, p %d/%d ] at iteration %d",
                     directory, ps.tp.rank + 1, ps.tp.size, ps.pp.rank + 1, ps.pp.size, iteration)
-    return LoadedState(iteration, folder, state, with_optim, random_states is not None, from_megatron)
+    return LoadedState(iteration, folder, state, with_optim, rng_loaded, from_megatron)
 
 
 def _choose(directory: Path, options: LoadOptions) -> Path | None:
@@ -145,15 +144,28 @@ def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -
         logger.warning("    will not load any checkpoints and will start from random")
 
 
-def _read(loader: Loader, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState, with_optim: bool,
-          with_main: bool) -> dict[str, Any] | None:
-    """Read all tensors in place, and this rank's random states. Does not communicate."""
+def _read(loader: Loader, chunks: Sequence[Any], optimizer: Any | None, with_optim: bool, with_main: bool) -> None:
+    """Read all tensors in place. Does not communicate."""
     loader.want_model(chunks)
     loader.check()
     if with_optim or with_main:
         loader.want_optimizer(optimizer, None if with_optim else ("fp32_param",))
     loader.read()
-    return loader.random_states(ps)
+
+
+def _restore_random(loader: Loader, chunks: Sequence[Any], iteration: int, ps: ParallelState, options: LoadOptions) -> bool:
+    """Bring every random stream to where it was, or to a fresh one. Returns: whether this rank's states were there."""
+    if not options.load_rng or options.finetune:
+        return False
+    streams = random_state.streams_of(chunks)
+    states = loader.random_states(ps)
+    if states is None:
+        random_state.restart(int(options.args.get("seed", 0)), iteration, ps, streams)
+    else:
+        random_state.restore(states, streams)
+    if random_state.has_named(streams):
+        random_state.restore_named(loader.all_random_states(), streams)
+    return states is not None
 
 
 def _together(step: Callable[[], T], ps: ParallelState) -> T:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from arguments.checkpoint_args import SHAPE
 from arguments.container import OPTIONS
+from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.reading import fill, read_object
@@ -136,21 +137,28 @@ class Loader:
         fill(self._folder, self._index, self._wanted)
 
     def random_states(self, ps: ParallelState) -> dict[str, Any] | None:
-        """This rank's random states; None with a warning when they are not in the checkpoint, None when not wanted.
+        """The random states saved for this rank's place (pp, tp, position in dp x cp), or None.
 
         Raises: CheckpointError when they are damaged.
         """
-        if not self._options.load_rng or self._options.finetune:
-            return None
         key = rng_key(ps)
         states = read_object(self._folder, self._index, key) if key in self._index.state_dict_metadata else []
-        if len(states) == 1:  # Megatron writes one state for all data-parallel ranks
-            return states[0]
-        if ps.dp_cp.rank < len(states):
-            return states[ps.dp_cp.rank]
-        logger.warning("%s has no random states for data-parallel rank %d of %d; they go on from the seed",
-                       self._folder, ps.dp_cp.rank, ps.dp_cp.size)
-        return None
+        if len(states) == 1 and not random_state.is_ours(states[0]):
+            return states[0]  # Megatron writes one state for all data-parallel ranks
+        if len(states) < ps.dp_cp.size and ps.world.rank == 0:
+            logger.warning("%s has no random states for %s of the places of this layout (pp %d, tp %d, dp x cp %d): there, "
+                           "dropout and jitter start afresh from --seed and the iteration", self._folder,
+                           "some" if states else "any", ps.pp.size, ps.tp.size, ps.dp_cp.size)
+        return states[ps.dp_cp.rank] if ps.dp_cp.rank < len(states) else None
+
+    def all_random_states(self) -> Iterator[dict[str, Any]]:
+        """One state of every (pp, tp) place of the layout that wrote the checkpoint.
+
+        Raises: CheckpointError when one is damaged.
+        """
+        for key in self._index.state_dict_metadata:
+            if key.startswith("rng_state/"):
+                yield read_object(self._folder, self._index, key)[0]
 
     def _find(self, info: ParamInfo, shape: tuple[int, ...]) -> list[Placement] | None:
         """The runs of a parameter under the first scheme whose keys the checkpoint has."""

@@ -226,8 +226,8 @@ def _objects(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
             mine = scheme.extra_state_keys(info)[group.rank::share] if group.rank < share else ()
             objects |= dict.fromkeys(mine, empty)
     if options.save_rng:
-        states = collectives.all_gather_object(random_state.capture(), ps.dp_cp)
-        if ps.dp_cp.rank == 0:
+        states = collectives.gather_object(random_state.capture(random_state.streams_of(chunks)), ps.dp_cp)
+        if states is not None:
             objects[rng_key(ps)] = common_state.dump_object(states)
     if ps.world.rank == 0:
         scalars = optimizer.scalars() if optimizer is not None else None

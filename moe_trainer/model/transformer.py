@@ -112,8 +112,13 @@ class Transformer(nn.Module):
                 tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=kit.queue)
 
     def generators(self) -> dict[str, torch.Generator]:
-        """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one."""
-        return {} if self.stream is None else {"tensor_parallel": self.stream.generator(self.device)}
+        """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one.
+
+        Those that are the same on all ranks (forced expert biases) carry a global name.
+        """
+        found = {} if self.stream is None else {"tensor_parallel": self.stream.generator(self.device)}
+        routers = (layer.router for layer in self.moe_layers())
+        return found | {f"{router.name}.bias_stream": router.bias_stream for router in routers if router.bias_stream is not None}
 
     def input_spec(self, micro_batch_size: int, seq_length: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the x_SBH that this chunk receives from the one before it (in training mode or not, as it is)."""

@@ -218,7 +218,7 @@ class TopKRouter(nn.Module):
             counts("ga_steps", shape=())
         counts("loss_sums", shape=(len(LOSS_NAMES),))
         counts("dropped", shape=())
-        self.fixed_bias = None
+        self.fixed_bias, self.bias_stream = None, None
         if self.moe.moe_router_force_biased is not None:
             self.bias_stream = torch.Generator(device="cpu").manual_seed(self.layer_number)
             if self.moe.moe_router_force_biased < 0:

@@ -47,6 +47,7 @@ class FakeModel(nn.Module):
         self.ps, self.dtype = ps or ParallelState.single(), dtype
         self.table: dict[str, nn.Parameter] = {}
         self.buffer_table: dict[str, Tensor] = {}
+        self.streams: dict[str, torch.Generator] = {}
         self._random = torch.Generator().manual_seed(seed)
         layers = layers if layers is not None else [layer_shapes(), layer_shapes()]
         number, count = stage or (self.ps.pp.rank, self.ps.pp.size)
@@ -93,6 +94,9 @@ class FakeModel(nn.Module):
 
     def named_state_buffers(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.buffer_table.items()
+
+    def generators(self) -> dict[str, torch.Generator]:
+        return self.streams
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything, by path."""

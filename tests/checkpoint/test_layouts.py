@@ -208,3 +208,58 @@ def test_a_constant_structure_is_planned_once(tmp_path, asynchronous):
     assert differences(tmp_path / "iter_0000006", tmp_path / "iter_0000009") == []
     changed = differences(tmp_path / "iter_0000003", tmp_path / "iter_0000006")
     assert changed and not any("optimizer" in line or "only in" in line for line in changed)
+
+
+# ---- random states
+
+def _streams(rank, n, folder, sizes, iteration, read):
+    """Save after some draws, or load; returns what every stream would draw next."""
+    ps = ParallelState.create(n, rank, **sizes)
+    chunks, _ = make(ps, 1, False, seed=1)
+    for number, chunk in enumerate(chunks):
+        layer = 2 * ps.pp.rank // ps.pp.size
+        chunk.streams = {"tensor_parallel": torch.Generator().manual_seed(100 * rank + number),
+                         f"decoder.layers.{layer}.mlp.router.bias_stream": torch.Generator().manual_seed(layer)}
+    torch.manual_seed(5 + 100 * ps.pp.rank + ps.dp_cp.rank)
+    if read:
+        found = load(folder, chunks, None, ps, LoadOptions(FLAGS | {"seed": 7}))
+    else:
+        for generator in (torch.default_generator, *chunks[0].streams.values()):
+            torch.rand(3 + rank // n, generator=generator)
+        write(folder, iteration, chunks, None, ps)
+    numbers = {name: torch.rand(1, generator=generator).item() for name, generator in chunks[0].streams.items()}
+    return torch.rand(1).item(), numbers, read and found.rng_loaded, (ps.pp.rank, ps.dp_cp.rank, ps.tp.rank)
+
+
+def test_random_streams_go_on_in_the_same_layout(tmp_path):
+    sizes = dict(tp=2, pp=2, ep=2, etp=1)
+    wrote = run_ranks(_streams, 8, tmp_path, sizes, 3, False)
+    read = run_ranks(_streams, 8, tmp_path, sizes, 3, True)
+    for one, other in zip(wrote, read):
+        assert other[:2] == one[:2] and other[2]
+
+
+def test_random_streams_start_afresh_in_another_layout(tmp_path, caplog):
+    for iteration in (3, 6):
+        run_ranks(_streams, 4, tmp_path / str(iteration), dict(pp=2, ep=2), iteration, False)
+    three, six = (run_ranks(_streams, 4, tmp_path / name, dict(tp=2, etp=2), 0, True) for name in ("3", "6"))
+    again = run_ranks(_streams, 4, tmp_path / "3", dict(tp=2, etp=2), 0, True)
+    assert three == again and not any(loaded for _, _, loaded, _ in three)
+    by_place = {place: (number, streams["tensor_parallel"]) for number, streams, _, place in three}
+    # tensor-parallel ranks draw the same dropout masks for what they all hold, and others for what they have cut
+    for dp in range(2):
+        assert by_place[0, dp, 0][0] == by_place[0, dp, 1][0]
+    assert len({number for number, _ in by_place.values()}) == 2 and len({own for _, own in by_place.values()}) == 4
+    for one, other in zip(three, six):
+        assert one[0] != other[0] and one[1]["tensor_parallel"] != other[1]["tensor_parallel"], "the masks of another iteration"
+    # a forced bias is the same on all ranks, and goes on
+    expected = torch.Generator().manual_seed(0)
+    torch.rand(3, generator=expected)
+    assert {streams["decoder.layers.0.mlp.router.bias_stream"] for _, streams, _, _ in three} == {torch.rand(1, generator=expected).item()}
+
+
+def test_ranks_beyond_those_that_saved_do_not_repeat_their_masks(tmp_path):
+    wrote = run_ranks(_streams, 1, tmp_path, dict(), 3, False)
+    read = run_ranks(_streams, 2, tmp_path, dict(), 3, True)
+    assert read[0][:2] == wrote[0][:2] and read[0][2] and not read[1][2]
+    assert read[1][0] != read[0][0] and read[1][1]["tensor_parallel"] != read[0][1]["tensor_parallel"]

@@ -18,6 +18,9 @@ class Chunk(Toy):
     def named_state_buffers(self):
         return iter(())
 
+    def generators(self):
+        return {}
+
 
 def make(ps, distributed, bf16, seed, **optimizer):
     model = Chunk(dtype=torch.bfloat16 if bf16 else torch.float32, seed=seed)
