@@ -52,11 +52,8 @@ _GRAPHS = "CUDA graphs"
 LATER = MappingProxyType(
     {
         # ---- parallel dimensions
-        "tensor_model_parallel_size": Later("tensor parallelism", PARALLEL, also=("model_parallel_size",)),
-        "sequence_parallel": Later("sequence parallelism", PARALLEL),
         "pipeline_model_parallel_size": Later("pipeline parallelism", PARALLEL),
         "pipeline_model_parallel_layout": Later("a pipeline layout", PARALLEL),
-        "context_parallel_size": Later("context parallelism", PARALLEL),
         "overlap_moe_expert_parallel_comm": Later("overlapped token exchange", PARALLEL),
         "overlap_dispatch_backward_with_experts_wgrad": Later("overlapped token exchange", PARALLEL),
         "overlap_param_gather_with_optimizer_step": Later("gathering during the optimizer step", PARALLEL),
@@ -145,10 +142,6 @@ LATER = MappingProxyType(
 
 PART_OF = MappingProxyType(
     {
-        "tensor_model_parallel_size": (
-            "tp_comm_overlap_cfg tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
-            "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs tp_comm_bootstrap_backend"
-        ),
         "pipeline_model_parallel_size": (
             "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage "
             "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage mtp_standalone overlap_p2p_comm "
@@ -156,7 +149,6 @@ PART_OF = MappingProxyType(
             "overlap_p2p_comm_warmup_flush pipeline_model_parallel_comm_backend defer_embedding_wgrad_compute "
             "wgrad_deferral_limit use_tp_pp_dp_mapping"
         ),
-        "context_parallel_size": "cp_comm_type hierarchical_context_parallel_sizes",
         "hybrid_context_parallel": "max_seqlen_per_dp_cp_rank",
         "overlap_moe_expert_parallel_comm": (
             "delay_wgrad_compute ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
@@ -240,6 +232,7 @@ _KERNEL = "this version computes the same without that kernel"
 _NCCL = "a transport setting of NCCL; results do not depend on it"
 _SHAPE = "a storage layout of TransformerEngine; results and checkpoint names do not depend on it"
 _READ = "reading is planned by the checkpoint library"
+_OVERLAP = "a setting of TransformerEngine's own overlap; results do not depend on it"
 _ASYNC = "the background writer needs no such tuning here"
 
 IDLE = MappingProxyType(
@@ -278,8 +271,17 @@ IDLE = MappingProxyType(
         "moe_single_grouped_weight": _SHAPE,
         "moe_single_grouped_bias": _SHAPE,
         # ---- communication
-        "tp_comm_overlap": "without tensor parallelism there is nothing to overlap",
-        "clone_scatter_output_in_embedding": "without sequence parallelism the embedding is not scattered",
+        "tp_comm_overlap": "the gathers and scatters of backward run beside its products in any case",
+        "tp_comm_overlap_cfg": _OVERLAP,
+        "tp_comm_bulk_wgrad": _OVERLAP,
+        "tp_comm_bulk_dgrad": _OVERLAP,
+        "tp_comm_overlap_ag": _OVERLAP,
+        "tp_comm_overlap_rs": _OVERLAP,
+        "tp_comm_overlap_rs_dgrad": _OVERLAP,
+        "tp_comm_split_ag": _OVERLAP,
+        "tp_comm_split_rs": _OVERLAP,
+        "tp_comm_bootstrap_backend": _OVERLAP,
+        "clone_scatter_output_in_embedding": "each rank's rows of the embedding are a tensor of their own in any case",
         "use_gloo_process_groups": "gloo groups are made where they are needed",
         "align_grad_reduce": "every stage reduces a bucket of gradients as soon as it is complete",
         "align_param_gather": "every stage gathers its parameters right behind its optimizer step, in order of use",

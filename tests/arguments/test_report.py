@@ -39,11 +39,11 @@ def test_a_valid_line(tmp_path, capsys):
 
 
 def test_violations_are_written_too(tmp_path, capsys):
-    code, report = run(tmp_path, "--tensor-model-parallel-size", "2", "--bogus", "--world-size", "2")
+    code, report = run(tmp_path, "--tensor-parallel-num-weight-shards", "2", "--bogus", "--world-size", "2")
     assert code == 2
     assert {violation["kind"] for violation in report["violations"]} == {"unknown", "later"}
     assert all(violation["flags"] and violation["message"] for violation in report["violations"])
-    assert report["settings"]["tensor_model_parallel_size"]["value"] == 2
+    assert report["settings"]["tensor_parallel_num_weight_shards"]["value"] == 2
     assert "2 problems:" in capsys.readouterr().out
 
 

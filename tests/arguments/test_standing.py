@@ -65,11 +65,12 @@ def test_what_comes_later_is_refused_by_name(dest):
 
 
 def test_the_message_names_flag_value_and_feature():
-    found = violations("--tensor-model-parallel-size", "2", world_size=2)
+    found = violations("--tensor-parallel-num-weight-shards", "2", world_size=2)
     later = [violation for violation in found if violation.kind == "later"]
-    assert len(later) == 1 and later[0].flags == ("--tensor-model-parallel-size",)
+    assert len(later) == 1 and later[0].flags == ("--tensor-parallel-num-weight-shards",)
     assert later[0].message == (
-        "--tensor-model-parallel-size 2: this version does not have tensor parallelism yet (feature: parallel dimensions)"
+        "--tensor-parallel-num-weight-shards 2: this version does not have weight-sharded tensor parallelism yet "
+        "(feature: parallel dimensions)"
     )
 
 
@@ -100,9 +101,7 @@ def test_experts_spread_over_data_ranks(size, world_size, dispatcher):
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
-        (["--tensor-model-parallel-size", "2", "--sequence-parallel"], "--tensor-model-parallel-size"),
         (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size"),
-        (["--context-parallel-size", "2"], "--context-parallel-size"),
         (["--moe-token-dispatcher-type", "flex"], "--moe-token-dispatcher-type"),
         (["--overlap-moe-expert-parallel-comm"], "--overlap-moe-expert-parallel-comm"),
     ],
