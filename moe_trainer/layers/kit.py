@@ -9,13 +9,12 @@ then know, and the stream of random numbers for tensors that are cut over the te
 """
 
 import functools
-import importlib.util
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from moe_trainer.backends import Backends
 from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -23,8 +22,6 @@ from moe_trainer.layers.norm import Norm
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,13 +54,15 @@ class Kit:
 LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
 
 
-def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str]) -> Kit:
+def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends = Backends()) -> Kit:
     """Return the kit for --transformer-impl, and for --cp-comm-type over the groups of `ps`.
 
-    TransformerEngine layers are not built yet: that choice (Megatron's default) runs the local kit and logs why, once.
+    TransformerEngine layers are not built yet: where that choice (Megatron's default) may fall back, it runs the local kit and
+    logs why, once. Raises: MissingBackend where it may not.
     """
     if transformer_impl != "local":
-        absent = importlib.util.find_spec("transformer_engine") is None
-        reason = "the package is not installed" if absent else "TransformerEngine layers are not built yet"
-        logger.info("--transformer-impl %s: %s; using the local layers (plain torch)", transformer_impl, reason)
+        backends.use(
+            ("transformer_impl",), flag=f"--transformer-impl {transformer_impl}",
+            problem="this version has no layers of the package transformer_engine yet", remedy="Use --transformer-impl local",
+            instead="the local layers (plain torch)")
     return replace(LOCAL, core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)))

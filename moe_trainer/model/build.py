@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import Parameter
 
 from arguments import Arguments
+from moe_trainer.backends import Backends
 from moe_trainer.layers.kit import choose
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.moe.dispatch.choose import choose_dispatcher, connect_dispatcher
+from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher, connect_dispatcher
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
@@ -33,7 +34,8 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     """
     device = torch.device(device)
     dtype = dict(DTYPES)[args.precision.params_dtype_name]
-    kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type)
+    backends = Backends(args.parallel.on_missing_backend, args.typed, device.type == "cuda")
+    kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type, backends)
     layouts = chunk_layouts(args.model, args.parallel)
     assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
     shared = len(embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights)) > 1
@@ -46,11 +48,19 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
         if device.type != "meta":
             _check(chunk)
         chunks.append(chunk)
-    if args.moe.num_experts:
-        connect_dispatcher([layer for chunk in chunks for layer in chunk.moe_layers()], choose_dispatcher(args.moe, ps))
+    if args.moe.num_experts and device.type != "meta":
+        dispatcher = choose_dispatcher(args.moe, ps, _dispatched_rows(args, ps, dtype), backends)
+        connect_dispatcher([layer for chunk in chunks for layer in chunk.moe_layers()], dispatcher)
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info("model: %s parameters on %s in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
     return chunks
+
+
+def _dispatched_rows(args: Arguments, ps: ParallelState, dtype: torch.dtype) -> Rows:
+    """What a rank dispatches at a time: a microbatch, of which every rank of tp and cp has tokens of its own."""
+    sequences = max(args.training.micro_batch_size or 1, args.training.eval_micro_batch_size or 1)
+    tokens = -(-(args.data.seq_length or 1) // ps.tp_cp.size) * sequences
+    return Rows(args.model.hidden_size, tokens, dtype, args.training.deterministic_mode)
 
 
 def _materialize(chunk: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:

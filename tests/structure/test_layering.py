@@ -10,7 +10,7 @@ import sys
 import pytest
 from structure.source import PACKAGES, ROOT, imports, imports_of, known_modules, module_name, product_files
 
-GROUND = frozenset({"errors", "place", "shape", "arguments"})
+GROUND = frozenset({"errors", "backends", "place", "shape", "arguments"})
 MODEL_WING = frozenset({"ops", "parallel", "memory"}) | GROUND
 MACHINERY = frozenset({"parallel", "ops"}) | GROUND
 
@@ -20,6 +20,7 @@ ALLOWED = {
     "arguments": frozenset({"model_zoo"}),
     "errors": frozenset(),
     "place": frozenset({"errors"}),
+    "backends": frozenset({"errors"}),
     "shape": frozenset({"arguments"}),
     "ops": frozenset(),
     "parallel": frozenset({"errors"}),

@@ -17,6 +17,7 @@ Shape letters: T local tokens, E experts, e local experts, R rows received by th
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_trainer.parallel.state import ParallelState
@@ -30,6 +31,22 @@ def ep_ranks(ps: ParallelState) -> tuple[int, ...]:
     place = [ps.tp_ep.ranks.index(rank) for rank in ps.ep.ranks]
     stride = place[1] - place[0] if len(place) > 1 else ps.tp_ep.size
     return tuple(member // stride % ps.ep.size for member in range(ps.tp_ep.size))
+
+
+class Members:
+    """The members of tp_ep as holders of experts: each counts as one that holds experts of its own, though those of one etp group
+    hold pieces of the same ones."""
+
+    def __init__(self, ps: ParallelState):
+        self.part_of = ep_ranks(ps)
+        self.num_parts = ps.ep.size
+
+    def columns(self, table_TE: Tensor) -> Tensor:
+        """[T, E] -> [T, V]: the columns of every member's experts, one member after the other. Differentiable."""
+        if self.num_parts == len(self.part_of):
+            return table_TE
+        parts = table_TE.unflatten(1, (self.num_parts, -1))
+        return torch.cat([parts[:, part] for part in self.part_of], 1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,43 @@
+"""Optional libraries: use the one that was asked for, fall back, or stop. One decision for all choosers."""
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_trainer.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+
+class MissingBackend(InputError):
+    """A library that was asked for cannot be used here, and nobody allowed to do without it."""
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What --on-missing-backend says, and what its default depends on.
+
+    on_missing: None stands for "error" where this rank has a CUDA device and the user typed the backend's flag, and for
+    "fallback" everywhere else: Megatron's own defaults and ranks on a CPU never stop a run.
+    typed: destinations of the flags on the command line. cuda: whether this rank computes on a CUDA device.
+    """
+
+    on_missing: Literal["error", "fallback"] | None = None
+    typed: frozenset[str] = frozenset()
+    cuda: bool = False
+
+    def use(self, dests: tuple[str, ...], *, flag: str, problem: str | None, remedy: str, instead: str) -> bool:
+        """Whether to use a backend. Called once per model and backend: a fallback is one line in the log.
+
+        dests: destinations of the flags that ask for it. flag: as the user would write it. problem: what stands in the way
+        ("the package deep_ep is not installed"), None if nothing does. remedy: what to do about it, with the install line.
+        instead: what runs if it cannot be used.
+        Raises: MissingBackend.
+        """
+        if problem is None:
+            return True
+        stop = self.cuda and not self.typed.isdisjoint(dests) if self.on_missing is None else self.on_missing == "error"
+        if stop:
+            raise MissingBackend(f"{flag}: {problem}. {remedy}, or add --on-missing-backend fallback to use {instead}.")
+        logger.info("%s: %s; using %s", flag, problem, instead)
+        return False

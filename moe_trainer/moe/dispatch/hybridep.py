@@ -1,0 +1,135 @@
+"""Dispatch by HybridEP (--moe-token-dispatcher-type flex, backend hybridep): the library moves tokens and sorts them by expert.
+
+Design: the library takes the dense routing map and probabilities, sends each token once to every rank that needs it, and lays the rows
+out by local expert there; on the way back it adds the rows of a token, on the rank and between ranks. What is left to this file is
+the gradient: that of a dispatch is a combine and that of a combine a dispatch along the same way (the handle). The rows are those of
+the all-to-all, in its order.
+
+All ranks must dispatch equally many tokens; --moe-hybridep-pad-uneven-dispatch-inputs fills up with tokens that no expert takes.
+With expert tensor parallelism every rank that holds a piece of an expert counts as one that holds an expert of its own.
+
+Shape letters: T local tokens, E experts, V experts counted once per rank of etp that holds a piece, e local experts, R rows, H hidden.
+"""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_trainer.moe.dispatch.base import Dispatched, Members, TokenDispatcher
+from moe_trainer.parallel.collectives import all_reduce
+from moe_trainer.parallel.state import ParallelState
+
+INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@hybrid-ep"
+
+
+class _Way:
+    """The way of one dispatch: the library's buffer and handle, and rows of each local expert once they are known."""
+
+    def __init__(self, buffer: Any, num_local: int, fused: bool):
+        self.buffer, self.num_local = buffer, num_local
+        self.dispatch_options = {"fuse_permute_dispatch": True} if fused else {}
+        self.combine_options = {"fuse_unpermute_combine": True} if fused else {}
+        self.handle: Any = None
+        self.counts_e: list[int] = []
+
+    def combine(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.buffer.combine_with_unpermute(hidden=hidden.contiguous(), probs=probs, handle=self.handle, **self.combine_options)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, way, x_TH, probs_TV, routing_TV):
+        ctx.way = way
+        x_RH, probs_R, _, counts_e, way.handle = way.buffer.dispatch_with_permute(
+            hidden=x_TH, routing_map=routing_TV, probs=probs_TV, num_of_experts_per_rank=way.num_local, **way.dispatch_options)
+        way.counts_e = counts_e.tolist()
+        return x_RH, probs_R
+
+    @staticmethod
+    def backward(ctx, grad_RH, grad_R):
+        grad_TH, grad_TV = ctx.way.combine(grad_RH, grad_R.float().contiguous())
+        return None, grad_TH, grad_TV, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, way, y_RH):
+        ctx.way = way
+        return way.combine(y_RH)[0]
+
+    @staticmethod
+    def backward(ctx, grad_TH):
+        way = ctx.way
+        grad_RH = way.buffer.dispatch_with_permute(
+            hidden=grad_TH.contiguous(), num_of_experts_per_rank=way.num_local, handle=way.handle, **way.dispatch_options)[0]
+        return None, grad_RH
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What the phases of one dispatch tell each other: the routing, the way, and how many tokens there were before padding."""
+
+    routing_TV: Tensor
+    way: _Way
+    num_tokens: int
+
+
+class HybridEPDispatcher(TokenDispatcher):
+    """Tokens once to every rank of tp_ep that holds one of their experts, sorted by the library."""
+
+    def __init__(self, ps: ParallelState, buffer: Any, *, fused: bool = False, pad_uneven: bool = False):
+        self.group = ps.tp_ep
+        self.members = Members(ps)
+        self.buffer, self.fused, self.pad_uneven = buffer, fused, pad_uneven
+
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
+        """Bring routing and probabilities into the library's form; fill up to the longest rank if asked to."""
+        num_tokens = x_TH.shape[0]
+        probs_TV, routing_TV = self.members.columns(probs_TE).float(), self.members.columns(routing_TE)
+        if self.pad_uneven:
+            longest = all_reduce(torch.tensor([num_tokens], device=x_TH.device), self.group, op="max").item()
+            x_TH, probs_TV, routing_TV = (F.pad(table, (0, 0, 0, longest - num_tokens)) for table in (x_TH, probs_TV, routing_TV))
+        way = _Way(self.buffer, routing_TV.shape[1] // self.group.size, self.fused)
+        return Dispatched(x_TH.contiguous(), probs_TV.contiguous(), [], _Sent(routing_TV.contiguous(), way, num_tokens))
+
+    def finish_exchange(self, sent: Dispatched) -> Dispatched:
+        """Send, receive and sort. Counts reach the host in here."""
+        trip: _Sent = sent.handle
+        x_RH, probs_R = _Dispatch.apply(trip.way, sent.x_RH, sent.probs_R, trip.routing_TV)
+        return Dispatched(x_RH, probs_R, trip.way.counts_e, trip)
+
+    def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
+        """Bring the rows home; those of one token are added."""
+        return _Combine.apply(sent.handle.way, y_RH)
+
+    def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
+        """Tokens are in their order already; padding goes."""
+        return y_RH[:sent.handle.num_tokens]
+
+
+def problem() -> str | None:
+    """What stands in the way of using the library; None if nothing does."""
+    if importlib.util.find_spec("deep_ep") is None:
+        return "the package deep_ep is not installed"
+    has_it = hasattr(importlib.import_module("deep_ep"), "HybridEPBuffer")
+    return None if has_it else "the installed package deep_ep has no HybridEPBuffer (its hybrid-ep branch has)"
+
+
+def make_dispatcher(ps: ParallelState, *, hidden_size: int, num_experts: int, max_tokens: int, num_sms: int | None,
+                    num_sms_preprocessing: int | None, num_blocks_permute: int | None, num_blocks_unpermute: int | None,
+                    fused: bool, pad_uneven: bool) -> HybridEPDispatcher:
+    """A dispatcher with a communication buffer of its own. Collective over ps.tp_ep; on CUDA devices. None: the library's choice."""
+    deep_ep = importlib.import_module("deep_ep")
+    options = {
+        "num_sms_dispatch_api": num_sms, "num_sms_combine_api": num_sms, "num_sms_preprocessing_api": num_sms_preprocessing,
+        "num_blocks_permute": num_blocks_permute, "num_blocks_unpermute": num_blocks_unpermute,
+    }
+    buffer = deep_ep.HybridEPBuffer(
+        group=ps.tp_ep.handle, hidden_dim=hidden_size, max_num_of_tokens_per_rank=max_tokens,
+        num_local_experts=num_experts // ps.ep.size, **{name: value for name, value in options.items() if value is not None})
+    return HybridEPDispatcher(ps, buffer, fused=fused, pad_uneven=pad_uneven)
