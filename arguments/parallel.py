@@ -72,9 +72,10 @@ class ParallelArgs:
 
     # ---- context
     cp_comm_type: list[str] = flag(["p2p"])
-    """How ranks that share a sequence exchange keys and values; one value, or one per layer."""
+    """How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; one value, or one per layer
+    (the last one serves multi-token prediction too)."""
     hierarchical_context_parallel_sizes: list[int] | None = None
-    """Inner and outer sizes of a two-level context group."""
+    """Sizes of the two levels of a2a+p2p: neighbours that exchange heads, and how many such groups form the ring."""
     hybrid_context_parallel: bool = False
     """Choose the context-parallel size per sample."""
     max_seqlen_per_dp_cp_rank: int | None = None

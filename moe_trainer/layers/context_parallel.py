@@ -3,11 +3,11 @@
 | kind       | what travels                                   | what a rank computes                               |
 |------------|------------------------------------------------|----------------------------------------------------|
 | p2p        | keys and values round the ring                 | its queries, all heads                             |
-| allgather  | all keys and values to everybody               | its queries, all heads                             |
+| allgather* | all keys and values to everybody               | its queries, all heads                             |
 | a2a        | queries, keys, values and outputs, once each   | the whole sequence, 1 / cp of the heads            |
 | a2a+p2p    | a2a among neighbours, a ring across them       | the neighbours' queries, 1 / neighbours of the heads |
 
-They differ in cost, not in result. a2a moves the least and runs the attention of a single rank unchanged, but needs heads
+(* all_gather is TransformerEngine's spelling of it.) They differ in cost, not in result. a2a moves the least and runs the attention of a single rank unchanged, but needs heads
 to deal out; p2p hides its messages behind the computation and needs none; allgather is one message at a time and holds the
 keys and values of the whole sequence. --hierarchical-context-parallel-sizes gives a2a+p2p its two sizes, a2a first: those
 ranks are next to each other, where links are fast. Exchanging heads among neighbours of a zigzag cut yields, in order of the
@@ -45,11 +45,11 @@ def make_core_attention(model: ModelArgs, layer_number: int, *, head_dim: int, s
     kind = comm_type_of(layer_number, comm_types)
     single = Group.single("no heads travel")
     heads, positions = {
-        "p2p": (single, ps.cp), "allgather": (single, ps.cp), "a2a": (ps.cp, Group.single("no keys travel")),
-        "a2a+p2p": (ps.cp_a2a, ps.cp_p2p),
+        "p2p": (single, ps.cp), "allgather": (single, ps.cp), "all_gather": (single, ps.cp),
+        "a2a": (ps.cp, Group.single("no keys travel")), "a2a+p2p": (ps.cp_a2a, ps.cp_p2p),
     }[kind]
     return ContextParallelAttention(model, layer_number, head_dim=head_dim, scale=scale, heads=heads, positions=positions,
-                                    gathered=kind == "allgather")
+                                    gathered=kind in ("allgather", "all_gather"))
 
 
 class ContextParallelAttention(CoreAttention):

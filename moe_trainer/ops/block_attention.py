@@ -124,8 +124,7 @@ def attend(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: R
         rows, columns = tile.within(queries), seen.within(keys)
         scores = _scores(q_BNSD[:, :, rows], k_BGKD[:, :, columns], scale, rule, tile, seen)
         top = scores.amax(-1, keepdim=True)
-        top.masked_fill_(top == float("-inf"), 0.0)
-        weights = scores.sub_(top).exp_()
+        weights = scores.sub_(top.masked_fill(top == float("-inf"), 0.0)).exp_()
         total = weights.sum(-1, keepdim=True)
         keep = rule.keep(weights.shape, tile, seen, weights.device)
         if keep is not None:
@@ -135,7 +134,7 @@ def attend(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: R
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, total: Tensor) -> None:
-    """part: sum of e^(score - top) v, total: sum of e^(score - top), over the new keys."""
+    """part: sum of e^(score - top) v, total: sum of e^(score - top), over the new keys; top -inf and both 0 when all are hidden."""
     before = lse.unsqueeze(-1)
     after = torch.logaddexp(before, top + total.log())
     base = after.masked_fill(after == float("-inf"), 0.0)  # nothing seen yet: e^-inf = 0 below, not e^(inf - inf)

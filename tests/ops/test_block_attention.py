@@ -1,0 +1,100 @@
+"""Attention block by block: exact merging whatever the order, what is skipped, and queries that see nothing."""
+
+import pytest
+import torch
+
+from moe_trainer.ops.attention import attention
+from moe_trainer.ops.block_attention import Documents, Rule, Run, attend, attend_backward
+
+
+def tensors(queries=12, keys=12, dtype=torch.float64):
+    shapes = (2, 4, queries, 3), (2, 2, keys, 3), (2, 2, keys, 5), (2, 4, queries, 5)
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def begin(q, v):
+    return torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.full(q.shape[:3], float("-inf"), dtype=q.dtype)
+
+
+def in_blocks(q, k, v, blocks, rule):
+    out, lse = begin(q, v)
+    every = Run(0, q.shape[2])
+    for keys in blocks:
+        attend(q, k[:, :, keys.start:keys.stop], v[:, :, keys.start:keys.stop], every, keys, 0.4, rule, out, lse)
+    return out, lse
+
+
+def softmax(q, k, v, visible):
+    scores = torch.einsum("bgnsd,bgkd->bgnsk", q.unflatten(1, (2, 2)), k) * 0.4
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    return torch.einsum("bgnsk,bgke->bgnse", scores.softmax(-1), v).flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+@pytest.mark.parametrize("left", [-1, 4])
+def test_any_order_of_blocks_gives_the_softmax_over_all_keys(order, left):
+    q, k, v, _ = tensors()
+    blocks = [Run(0, 5), Run(5, 6), Run(6, 12)]
+    out, lse = in_blocks(q, k, v, [blocks[number] for number in order], Rule(left))
+    i = torch.arange(12)
+    visible = (i[:, None] >= i) & ((i >= i[:, None] - left) if left >= 0 else True)
+    for ours, expected in zip((out, lse), softmax(q, k, v, visible[None])):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_far_apart_scores_merge_without_overflow():
+    q, k, v, _ = tensors()
+    k[:, :, :6] *= 10000
+    out, lse = in_blocks(q, k, v, [Run(0, 6), Run(6, 12)], Rule())
+    i = torch.arange(12)
+    expected, _ = softmax(q, k, v, (i[:, None] >= i)[None])
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    assert torch.isfinite(lse).all()
+
+
+def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
+    """Megatron #1764: NaN under context parallelism when everything is masked."""
+    q, k, v, grad = tensors(queries=4, keys=6)
+    documents = Documents.of(torch.tensor([[0] * 6 + [1, 1, 2, 2], [0] * 10]))
+    queries, keys = Run(6, 10), Run(0, 6)
+    out, lse = begin(q, v)
+    attend(q, k, v, queries, keys, 0.4, Rule(documents=documents), out, lse)
+    assert torch.equal(out[0], torch.zeros_like(out[0])) and (lse[0] == float("-inf")).all()
+    assert (out[1] != 0).any() and torch.isfinite(lse[1]).all()
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    attend_backward(q, k, v, queries, keys, 0.4, Rule(documents=documents), grad, lse, (grad * out).sum(-1), tuple(grads))
+    for x in grads:
+        assert torch.equal(x[0], torch.zeros_like(x[0])) and torch.isfinite(x).all() and (x[1] != 0).any()
+
+
+def test_only_keys_that_some_query_sees_are_left():
+    causal, window = Rule(), Rule(left=2)
+    documents = Rule(documents=Documents.of(torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 2, 2]])))
+    assert causal.clip(Run(2, 4), Run(0, 8)) == Run(0, 4)
+    assert causal.clip(Run(0, 2), Run(2, 4)) is None
+    assert window.clip(Run(4, 6), Run(0, 8)) == Run(2, 6)
+    assert window.clip(Run(6, 8), Run(0, 4)) is None
+    assert documents.clip(Run(5, 8), Run(0, 8)) == Run(2, 8), "the second sequence's document begins at 2"
+    assert documents.clip(Run(6, 8), Run(0, 5)) is None
+
+
+def test_a_mask_is_made_only_where_it_hides_something():
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1]])
+    documents = Rule(documents=Documents.of(ids))
+    cpu = torch.device("cpu")
+    assert Rule().hidden(Run(4, 6), Run(0, 4), cpu) is None
+    assert Rule().hidden(Run(4, 6), Run(4, 6), cpu)[0, 0].tolist() == [[False, True], [False, False]]
+    assert Rule(left=3).hidden(Run(4, 6), Run(1, 4), cpu)[0, 0].tolist() == [[False] * 3, [True, False, False]]
+    assert documents.hidden(Run(5, 8), Run(3, 5), cpu) is None, "inside one document in both sequences"
+    assert documents.hidden(Run(5, 7), Run(2, 4), cpu)[:, 0].tolist() == [[[True, False]] * 2, [[False, False]] * 2]
+
+
+def test_documents_are_runs():
+    with pytest.raises(ValueError, match="must not decrease"):
+        Documents.of(torch.tensor([[0, 1, 0]]))
+
+
+def test_blocks_equal_the_attention_of_one_rank_in_fp32():
+    q, k, v = (torch.randn(200, 2, heads, width) for heads, width in ((4, 8), (2, 8), (2, 8)))
+    out, _ = in_blocks(*(x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v)), [Run(100, 200), Run(0, 100)], Rule())
+    torch.testing.assert_close(out.permute(2, 0, 1, 3).flatten(2), attention(q, k, v, 0.4))
