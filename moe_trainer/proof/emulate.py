@@ -5,16 +5,19 @@ of data ranks):
 
 * expert capacity: ceil(T * k / E * factor) with the T tokens of one sequence shard. With tensor parallelism (MoE layers always see
   sequence shards then) and with context parallelism a shard is 1 / (tp * cp) of the sequence, and each drops for itself.
+* multi-token prediction: each context rank takes the mean over the valid tokens it holds, and these means are averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moe_trainer.model.mtp import MTPLosses, shift_left
+from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.run import Run
 
 
@@ -41,6 +44,10 @@ def emulate(run: Run, topology: Topology) -> None:
         for chunk in run.chunks:
             for layer in chunk.moe_layers():
                 layer.router._drop = by_shard(layer.router._drop, rows)
+    losses = run.chunks[-1].mtp_losses
+    if topology.cp > 1 and losses is not None:
+        whole = Topology(1, topology.cp)
+        losses.forward = by_context_rank(losses, [positions(whole, index, length) for index in range(topology.cp)])
 
 
 def positions(topology: Topology, index: int, length: int) -> Tensor:
@@ -66,3 +73,26 @@ def by_shard(drop: Callable, rows: list[Tensor]) -> Callable:
         return torch.cat([probs for probs, _ in parts])[back], torch.cat([routing for _, routing in parts])[back]
 
     return dropped
+
+
+def by_context_rank(losses: MTPLosses, held: list[Tensor]) -> Callable:
+    """The forward pass of MTPLosses with the mean taken over each context rank's tokens; held: positions by rank."""
+
+    def forward(x_SBH: Tensor, states: Sequence[Tensor], labels_BS: Tensor, loss_mask_BS: Tensor | None,
+                loss_BS: Callable[[Tensor, Tensor], Tensor], grad_scale: float | Tensor) -> Tensor:
+        mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
+        before = [mask_BS[:, here].sum() for here in held]
+        for depth, state in enumerate(states):
+            labels_BS, mask_BS = shift_left(labels_BS), shift_left(mask_BS)
+            token_loss_BS, weights_BS = loss_BS(state, labels_BS), torch.zeros_like(mask_BS)
+            for here, valid in zip(held, before):
+                count = mask_BS[:, here].sum().clamp(min=1)
+                mean = (token_loss_BS[:, here].detach() * mask_BS[:, here]).sum() / count
+                losses.losses[depth] += mean / len(held)
+                share = valid / count if losses.per_token_loss else 1.0 / (count * len(held))
+                weights_BS[:, here] = mask_BS[:, here] * share
+            x_SBH = attach_loss(x_SBH, token_loss_BS * weights_BS, losses.loss_weight * grad_scale)
+        losses.losses[-1] += 1
+        return x_SBH
+
+    return forward

@@ -15,7 +15,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -53,24 +53,35 @@ class Pool:
         self._folder.cleanup()
 
     def run(self, work: Callable, world_size: int, *args: object) -> object:
-        """Call `work(rank, world_size, *args)` on ranks 0 .. world_size - 1; returns what rank 0 returned.
+        """Call `work(rank, world_size, *args)` on ranks 0 .. world_size - 1 of one group; returns what rank 0 returned.
 
         Raises: RanksFailed when a rank raised, died or took longer than the timeout.
         """
+        return self._call([(work, rank, world_size, args) for rank in range(world_size)])[0]
+
+    def run_each(self, work: Callable, arguments: Sequence[tuple]) -> list:
+        """Call `work(0, 1, *args)` for every args, side by side, each a world of its own; returns what they returned.
+
+        Raises: RanksFailed as `run`.
+        """
+        return self._call([(work, 0, 1, args) for args in arguments])
+
+    def _call(self, calls: list[tuple]) -> list:
+        world_size = len(calls)
         if world_size > self.size:
             raise ValueError(f"{world_size} ranks asked of a pool of {self.size}")
         if len(self._ranks) < self.size:
             self._start()
         self._jobs += 1
         store = str(Path(self._folder.name, f"store{self._jobs}"))
-        for rank in range(world_size):
-            self._ranks[rank][1].send((work, rank, world_size, store, self.timeout_s, args))
+        for (_, pipe), (work, rank, size, args) in zip(self._ranks, calls):
+            pipe.send((work, rank, size, store, self.timeout_s, args))
         answers = self._collect(world_size)
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
         if failed:
             self._stop()
             raise RanksFailed(failed)
-        return answers[0][1]
+        return [answers[rank][1] for rank in range(world_size)]
 
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")

@@ -8,8 +8,8 @@ definition of a quantity depends on the topology, the reference follows the defi
 * the running counts of the global auxiliary loss go over the data ranks of one microbatch number: the reference is then the same
   number of plain data-parallel ranks instead of one process.
 
-Rounding must not decide: near ties of the router (or Adam's division by nearly nothing) turn the last digit into another expert. A
-reference whose weights are disturbed by a few parts in ten million has to come out nearly the same, else the batches are drawn anew.
+Rounding must not decide: a near tie of the router turns the last digit into another expert. References whose weights are disturbed a
+little, up and down, have to choose the same experts and come out nearly the same, else other batches are drawn.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 
 from arguments import Arguments, parse_args
 from arguments.precision import PrecisionArgs
@@ -32,10 +33,10 @@ from moe_trainer.proof.pool import Pool, RanksFailed
 from moe_trainer.proof.shrink import STEPS, Case
 from moe_trainer.run import Run
 
-DISTURBANCE = 3e-7
-"""Relative size of the disturbance: a few units in the last place of fp32."""
-STEADY = 1e-3
-"""How far a disturbed reference's gradient may be from the reference's, relative to its norm."""
+DISTURBANCE = 3e-6
+"""Relative size of the disturbance: some ten units in the last place of fp32, both ways, so that a near tie falls to either side."""
+STEADY_LOSS, STEADY_NORM = 2e-5, 2e-4
+"""How far a disturbed reference may be from the reference, relative: what its size alone explains is a tenth of that."""
 SEEDS = 8
 
 
@@ -82,9 +83,10 @@ def steady_reference(pool: Pool, case: Case, seed: int) -> tuple[int, Outcome]:
     """
     ranks = reference_ranks(case)
     for number in range(seed, seed + SEEDS):
-        one = pool.run(_one, ranks, case, number, 0.0)
-        if _is_steady(one, pool.run(_one, ranks, case, number, DISTURBANCE)):
-            return number, one
+        each = [(case, number, size) for size in (0.0, DISTURBANCE, -DISTURBANCE)]
+        found = pool.run_each(_one, each) if ranks == 1 else [pool.run(_one, ranks, *args) for args in each]
+        if all(_is_steady(found[0], disturbed) for disturbed in found[1:]):
+            return number, found[0][0]
     raise RanksFailed({0: f"no batches of seeds {seed} to {seed + SEEDS - 1} on which rounding does not choose the experts"})
 
 
@@ -96,25 +98,28 @@ def reference_ranks(case: Case) -> int:
     return case.mapping.dp if "global_aux_loss" in kinds else 1
 
 
-def _is_steady(one: Outcome, disturbed: Outcome) -> bool:
-    if one.dropped != disturbed.dropped:
+def _is_steady(plain: tuple[Outcome, list[Tensor]], other: tuple[Outcome, list[Tensor]]) -> bool:
+    (one, maps), (disturbed, other_maps) = plain, other
+    if not all(torch.equal(a, b) for a, b in zip(maps, other_maps)):
         return False
-    if any(abs(a - b) > 1e-5 * abs(a) for a, b in zip(one.grad_norms, disturbed.grad_norms)):
-        return False
-    return all((disturbed.grads[name] - grad).norm() <= STEADY * grad.norm() + 1e-9 for name, grad in one.grads.items())
+    losses = [(a, b) for mine, theirs in zip(one.losses, disturbed.losses) for a, b in zip(mine.values(), theirs.values())]
+    return all(abs(a - b) <= STEADY_LOSS * abs(a) for a, b in losses) and all(
+        abs(a - b) <= STEADY_NORM * abs(a) for a, b in zip(one.grad_norms, disturbed.grad_norms))
 
 
-def _one(rank: int, world_size: int, case: Case, seed: int, disturbance: float) -> Outcome:
-    """The reference, in a rank of the pool."""
+def _one(rank: int, world_size: int, case: Case, seed: int, disturbance: float) -> tuple[Outcome, list[Tensor]]:
+    """The reference, in a rank of the pool, and its routing maps."""
     args = _parse(case.reference, world_size, False)
-    topology = Topology(tp=case.mapping.tp, cp=case.mapping.cp)
+    records: list[dict] = []
 
     def prepare(run: Run) -> None:
-        emulate(run, topology)
-        if disturbance:
-            _disturb(run, disturbance)
+        emulate(run, Topology(tp=case.mapping.tp, cp=case.mapping.cp))
+        _disturb(run, disturbance)
+        for chunk in run.chunks:
+            for layer in chunk.moe_layers():
+                layer.router.recorder = records
 
-    return _train(args, rank, world_size, seed, prepare)
+    return _train(args, rank, world_size, seed, prepare), [record["map"] for record in records]
 
 
 def _many(rank: int, world_size: int, case: Case, seed: int) -> Outcome:
@@ -134,6 +139,8 @@ def _train(args: Arguments, rank: int, world_size: int, seed: int, prepare: Call
 
 
 def _disturb(run: Run, size: float) -> None:
+    if not size:
+        return
     generator = torch.Generator().manual_seed(1)
     for chunk in run.chunks:
         for param in chunk.parameters():

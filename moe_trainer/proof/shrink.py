@@ -88,8 +88,8 @@ class Case:
 
     @property
     def pool_size(self) -> int:
-        """Ranks that case and reference need."""
-        return max(self.mapping.world, self.mapping.dp)
+        """Processes that the case and its references need."""
+        return max(self.mapping.world, self.mapping.dp, 3)
 
 
 @dataclass(frozen=True)
