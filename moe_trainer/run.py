@@ -132,7 +132,7 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
                   f"({ps.tp.rank}, 0, {ps.pp.rank}): {count}", flush=True)
         grads = DataParallelGrads(params, ps, args.parallel, args.precision, per_token_loss=args.training.calculate_per_token_loss)
         optimizer = build_optimizer(
-            chunks, grads, args.optimizer, args.precision, args.parallel, ps,
+            chunks, grads, args.optimizer, args.precision, args.parallel, ps, device=runtime.device,
             check_for_nan=args.training.check_for_nan_in_loss_and_grad,
             count_zeros=args.output.log_num_zeros_in_grad, timer=timers,
         )

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from arguments.optimizer import OptimizerArgs
@@ -17,10 +18,12 @@ from moe_trainer.parallel.state import ParallelState
 
 
 def build_optimizer(chunks: Sequence[nn.Module], grads: DataParallelGrads, optimizer: OptimizerArgs, precision: PrecisionArgs,
-                    parallel: ParallelArgs, ps: ParallelState, *, check_for_nan: bool = True, count_zeros: bool = False,
+                    parallel: ParallelArgs, ps: ParallelState, *, device: torch.device = torch.device("cpu"),
+                    check_for_nan: bool = True, count_zeros: bool = False,
                     timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext()) -> Optimizer:
     """Build the optimizer of a model whose gradients `grads` keeps.
 
+    device: of the model; a rank without parameters takes part in sums over all ranks too.
     From here on the parameters are views of flat buffers: load weights with `param.copy_`, never by assigning `.data`.
     check_for_nan: raise on gradients that are not finite (--no-check-for-nan-in-loss-and-grad: skip the iteration).
     count_zeros: report zeros in gradients (--log-num-zeros-in-grad). timer: context manager per Megatron timer name.
@@ -31,5 +34,5 @@ def build_optimizer(chunks: Sequence[nn.Module], grads: DataParallelGrads, optim
     gather = None
     if grads.sharded:
         gather = ParamGather([(state.layout, state.model) for state in states], chunks, parallel.overlap_param_gather)
-    return Optimizer(grads, states, optimizer, loss_scale, gather, ps, check_for_nan=check_for_nan, count_zeros=count_zeros,
+    return Optimizer(grads, states, optimizer, loss_scale, gather, ps, device, check_for_nan=check_for_nan, count_zeros=count_zeros,
                      timer=timer)

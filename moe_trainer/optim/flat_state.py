@@ -58,6 +58,7 @@ class FlatState:
     def __init__(self, buffer: GradBuffer, model: Tensor, moments: Sequence[str], groups: dict[Parameter, ParamGroup],
                  ps: ParallelState):
         self.layout: FlatLayout = buffer.layout
+        self.device = self.layout.device
         self.model = model
         self.buffer = buffer
         ranges = [bucket.owned(self.layout.group, buffer.sharded) for bucket in self.layout.buckets]
@@ -91,10 +92,19 @@ class FlatState:
         """The main gradient of a piece."""
         return self.buffer.flat[self._in_buffer(piece.offset, piece.end)]
 
+    def kept_of(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+        """What is kept of a piece, by its checkpoint name."""
+        here = slice(piece.offset, piece.end)
+        if self.has_main:
+            yield "fp32_param", self.main[here]
+        for name, moment in self.moments.items():
+            yield name, moment[here]
+
     def scale_grads(self, factor: float) -> None:
-        """Multiply this rank's main gradients."""
-        for where, _ in self.parts:
-            self.buffer.flat[where].mul_(factor)
+        """Multiply this rank's main gradients, unless a narrow format would round them once more: see Optimizer."""
+        if self.buffer.flat.dtype == torch.float32:
+            for where, _ in self.parts:
+                self.buffer.flat[where].mul_(factor)
 
     def _segment(self, run: Sequence[Piece]) -> Segment:
         start, stop = run[0].offset, run[-1].end

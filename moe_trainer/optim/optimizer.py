@@ -17,6 +17,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +26,7 @@ from torch.nn import Parameter
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
 from moe_trainer.optim.distributed_optimizer import ParamGather
-from moe_trainer.optim.flat_state import FlatState, Segment
-from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.optim.flat_state import Piece, Segment
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
 from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.parallel import collectives
@@ -58,11 +58,43 @@ class ParamState:
     stop: int
 
 
+class Gradients(Protocol):
+    """Where gradients are kept (grad_buffer.DataParallelGrads); they are reduced before a step."""
+
+    def zero(self) -> None:
+        """Begin an iteration."""
+
+
+class StateShard(Protocol):
+    """Main parameters, gradients and moments of some parameters, or of this rank's part of them (flat_state.FlatState).
+
+    device: where they lie. pieces: they cover, in any order, what this rank keeps of every parameter. segments: the same
+    elements in as few tensors as possible, gradients as they are at the moment of asking; gradients outside fp32 are left
+    unscaled by scale_grads, and scaled on their way into the update instead.
+    """
+
+    device: torch.device
+    pieces: Sequence[Piece]
+
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+
+    def grad_of(self, piece: Piece) -> Tensor: ...
+
+    def kept_of(self, piece: Piece) -> Iterator[tuple[str, Tensor]]: ...
+
+    def scale_grads(self, factor: float) -> None: ...
+
+    def copy_main_to_model(self) -> None: ...
+
+    def copy_model_to_main(self) -> None: ...
+
+
 class Optimizer:
     """AdamW or SGD over all parameters; see build.build_optimizer."""
 
-    def __init__(self, grads: DataParallelGrads, states: Sequence[FlatState], settings: OptimizerArgs, loss_scale: LossScale,
-                 gather: ParamGather | None, ps: ParallelState, *, check_for_nan: bool = True, count_zeros: bool = False,
+    def __init__(self, grads: Gradients, states: Sequence[StateShard], settings: OptimizerArgs, loss_scale: LossScale,
+                 gather: ParamGather | None, ps: ParallelState, device: torch.device, *, check_for_nan: bool = True, count_zeros: bool = False,
                  timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext()):
         self._grads = grads
         self._states = tuple(states)
@@ -72,7 +104,7 @@ class Optimizer:
         self._check_for_nan = check_for_nan
         self._count_zeros = count_zeros
         self._timer = timer
-        self._device = self._states[0].layout.device if self._states else torch.device("cpu")
+        self._device = device  # of the norms: a stage without parameters takes part in their sums
         self._world = ps.world
         found = {segment.group for state in self._states for segment in state.segments}
         # a stage without experts, or without a decoupled learning rate, still has the groups that the others have
@@ -105,7 +137,7 @@ class Optimizer:
         with self._timer("optimizer-clip-main-grad"):
             factor = inverse * clip_factor(norm, self._settings.clip_grad)
             for state in self._states:
-                if factor != 1.0 and state.buffer.flat.dtype == torch.float32:
+                if factor != 1.0:
                     state.scale_grads(factor)
         num_zeros = None
         if self._count_zeros:
@@ -138,11 +170,8 @@ class Optimizer:
         """
         found = ((piece.slot.position, piece, state) for state in self._states for piece in state.pieces)
         for _, piece, state in sorted(found, key=lambda entry: entry[0]):
-            here = slice(piece.offset, piece.end)
-            if state.has_main:
-                yield ParamState(piece.slot.param, "fp32_param", state.main[here], piece.start, piece.stop)
-            for name, moment in state.moments.items():
-                yield ParamState(piece.slot.param, name, moment[here], piece.start, piece.stop)
+            for name, tensor in state.kept_of(piece):
+                yield ParamState(piece.slot.param, name, tensor, piece.start, piece.stop)
 
     def scalars(self) -> dict:
         """What a checkpoint must keep besides tensors(); plain values."""

@@ -1,13 +1,19 @@
 """The optimizer under every dimension: weights, norms and zero counts equal those of one process that holds the whole model."""
 
+import contextlib
+
 import pytest
 import torch
 from harness import run_ranks
-from optim.spread import assert_equal, one_process, spread, with_flags
+from optim.spread import MICROBATCHES, Part, Whole, assert_equal, one_process, spread, with_flags
+from toy import machinery
 
 from arguments.precision import PrecisionArgs
+from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.optim.optimizer import NonFiniteGradientError
+from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.weight_grads import PendingGrads
 
 STEPS = 3
 PLAIN = {}
@@ -190,3 +196,89 @@ def test_one_optimizer_step_under_bf16_gradients():
         assert_equal(chunks, ps, weights, 2e-2)
 
     run_ranks(step, 4)
+
+
+class _Nothing(Part):
+    """A stage that holds no layers."""
+
+    def __init__(self, ps):
+        torch.nn.Module.__init__(self)
+        self.held = []
+
+
+def test_a_stage_without_parameters_takes_part():
+    """A layout may leave a stage empty: it must join every sum all the same, and know the norm."""
+    def step(rank, n):
+        ps = ParallelState.create(n, rank, pp=2)
+        model = Whole(torch.float32) if rank == 0 else _Nothing(ps)
+        grads, built = machinery(model, parallel=with_flags(**OVERLAPPED), ps=ps, count_zeros=True)
+        built.zero_grad()
+        if rank == 0:
+            for microbatch in range(MICROBATCHES):
+                model.surrogate(1, 1, 0, microbatch, 1.0).backward()
+        grads.finish()
+        finalize_grads(grads, ps)
+        outcome = built.step(0.05, 0.1)
+        return outcome, built.scalars()["param_groups"]
+
+    first, second = run_ranks(step, 2)
+    assert first == second
+    assert first[0].grad_norm == pytest.approx(one_process(1, 1, 1)[0][0].grad_norm, rel=1e-7)
+
+
+def _launches(rank, n):
+    """Of each of three iterations: buckets launched before finish(), by chunk whose backward had just ended."""
+    ps = ParallelState.create(n, rank, pp=2)
+    chunks = [Part(ps, chunk * 2 + ps.pp.rank, 4, torch.float32) for chunk in range(2)]
+    grads, built = machinery(torch.nn.ModuleList(chunks), parallel=with_flags(**EAGER), ps=ps)
+    buckets = sum(len(buffer.layout.buckets) for buffer in grads.buffers)
+    history = []
+    for step in range(3):
+        built.zero_grad()
+        counts = []
+        for chunk in reversed(chunks):
+            for microbatch in range(MICROBATCHES):
+                with contextlib.nullcontext() if microbatch else grads.accumulate():
+                    chunk.surrogate(ps, step, microbatch, 1.0).backward()
+                counts.append(grads._next)
+        grads.finish()
+        finalize_grads(grads, ps)
+        built.step(0.05, 0.1)
+        history.append(counts)
+    return history, buckets
+
+
+def test_chunks_reduce_behind_their_own_last_microbatch():
+    for history, buckets in run_ranks(_launches, 4):
+        assert history[0] == [0, 0, 0, 0], "the first iteration learns"
+        for first_of_last, last_of_last, first_of_first, last_of_first in history[1:]:
+            assert first_of_last == 0 < last_of_last == first_of_first < last_of_first == buckets
+
+
+class _Shared(torch.nn.Module):
+    """A weight that two chunks of one rank use, or whose gradient comes in two parts, and one that comes once."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.plain = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+        for name, param in self.named_parameters():
+            param.info = ParamInfo((name,))
+
+
+def _two_arrivals(rank, n, distributed):
+    ps = ParallelState.create(n, rank)
+    model = _Shared()
+    grads, _ = machinery(model, parallel=with_flags(overlap_grad_reduce=True, use_distributed_optimizer=distributed), ps=ps)
+    for _ in range(3):
+        grads.zero()
+        (model.shared * 1.0 + model.plain).sum().backward()
+        PendingGrads({model.shared: [lambda: torch.full((8,), 2.0)]}).run()
+        launched = grads._next
+        grads.finish()
+        grads.gather()
+    return launched, model.shared.main_grad.tolist(), model.plain.main_grad.tolist()
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_bucket_waits_for_a_gradient_that_comes_in_two_parts(distributed):
+    assert run_ranks(_two_arrivals, 2, distributed) == [(1, [3.0] * 8, [1.0] * 8)] * 2
