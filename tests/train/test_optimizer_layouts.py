@@ -1,0 +1,53 @@
+"""Flags of the optimizer and the gradient reduction on whole models under tensor, pipeline, context and expert parallelism: the
+losses, gradients, norms and weights of one process. (Every kind of parameter by itself: tests/optim/test_layouts.py.)"""
+
+import functools
+
+import pytest
+from harness import run_ranks
+from train.layouts import Outcome, argv_of, compare, train, train_ranks
+
+from moe_trainer.parallel.state import ParallelState
+
+SMALL = "--overlap-grad-reduce --ddp-bucket-size 3000"
+FULL = f"{SMALL} --use-distributed-optimizer --overlap-param-gather"
+INSTANCES = f"{FULL} --num-distributed-optimizer-instances 2"
+TP, PP, CP = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "context"))
+SP = f"{TP} --sequence-parallel"
+EP, ETP1, VPP = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size 1", "--num-virtual-stages-per-pipeline-rank 2"
+# (ranks, kind of model, flags)
+CASES = (
+    (2, "plain", f"{PP} {VPP} {FULL}"),
+    (2, "biases, tied head", f"{PP} {VPP} {SMALL}"),
+    (4, "biases, tied head", f"{PP} {TP} {ETP1} {FULL}"),
+    (4, "deepseek", f"{PP} {VPP} {SP} {FULL}"),
+    (4, "deepseek", f"{SP} {EP} {ETP1} {INSTANCES}"),
+    (4, "plain", f"{SP} {INSTANCES}"),
+    (4, "plain", f"{EP} {INSTANCES} --ddp-average-in-collective"),
+    (4, "plain", f"{TP} {ETP1} {FULL} --ddp-average-in-collective"),
+    (4, "plain", f"{CP} {EP} --expert-tensor-parallel-size 2 {FULL}"),
+    (4, "plain", f"{SP} --expert-model-parallel-size 4 {ETP1} --overlap-grad-reduce --ddp-num-buckets 5"),
+    (4, "per-token loss, MTP, distributed optimizer", f"{PP} {EP} {FULL}"),
+    (4, "per-token loss", f"{PP} {CP} {FULL} --ddp-pad-buckets-for-high-nccl-busbw"),
+    (4, "accumulation", f"{PP} {INSTANCES} --decoupled-lr 2e-3 --log-num-zeros-in-grad"),
+)
+
+
+@functools.cache
+def one_process(kind: str, more: tuple[str, ...]) -> Outcome:
+    return train([*argv_of(kind), *more], 0, ParallelState.single())
+
+
+def _more(flags: str) -> tuple[str, ...]:
+    """Those flags that also change what one process computes."""
+    return ("--decoupled-lr", "2e-3") if "--decoupled-lr" in flags else ()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_optimizer_flags_under_every_dimension_equal_one_process(n):
+    cases = [(kind, flags) for ranks, kind, flags in CASES if ranks == n]
+    found = run_ranks(train_ranks, n, [[*argv_of(kind), *flags.split()] for kind, flags in cases], timeout=300.0)
+    for (kind, flags), outcome, *others in zip(cases, *found, strict=True):
+        differences = compare(one_process(kind, _more(flags)), outcome)
+        assert not differences, f"{kind}, {flags}: {len(differences)} part, first\n" + "\n".join(map(str, differences[:8]))
+        assert all(other.grad_norms == outcome.grad_norms for other in others), f"{kind}, {flags}: every rank clips alike"
