@@ -49,18 +49,18 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
             _check(chunk)
         chunks.append(chunk)
     if args.moe.num_experts and device.type != "meta":
-        dispatcher = choose_dispatcher(args.moe, ps, _dispatched_rows(args, ps, dtype), backends)
+        dispatcher = choose_dispatcher(args.moe, ps, _dispatched_rows(args, ps, dtype, device), backends)
         connect_dispatcher([layer for chunk in chunks for layer in chunk.moe_layers()], dispatcher)
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info("model: %s parameters on %s in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
     return chunks
 
 
-def _dispatched_rows(args: Arguments, ps: ParallelState, dtype: torch.dtype) -> Rows:
+def _dispatched_rows(args: Arguments, ps: ParallelState, dtype: torch.dtype, device: torch.device) -> Rows:
     """What a rank dispatches at a time: a microbatch, of which every rank of tp and cp has tokens of its own."""
     sequences = max(args.training.micro_batch_size or 1, args.training.eval_micro_batch_size or 1)
     tokens = -(-(args.data.seq_length or 1) // ps.tp_cp.size) * sequences
-    return Rows(args.model.hidden_size, tokens, dtype, args.training.deterministic_mode)
+    return Rows(args.model.hidden_size, tokens, dtype, device, args.training.deterministic_mode)
 
 
 def _materialize(chunk: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:

@@ -22,6 +22,7 @@ class Rows:
     hidden_size: int
     max_tokens: int
     dtype: torch.dtype
+    device: torch.device
     deterministic: bool = False
 
 
@@ -61,7 +62,7 @@ def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends
         asked = not backends.typed.isdisjoint(("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"))
         return deepep.make_dispatcher(
             ps, topk=moe.moe_router_topk, hidden_size=rows.hidden_size, max_tokens=rows.max_tokens, num_sms=num_sms,
-            num_sms_asked=asked, deterministic=rows.deterministic)
+            num_sms_asked=asked, deterministic=rows.deterministic, device=rows.device)
     return hybridep.make_dispatcher(
         ps, hidden_size=rows.hidden_size, num_experts=moe.num_experts, max_tokens=rows.max_tokens, num_sms=num_sms,
         num_sms_preprocessing=moe.moe_hybridep_num_sms_preprocessing, num_blocks_permute=moe.moe_hybridep_num_blocks_permute,

@@ -252,7 +252,7 @@ def problem() -> str | None:
 
 
 def make_dispatcher(ps: ParallelState, *, topk: int, hidden_size: int, max_tokens: int, num_sms: int | None,
-                    num_sms_asked: bool = False, deterministic: bool = False) -> DeepEPDispatcher:
+                    num_sms_asked: bool, deterministic: bool, device: torch.device) -> DeepEPDispatcher:
     """A dispatcher with a communication buffer of its own. Collective over ps.tp_ep; on CUDA devices.
 
     max_tokens: the most tokens a rank dispatches at a time. num_sms: multiprocessors to occupy; version 2 estimates them
@@ -262,7 +262,7 @@ def make_dispatcher(ps: ParallelState, *, topk: int, hidden_size: int, max_token
     group = ps.tp_ep
     if hasattr(deep_ep, "ElasticBuffer"):
         # its constructor reads the group's communicator, which exists only once the group has been used
-        all_reduce(torch.zeros(1, device="cuda"), group)
+        all_reduce(torch.zeros(1, device=device), group)
         buffer = deep_ep.ElasticBuffer(group.handle, num_max_tokens_per_rank=max_tokens, hidden=hidden_size,
                                        num_topk=topk * ps.etp.size, deterministic=deterministic)
         return DeepEPDispatcher(ps, BufferV2(buffer, num_sms if num_sms_asked else 0), topk)

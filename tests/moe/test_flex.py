@@ -1,0 +1,311 @@
+"""The flex dispatcher's adapters against the all-to-all, over a stand-in for deep_ep that has its signatures and its meaning."""
+
+import importlib.machinery
+import json
+import logging
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from harness import run_ranks
+from moe.deep_ep_double import Signatures, make_hybrid, make_v1, make_v2
+from moe.layers import HIDDEN, sections, shard_of
+
+from moe_trainer.backends import Backends, MissingBackend
+from moe_trainer.moe.dispatch import deepep, hybridep
+from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
+from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher
+from moe_trainer.moe.dispatch.local import LocalDispatcher
+from moe_trainer.parallel.state import Group, ParallelState
+
+# what is recorded of which version, and the qualified name of the class there
+VERSIONS = {
+    "DeepEP 1.0": ("pypi deep-ep 1.0.0 sdist", "deep_ep.buffer.Buffer"),
+    "DeepEP 2, old buffer": ("github main dd758ca (2026-07-14)", "deep_ep.buffers.legacy.Buffer"),
+    "DeepEP of the hybrid branch": ("github hybrid-ep", "deep_ep.buffer.Buffer"),
+    "DeepEP 2": ("github main dd758ca (2026-07-14)", "deep_ep.buffers.elastic.ElasticBuffer"),
+    "HybridEP": ("github hybrid-ep", "deep_ep.hybrid_ep_buffer.HybridEPBuffer"),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(shared) -> dict:
+    return json.loads((shared / "reference" / "deep_ep_api.json").read_text())
+
+
+def double(recorded: dict, version: str) -> tuple[ModuleType, Signatures]:
+    """A module that stands for deep_ep of this version."""
+    source, name = VERSIONS[version]
+    signatures = Signatures(recorded[source])
+    module = ModuleType("deep_ep")
+    module.__spec__ = importlib.machinery.ModuleSpec("deep_ep", None)
+    if version == "DeepEP 2":
+        module.ElasticBuffer = make_v2(signatures, name)
+    elif version == "HybridEP":
+        module.HybridEPBuffer = make_hybrid(signatures, name)
+    else:
+        module.Buffer = make_v1(signatures, name)
+    return module, signatures
+
+
+def flex_dispatcher(recorded, version, ps, max_tokens=50, **changes):
+    """Made by the chooser, as on a CUDA device where that version is installed."""
+    module, signatures = double(recorded, version)
+    sys.modules["deep_ep"] = module
+    backend = "hybridep" if version == "HybridEP" else "deepep"
+    moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
+    rows = Rows(HIDDEN, max_tokens, torch.bfloat16, torch.device("cpu"))
+    made = choose_dispatcher(moe, ps, rows, Backends(cuda=True, typed=frozenset({"moe_flex_dispatcher_num_sms"})))
+    assert type(made) is {"deepep": deepep.DeepEPDispatcher, "hybridep": hybridep.HybridEPDispatcher}[backend]
+    return made, signatures
+
+
+def random_routing(rank, num_tokens, topk, which):
+    """Choices of a rank's tokens: 8 experts, at most topk a token, fewer where something was dropped."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    scores = torch.rand(num_tokens, 8, generator=generator)
+    if which == "nothing for the last rank":
+        scores[:, 4:] = -1
+    elif which == "all to one expert":
+        scores[:, 2], topk = 2, 1
+    elif which == "an expert without tokens":
+        scores[:, 5] = -1
+    routing = torch.zeros(num_tokens, 8, dtype=torch.bool).scatter_(1, scores.topk(topk)[1], True)
+    if which == "drops":
+        routing &= torch.rand(num_tokens, 8, generator=generator) < 0.5
+        routing[:1] = False  # a token without any expert
+    if which == "nobody":
+        routing[:] = False
+    probs = torch.where(routing, torch.rand(num_tokens, 8, generator=generator), 0.0)
+    return probs, routing
+
+
+def run_dispatcher(dispatcher, x, probs, routing, weight):
+    """What the experts of this rank get, what comes back, and the gradients."""
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    sent = dispatcher.dispatch(x, probs, routing)
+    assert sum(sent.tokens_per_expert_e) == len(sent.x_RH) == len(sent.probs_R)
+    expert_R = torch.repeat_interleave(torch.tensor(sent.tokens_per_expert_e))
+    y = torch.tanh(sent.x_RH * (1.0 + expert_R.unsqueeze(1))) * sent.probs_R.unsqueeze(1)
+    y = dispatcher.combine(y.to(x.dtype), sent)
+    (y.float() * weight).sum().backward()
+    return sent.x_RH.detach(), sent.probs_R.detach(), sent.tokens_per_expert_e, y.detach(), x.grad, probs.grad
+
+
+def _both(rank, n, recorded, version, topk, which, sizes, dtype):
+    ps = ParallelState.create(n, rank, ep=n)
+    probs, routing = random_routing(rank, sizes[rank], topk, which)
+    generator = torch.Generator().manual_seed(rank)
+    x, weight = torch.randn(2, sizes[rank], HIDDEN, generator=generator)
+    changes = {"moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1, "moe_router_topk": topk}
+    flex, _ = flex_dispatcher(recorded, version, ps, **changes)
+    return [run_dispatcher(dispatcher, x.to(dtype), probs, routing, weight) for dispatcher in (AllToAllDispatcher(ps), flex)]
+
+
+def assert_same(results, topk, tolerance=1e-6, sums_exact=True):
+    for (rows, *ours), (flex_rows, *theirs) in results:
+        assert torch.equal(rows, flex_rows), "dispatched rows"
+        for name, one, other in zip(("probabilities", "counts", "combined", "gradient of x", "gradient of probs"), ours, theirs):
+            if name in ("probabilities", "counts") or topk <= 2 and sums_exact:
+                same = one == other if isinstance(one, list) else torch.equal(one, other)
+                assert same, name
+            else:
+                torch.testing.assert_close(other, one, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_bit_for_bit_and_sums_of_two_bit_for_bit(recorded, version, n, topk):
+    """At top-k up to 2 the combined rows and all gradients too; beyond, within 1e-6: a token's results are added rank by rank."""
+    results = run_ranks(_both, n, recorded, version, topk, "plain", [6] * n, torch.float32)
+    assert_same(results, topk)
+
+
+@pytest.mark.parametrize("which", ["nothing for the last rank", "all to one expert", "an expert without tokens", "drops", "nobody"])
+@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+def test_ranks_and_experts_that_get_nothing_and_dropped_tokens(recorded, version, which):
+    assert_same(run_ranks(_both, 2, recorded, version, 2, which, [6, 6], torch.float32), 2)
+
+
+@pytest.mark.parametrize("sizes", [(5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+def test_uneven_numbers_of_tokens(recorded, version, sizes):
+    """HybridEP needs equal numbers: its option fills up, or it would hang (modelscope/ms-swift issue 8393)."""
+    assert_same(run_ranks(_both, 4, recorded, version, 2, "plain", sizes, torch.float32), 2)
+
+
+@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+def test_half_precision_rows(recorded, version):
+    """Rows bit for bit; sums within a bf16 step: the local sum's kernel on CPU rounds ties away, an addition to even."""
+    assert_same(run_ranks(_both, 2, recorded, version, 2, "plain", [6, 6], torch.bfloat16), 2, tolerance=2.0**-6, sums_exact=False)
+
+
+def _layers(rank, n, recorded, version, sizes_of_ps, changes):
+    """A whole layer with the all-to-all and with flex: two microbatches in flight, ended in the other order."""
+    ps = ParallelState.create(n, rank, **sizes_of_ps)
+    args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=ps.tp.size > 1, moe_aux_loss_coeff=0.1, **changes)
+    layer = shard_of(args, ps, torch.float32)
+    flex, signatures = flex_dispatcher(recorded, version, ps, moe_router_topk=args.moe.moe_router_topk)
+    results = []
+    for dispatcher in (layer.dispatcher, flex):
+        layer.dispatcher = dispatcher
+        layer.zero_grad()
+        xs = [torch.randn(8, 1, HIDDEN, generator=torch.Generator().manual_seed(2 * rank + i)).requires_grad_() for i in (0, 1)]
+        ys = [layer(x, 0.7) for x in xs]
+        for y in reversed(ys):
+            (y * y).sum().backward()
+        results.append([*(y.detach() for y in ys), *(x.grad for x in xs), *(param.grad for param in layer.parameters())])
+    return results, [name.rsplit(".", 1)[-1] for name, _ in signatures.calls]
+
+
+LAYERS = {
+    "plain": ({"ep": 2}, {}),
+    "drops": ({"ep": 2}, {"moe_expert_capacity_factor": 0.5}),
+    "shared expert beside the exchange": ({"ep": 2}, {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_overlap": True}),
+    "sequence parallel": ({"tp": 2, "ep": 2}, {"moe_shared_expert_intermediate_size": 20}),
+    "expert tensor ranks": ({"tp": 2, "ep": 2, "etp": 2}, {}),
+    "expert tensor ranks alone": ({"etp": 2}, {"add_bias_linear": True}),
+    "top-4": ({"ep": 2}, {"moe_router_topk": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version, kind):
+    sizes_of_ps, changes = LAYERS[kind]
+    n = 4 if kind == "expert tensor ranks" else 2
+    for (ours, theirs), _ in run_ranks(_layers, n, recorded, version, sizes_of_ps, changes):
+        for one, other in zip(ours, theirs, strict=True):
+            # partial results of expert tensor ranks are added in another order
+            tight = kind not in ("top-4", "expert tensor ranks", "expert tensor ranks alone")
+            if tight:
+                assert torch.equal(one, other)
+            else:
+                assert (other - one).norm() <= 1e-6 * one.norm()
+
+
+def test_backward_is_the_mirror_of_forward(recorded):
+    """One dispatch and one combine forward; backward the combine's dispatch along the same way, then the dispatch's combine."""
+    (_, calls), _ = run_ranks(_layers, 2, recorded, "DeepEP 1.0", {"ep": 2}, {})
+    made = [name for name in calls if name in ("dispatch", "combine")]
+    assert made == ["dispatch", "combine"] * 2 + ["dispatch", "combine"] * 2
+
+
+def _uneven_without_padding(rank, n, recorded):
+    ps = ParallelState.create(n, rank, ep=n)
+    flex, _ = flex_dispatcher(recorded, "HybridEP", ps)
+    probs, routing = random_routing(rank, 3 + rank, 2, "plain")
+    with pytest.raises(AssertionError, match="different numbers of tokens"):
+        flex.dispatch(torch.zeros(3 + rank, HIDDEN), probs, routing)
+
+
+def test_the_stand_in_notices_what_would_hang(recorded):
+    run_ranks(_uneven_without_padding, 2, recorded)
+
+
+def _constructed(rank, n, recorded, version, changes):
+    ps = ParallelState.create(n, rank, ep=n)
+    made, signatures = flex_dispatcher(recorded, version, ps, max_tokens=40, **changes)
+    buffer = made.buffer if version == "HybridEP" else made.buffer.buffer
+    assert buffer.group is ps.tp_ep.handle
+    constructed = next(bound for name, bound in signatures.calls if name == VERSIONS[version][1])
+    return {name: value for name, value in constructed.items() if name != "group"}, getattr(type(buffer), "num_sms", None)
+
+
+def test_flags_reach_the_libraries(recorded):
+    v1 = run_ranks(_constructed, 2, recorded, "DeepEP 1.0", {"moe_flex_dispatcher_num_sms": 12})[0]
+    assert v1 == ({"num_nvl_bytes": 3 * 2 * HIDDEN * 2, "num_rdma_bytes": 0}, 12)
+    v2 = run_ranks(_constructed, 2, recorded, "DeepEP 2", {"moe_flex_dispatcher_num_sms": 12})[0][0]
+    assert v2 == {"num_max_tokens_per_rank": 40, "hidden": HIDDEN, "num_topk": 2, "deterministic": False}
+    hybrid = run_ranks(_constructed, 2, recorded, "HybridEP", {
+        "moe_flex_dispatcher_num_sms": 12, "moe_hybridep_num_blocks_permute": 3, "moe_hybridep_num_sms_preprocessing": 99})[0][0]
+    assert hybrid == {
+        "hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": 40, "num_local_experts": 4, "num_sms_dispatch_api": 12,
+        "num_sms_combine_api": 12, "num_sms_preprocessing_api": 99, "num_blocks_permute": 3}
+
+
+def _fused(rank, n, recorded):
+    ps = ParallelState.create(n, rank, ep=n)
+    flex, signatures = flex_dispatcher(recorded, "HybridEP", ps, moe_permute_fusion_into_hybridep=True)
+    probs, routing = random_routing(rank, 4, 2, "plain")
+    run_dispatcher(flex, torch.randn(4, HIDDEN), probs, routing, torch.ones(4, HIDDEN))
+    names = {"dispatch_with_permute": "fuse_permute_dispatch", "combine_with_unpermute": "fuse_unpermute_combine"}
+    calls = [(name.rsplit(".", 1)[-1], bound) for name, bound in signatures.calls]
+    assert [bound[names[name]] for name, bound in calls if name in names] == [True] * 4
+
+
+def test_fused_permutation_is_asked_for_in_all_four_calls(recorded):
+    run_ranks(_fused, 2, recorded)
+
+
+# ---- the decision
+
+TWO = replace(ParallelState.single(), **{
+    name: Group(name, (0, 1), 0, 2) for name in ("ep", "tp_ep")})
+FLEX = {"moe_token_dispatcher_type": "flex"}
+BF16 = Rows(HIDDEN, 8, torch.bfloat16, torch.device("cpu"))
+TYPED = frozenset({"moe_token_dispatcher_type"})
+
+
+@pytest.fixture
+def without_deep_ep(monkeypatch):
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_cpu_ranks_take_the_all_to_all_and_say_so_once(without_deep_ep, caplog, backend):
+    with caplog.at_level(logging.INFO):
+        moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
+        assert type(choose_dispatcher(moe, TWO, BF16, Backends(typed=TYPED))) is AllToAllDispatcher
+    assert len(caplog.messages) == 1 and backend in caplog.messages[0] and "CPU" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("backend", "branch"), [("deepep", "DeepEP)"), ("hybridep", "DeepEP@hybrid-ep)")])
+def test_typed_on_a_cuda_machine_it_is_an_error_with_flag_package_and_install_line(without_deep_ep, backend, branch):
+    moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
+    with pytest.raises(MissingBackend) as error:
+        choose_dispatcher(moe, TWO, BF16, Backends(typed=TYPED, cuda=True))
+    for part in (f"--moe-flex-dispatcher-backend {backend}", "package deep_ep is not installed", "pip install", branch,
+                 "--on-missing-backend fallback"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("backends", "stops"),
+    [
+        (Backends(cuda=True), False),  # from a recipe, not typed
+        (Backends(typed=TYPED), False),
+        (Backends(typed=TYPED, cuda=True), True),
+        (Backends("fallback", TYPED, cuda=True), False),
+        (Backends("error"), True),
+        (Backends("error", cuda=True), True),
+    ],
+)
+def test_who_stops(without_deep_ep, backends, stops):
+    moe = sections(**FLEX).moe
+    if stops:
+        with pytest.raises(MissingBackend):
+            choose_dispatcher(moe, TWO, BF16, backends)
+    else:
+        assert type(choose_dispatcher(moe, TWO, BF16, backends)) is AllToAllDispatcher
+
+
+def test_a_package_without_the_hybrid_buffer(recorded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 1.0")[0])
+    moe = sections(**FLEX, moe_flex_dispatcher_backend="hybridep").moe
+    with pytest.raises(MissingBackend, match="has no HybridEPBuffer"):
+        choose_dispatcher(moe, TWO, BF16, Backends(typed=TYPED, cuda=True))
+
+
+def test_rows_the_library_cannot_carry(recorded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 1.0")[0])
+    with pytest.raises(ValueError, match="carries bf16 rows only.*--bf16"):
+        choose_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, dtype=torch.float32), Backends(cuda=True))
+
+
+def test_one_expert_rank_has_nothing_to_send(without_deep_ep):
+    made = choose_dispatcher(sections(**FLEX).moe, ParallelState.single(), BF16, Backends("error", TYPED, True))
+    assert type(made) is LocalDispatcher
