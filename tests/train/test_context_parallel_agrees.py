@@ -1,0 +1,90 @@
+"""Training with sequences cut over context-parallel ranks equals one process: losses, gradients, norms, weights after three steps.
+
+The one process follows the topology where Megatron-LM's definitions do (capacity, MTP normalisation: moe_trainer/proof/emulate.py).
+"""
+
+import functools
+
+import pytest
+import torch
+from harness import run_ranks
+from train.layouts import argv_of, compare, groups_of, parse
+
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.proof import observe
+from moe_trainer.proof.emulate import Topology, emulate
+
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
+A2A_P2P = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+GQA = "--group-query-attention --num-query-groups 2"
+WINDOW = "--window-size 5,0 --window-attn-skip-freq 2"
+# name: (kind of model, flags of both, ranks, flags of the ranks)
+CASES = {
+    "p2p": ("plain", GQA, 2, CP2),
+    "all kinds, one per layer": ("plain", "", 4, f"{CP4} --cp-comm-type p2p allgather a2a a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
+    "ring of 4, window": ("plain", f"{GQA} {WINDOW}", 4, CP4),
+    "a2a+p2p, latent attention, MTP": ("deepseek", "", 4, f"{CP4} {A2A_P2P}"),
+    "experts over cp": ("deepseek", "", 2, f"{CP2} --cp-comm-type allgather --expert-model-parallel-size 2"),
+    "tp and sp": ("deepseek", "", 4, f"{CP2} {TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"),
+    "tp without sp": ("plain", GQA, 4, f"{CP2} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"),
+    "capacity": ("capacity", "", 4, f"{CP2} --expert-model-parallel-size 4"),
+    "per-token loss, MTP": ("per-token loss, MTP, distributed optimizer", "", 4, f"{CP2} --cp-comm-type a2a"),
+    "accumulation, stages": ("accumulation", "--mtp-num-layers 1", 4, f"{CP2} {PP2}"),
+    "data ranks, distributed optimizer": ("distributed optimizer, overlap", GQA, 4, f"{CP2} --cp-comm-type p2p"),
+    "learned positions, tied head": ("biases, tied head", "--position-embedding-type learned_absolute", 4, f"{CP2} {PP2}"),
+}
+
+
+def document_ids(batch: int, length: int) -> torch.Tensor:
+    """Borders inside chunks and between them, other ones in every sample."""
+    places = torch.arange(length)
+    return torch.stack([(places >= 3 + row).int() + (places >= length // 2).int() for row in range(batch)])
+
+
+def with_documents(run, explicit: bool) -> None:
+    """Give every chunk packed documents: as ids, or as the mask that Megatron-LM makes of them."""
+    training, length = run.args.training, run.args.data.seq_length
+    ids_BS = document_ids(training.micro_batch_size, length)
+    blocked = (ids_BS[:, :, None] != ids_BS[:, None]) | torch.ones(length, length, dtype=torch.bool).triu(1)
+    given = {"attention_mask": blocked[:, None], "document_ids_BS": None} if explicit else {"document_ids_BS": ids_BS}
+    for chunk in run.chunks:
+        chunk.forward = functools.partial(lambda forward, *args, **named: forward(*args, **{**named, **given}), chunk.forward)
+
+
+def cut(rank, n, argv, packed):
+    prepare = functools.partial(with_documents, explicit=False) if packed else None
+    return observe.train(parse(argv, n), rank, groups_of(argv, rank, n), prepare=prepare)
+
+
+def whole(argv, topology, packed):
+    def prepare(run):
+        emulate(run, topology)
+        if packed:
+            with_documents(run, explicit=True)
+
+    return observe.train(parse(argv, 1), 0, ParallelState.single(), prepare=prepare)
+
+
+def assert_agree(kind, flags, n, mapping, packed=False):
+    argv = [*argv_of(kind), *flags.split()]
+    outcome, *others = run_ranks(cut, n, [*argv, *mapping.split()], packed, timeout=120.0)
+    parallel = parse([*argv, *mapping.split()], n).parallel
+    expected = whole(argv, Topology(parallel.tensor_model_parallel_size, parallel.context_parallel_size), packed)
+    differences = compare(expected, outcome)
+    assert not differences, f"{len(differences)} quantities part, first\n" + "\n".join(map(str, differences[:8]))
+    assert all(other.losses == outcome.losses and other.grad_norms == outcome.grad_norms for other in others)
+    return outcome
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_one_process(case):
+    assert_agree(*CASES[case])
+
+
+@pytest.mark.parametrize("kind", ["p2p", "allgather", "a2a"])
+def test_packed_documents_equal_the_mask_of_one_process(kind):
+    outcome = assert_agree("plain", f"{GQA} --mtp-num-layers 1", 2, f"{CP2} --cp-comm-type {kind}", packed=True)
+    apart = whole([*argv_of("plain"), *GQA.split(), "--mtp-num-layers", "1"], Topology(), False)
+    assert abs(outcome.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
