@@ -52,8 +52,6 @@ _GRAPHS = "CUDA graphs"
 LATER = MappingProxyType(
     {
         # ---- parallel dimensions
-        "pipeline_model_parallel_size": Later("pipeline parallelism", PARALLEL),
-        "pipeline_model_parallel_layout": Later("a pipeline layout", PARALLEL),
         "overlap_moe_expert_parallel_comm": Later("overlapped token exchange", PARALLEL),
         "overlap_dispatch_backward_with_experts_wgrad": Later("overlapped token exchange", PARALLEL),
         "overlap_param_gather_with_optimizer_step": Later("gathering during the optimizer step", PARALLEL),
@@ -61,9 +59,7 @@ LATER = MappingProxyType(
         "expert_tensor_parallel_num_weight_shards": Later("weight-sharded tensor parallelism", PARALLEL, harmless=(1,)),
         "use_megatron_fsdp": Later(_FSDP, PARALLEL),
         "use_torch_fsdp2": Later(_FSDP, PARALLEL),
-        "moe_token_dispatcher_type": Later(
-            "the flex dispatcher (DeepEP, HybridEP)", PARALLEL, values=("flex",), also=("moe_enable_deepep",)
-        ),
+        "moe_flex_dispatcher_backend": Later("NCCL's own token exchange", MEMORY, values=("ncclep",)),
         "use_mp_args_from_checkpoint_args": Later("taking the mapping from a checkpoint", PARALLEL),
         # ---- memory, precision and kernels
         "recompute_granularity": Later(
@@ -142,23 +138,11 @@ LATER = MappingProxyType(
 
 PART_OF = MappingProxyType(
     {
-        "pipeline_model_parallel_size": (
-            "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage "
-            "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage mtp_standalone overlap_p2p_comm "
-            "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split use_ring_exchange_p2p "
-            "overlap_p2p_comm_warmup_flush pipeline_model_parallel_comm_backend defer_embedding_wgrad_compute "
-            "wgrad_deferral_limit use_tp_pp_dp_mapping"
-        ),
         "hybrid_context_parallel": "max_seqlen_per_dp_cp_rank",
         "overlap_moe_expert_parallel_comm": (
             "delay_wgrad_compute ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
         ),
-        "moe_token_dispatcher_type": (
-            "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms "
-            "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
-            "moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep moe_ncclep_zero_copy "
-            "moe_dispatch_fwd_dtype moe_combine_bwd_dtype"
-        ),
+        "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy moe_dispatch_fwd_dtype moe_combine_bwd_dtype",
         "moe_expert_rank_capacity_factor": (
             "moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
             "moe_paged_stash_buffer_size_factor_cpu"
@@ -282,6 +266,12 @@ IDLE = MappingProxyType(
         "tp_comm_split_rs": _OVERLAP,
         "tp_comm_bootstrap_backend": _OVERLAP,
         "clone_scatter_output_in_embedding": "each rank's rows of the embedding are a tensor of their own in any case",
+        "mtp_standalone": "where the multi-token-prediction layers stand is drawn in --pipeline-model-parallel-layout",
+        "use_ring_exchange_p2p": "stages exchange the same messages by sending and receiving",
+        "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication covers warm-up and flush here",
+        "pipeline_model_parallel_comm_backend": "stages talk over --distributed-backend; results do not depend on it",
+        "defer_embedding_wgrad_compute": "the head's weight gradient is part of its backward; --pipeline-schedule zero-bubble defers all",
+        "wgrad_deferral_limit": "it limits --defer-embedding-wgrad-compute, which has no effect here",
         "use_gloo_process_groups": "gloo groups are made where they are needed",
         "align_grad_reduce": "every stage reduces a bucket of gradients as soon as it is complete",
         "align_param_gather": "every stage gathers its parameters right behind its optimizer step, in order of use",

@@ -101,8 +101,7 @@ def test_experts_spread_over_data_ranks(size, world_size, dispatcher):
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
-        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size"),
-        (["--moe-token-dispatcher-type", "flex"], "--moe-token-dispatcher-type"),
+        (["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "ncclep"], "--moe-flex-dispatcher-backend"),
         (["--overlap-moe-expert-parallel-comm"], "--overlap-moe-expert-parallel-comm"),
     ],
 )
@@ -118,7 +117,6 @@ def test_spread_experts_with_what_comes_later_are_refused_by_that_name(argv, fla
     [
         (["--recompute-activations"], "--recompute-activations"),
         (["--moe-layer-recompute"], "--moe-layer-recompute"),
-        (["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"], "--moe-token-dispatcher-type flex"),
         (["--enable-cuda-graph"], "--enable-cuda-graph"),
         (["--fp8-e4m3", "--bf16"], "--fp8-e4m3"),
         (["--optimizer", "muon"], "--optimizer muon"),
