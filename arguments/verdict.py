@@ -60,7 +60,7 @@ def announce(s: Settings) -> None:
 
 
 def _parent_text(s: Settings, parent: str) -> str:
-    if parent in ("optimizer", "moe_token_dispatcher_type", "moe_router_load_balancing_type"):
+    if parent in ("optimizer", "moe_flex_dispatcher_backend", "moe_router_load_balancing_type"):
         return f"{s.flag(parent)} {standing.LATER[parent].values[0]}"
     value = s.default(parent)
     return f"{s.flag(parent)} above 1" if isinstance(value, int) and not isinstance(value, bool) else s.flag(parent)
