@@ -7,6 +7,11 @@ are masked. Its loss never leaves the module: it is attached to the hidden state
 factor / depths over the valid tokens of the microbatch, and its value goes to a counter for the log. In evaluation none
 of it runs.
 
+Under context parallelism tokens, labels and mask are shifted whole and cut then, so the last position of one chunk predicts
+the first of the next. As in Megatron-LM each context rank divides by the valid tokens that it holds, and the ranks' means
+are averaged: with masked or shifted-out tokens unevenly spread, that is not the mean over all of them. It is one of the few
+quantities that depend on the topology (proof/emulate.py lists them and computes them in one process).
+
 The layers (`MultiTokenPrediction`) and the losses (`MTPLosses`) are two modules, because they may stand on two pipeline
 stages: the losses always stand with the output head.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from harness import run_ranks
 
@@ -58,6 +59,22 @@ def _shared_handles(rank, n):
 
 def test_gradients_share_one_communicator_apart_from_statistics():
     assert run_ranks(_shared_handles, 2) == [(True, False)] * 2
+
+
+def _context_levels(rank, n, levels):
+    ps = ParallelState.create(n, rank, tp=2, cp=4, cp_levels=levels)
+    return ps.cp.ranks, ps.cp_a2a.ranks, ps.cp_p2p.ranks, ps.cp.handle is ps.cp_p2p.handle
+
+
+def test_hierarchical_context_groups_are_neighbours_and_those_across():
+    flat, two = run_ranks(_context_levels, 8, None)[2], run_ranks(_context_levels, 8, (2, 2))[2]
+    assert flat == ((0, 2, 4, 6), (2,), (0, 2, 4, 6), True)
+    assert two == ((0, 2, 4, 6), (0, 2), (2, 6), False)
+
+
+def test_hierarchical_sizes_must_multiply_to_cp():
+    with pytest.raises(ValueError, match="2 \\* 2 are not cp = 1"):
+        ParallelState.create(1, 0, cp_levels=(2, 2))
 
 
 def _embedding(rank, n, stages):
