@@ -54,6 +54,7 @@ class Wanted:
 
     middle_stages: some feature needs a stage between the first and the last. nested_context: context ranks in two levels.
     same_data_ranks: as many data ranks as expert-data ranks (--use-tp-pp-dp-mapping). instances: of the distributed optimizer.
+    lone_experts: one expert a rank.
     """
 
     moe: bool
@@ -61,6 +62,7 @@ class Wanted:
     nested_context: bool = False
     same_data_ranks: bool = False
     instances: int = 1
+    lone_experts: bool = False
 
 
 def shrink_mapping(original: Mapping, ranks: int, wanted: Wanted) -> list[Mapping]:
@@ -116,6 +118,7 @@ def _score(mapping: Mapping, original: Mapping, wanted: Wanted) -> float:
     score += 80.0 * (wanted.nested_context and mapping.cp >= 4)
     score += 30.0 * (wanted.instances > 1 and mapping.dp * mapping.cp >= 4)
     if wanted.moe:
+        score += 40.0 * (wanted.lone_experts and mapping.ep >= 4)
         score += 100.0 * ("etp" in mapping.active) if original.etp > 1 else 0.0
         score += 20.0 * (_sign(mapping.ep, mapping.dp) == _sign(original.ep, original.dp))
         score += 20.0 * (_sign(mapping.etp, mapping.tp) == _sign(original.etp, original.tp))

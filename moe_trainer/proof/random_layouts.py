@@ -12,32 +12,30 @@ from collections.abc import Iterator
 from moe_trainer.proof.mapping import Mapping
 from moe_trainer.proof.shrink import LEARNING_RATE, STEPS, VOCAB, Case, ShrinkError, make_case
 
-_MOST_TRIES = 10_000
+_TRIES = 40
 
 
 def draw_cases(count: int, ranks: int, seed: int) -> list[Case]:
     """Draw `count` cases of 2 to `ranks` ranks, most of them large."""
     dice = random.Random(seed)
     cases: list[Case] = []
-    for _ in range(_MOST_TRIES):
-        if len(cases) == count:
-            break
-        case = draw(dice, ranks)
-        if case is not None and case not in cases:
-            cases.append(case)
+    while len(cases) < count:
+        worlds = [world for world in (2, 4, 8, 16) if world <= ranks]
+        world = dice.choices(worlds, [2.0**number for number in range(len(worlds))])[0]
+        mapping = dice.choice(list(factorisations(world)))
+        found = next(filter(None, (draw(dice, mapping) for _ in range(_TRIES))), None)
+        if found is not None and found not in cases:
+            cases.append(found)
     return cases
 
 
-def draw(dice: random.Random, ranks: int) -> Case | None:
-    """Draw one case; None when the rules refuse it."""
-    worlds = [world for world in (2, 4, 8, 16) if world <= ranks]
-    world = dice.choices(worlds, [2.0**number for number in range(len(worlds))])[0]
-    mapping = dice.choice(list(factorisations(world)))
+def draw(dice: random.Random, mapping: Mapping) -> Case | None:
+    """Draw a model and options for a mapping; None when the rules refuse them."""
     values = _model(dice, mapping) | _router(dice) | _machinery(dice, mapping) | _batch(dice, mapping)
     values |= _stages(dice, mapping, values)
     values |= _context(dice, mapping, values["num_layers"])
     try:
-        return make_case(mapping, {dest: value for dest, value in values.items() if value is not None and value is not False})
+        return make_case(mapping, {dest: value for dest, value in values.items() if value is not None})
     except ShrinkError:
         return None
 
@@ -71,7 +69,7 @@ def _model(dice: random.Random, mapping: Mapping) -> dict[str, object]:
         "init_method_std": 0.2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 16,
     }  # fmt: skip
     kind = dice.choice(("plain", "grouped", "latent"))
-    if _chance(dice, 0.85) or kind == "latent":
+    if _chance(dice, 0.85) or kind == "latent" or mapping.etp > 1:
         values["add_bias_linear"] = False
     if kind == "grouped":
         values |= {"group_query_attention": True, "num_query_groups": dice.choice((1, heads // 2, heads))}
@@ -120,7 +118,7 @@ def _machinery(dice: random.Random, mapping: Mapping) -> dict[str, object]:
     return {
         "tensor_model_parallel_size": mapping.tp, "context_parallel_size": mapping.cp, "pipeline_model_parallel_size": mapping.pp,
         "expert_model_parallel_size": mapping.ep, "expert_tensor_parallel_size": mapping.etp,
-        "sequence_parallel": mapping.tp > 1 and _chance(dice, 0.7), "use_tp_pp_dp_mapping": _chance(dice, 0.2),
+        "sequence_parallel": mapping.tp > 1 and _chance(dice, 0.7), "use_tp_pp_dp_mapping": mapping.edp == mapping.dp and _chance(dice, 0.4),
         "use_distributed_optimizer": distributed, "overlap_grad_reduce": overlap, "overlap_param_gather": distributed and overlap,
         "ddp_bucket_size": 3000 if overlap else None, "num_distributed_optimizer_instances": instances,
         "transformer_impl": "local",

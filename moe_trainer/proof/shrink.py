@@ -195,6 +195,7 @@ def _choose(s: Settings, original: Mapping, ranks: int, notes: list[str]) -> lis
         nested_context="a2a+p2p" in as_list(s.cp_comm_type),
         same_data_ranks=bool(s.use_tp_pp_dp_mapping),
         instances=s.num_distributed_optimizer_instances or 1,
+        lone_experts=s.num_experts == original.ep,
     )
     try:
         mappings = shrink_mapping(original, ranks, wanted)

@@ -7,7 +7,7 @@ a model with more heads than groups, with dense layers first, with a shared expe
 from __future__ import annotations
 
 from arguments.rules.facts import as_list, moe_pattern
-from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, read_layout
+from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, Layout, read_layout
 from arguments.settings import Settings
 from moe_trainer.proof.mapping import Mapping
 
@@ -54,9 +54,7 @@ def _layout(s: Settings, old: Mapping, new: Mapping) -> dict[str, object]:
     """A layout whose stages are those of the original: the first, the last, and of those between the one with the MTP layers."""
     layout = read_layout(s.pipeline_model_parallel_layout)
     most = max(stage.count(DECODER) for stage in layout.stages)
-    holders = [index % old.pp for index in layout.stages_with(MTP)]
-    between = [rank for rank in dict.fromkeys([*holders, *range(1, old.pp)]) if 0 < rank < old.pp - 1]
-    ranks = [0] * (new.pp > 1) + [between[i % len(between)] for i in range(new.pp - 2)] + [old.pp - 1]
+    ranks = [0] * (new.pp > 1) + _ranks_between(layout, old.pp, new.pp - 2) + [old.pp - 1]
     chunks = [0] * (new.vpp > 1) + [old.vpp - 1]
     depth = min(s.mtp_num_layers or 0, 2)
     texts = []
@@ -72,6 +70,15 @@ def _layout(s: Settings, old: Mapping, new: Mapping) -> dict[str, object]:
     texts[0], texts[-1] = EMBEDDING + texts[0], texts[-1] + LOSS
     values: dict[str, object] = {"num_layers": "".join(texts).count(DECODER)} | ({"mtp_num_layers": depth} if depth else {})
     return values | ({"pipeline_model_parallel_layout": "|".join(texts)} if new.pp > 1 else {})
+
+
+def _ranks_between(layout: Layout, old_pp: int, count: int) -> list[int]:
+    """Pipeline ranks that stand for those between the first and the last; the one with the MTP layers is among them."""
+    holder = next((index % old_pp for index in layout.stages_with(MTP)), 0)
+    if not 0 < holder < old_pp - 1 or count < 1:
+        return [1 + i % (old_pp - 2) for i in range(count)] if old_pp > 2 else []
+    before = [1 + i % (holder - 1) for i in range(count - 1)] if holder > 1 else []
+    return [*sorted(before), holder, *range(holder + 1, holder + count - len(before))]
 
 
 def pattern(freq: int | list[int], old_layers: int, layers: int) -> int | list[int]:
@@ -132,10 +139,12 @@ def experts(s: Settings, new: Mapping) -> dict[str, object]:
         allowed = groups if s.moe_router_group_topk == s.moe_router_num_groups else max(1, groups // 2)
         topk = allowed * min(max(s.moe_router_topk // s.moe_router_group_topk, 1), 2)
         values["moe_router_group_topk"] = allowed
-    per_rank = 1 if s.num_experts == s.expert_model_parallel_size else 2
-    number = max(8, per_rank * new.ep) if per_rank > 1 or new.ep == 1 else new.ep
+    lone = s.num_experts == s.expert_model_parallel_size and new.ep > 1
+    number = new.ep if lone else max(8, 2 * new.ep)
+    if lone and groups == 1:
+        topk = min(topk, max(2, number // 2))
     while number % new.ep or number % groups or number < 2 * topk or number // groups < max(topk // allowed, 1):
-        number += new.ep if per_rank == 1 and new.ep > 1 else 4
+        number += new.ep if lone else 4
     return values | {"num_experts": number, "moe_router_topk": topk}
 
 

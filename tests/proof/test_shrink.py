@@ -1,0 +1,202 @@
+"""Any command line becomes a small legal one that keeps its features: recipes of the public zoo, layouts, patterns, relations."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import arguments
+from arguments.rules.layout_grammar import read_layout
+from moe_trainer.proof.mapping import Mapping
+from moe_trainer.proof.shrink import ShrinkError, as_is, flags_of, shrink
+
+RECIPES = json.loads((Path(__file__).parents[1] / "data" / "recipes.json").read_text())
+MODEL = (
+    "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 --seq-length 4096 --max-position-embeddings 4096 "
+    "--num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --swiglu "
+    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --micro-batch-size 1 --lr 1e-5 --train-iters 1000 "
+    "--eval-iters 0 --bf16 --data-path /data/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model some/model"
+).split()
+
+
+def small(*flags: str, world: int, ranks: int = 8):
+    """The parsed small command lines of MODEL with these flags, and what was said."""
+    shrunk = shrink([*MODEL, *flags], world, ranks)
+    return [arguments.parse_args(list(case.argv), case.world_size) for case in shrunk.cases], shrunk
+
+
+def test_a_thousand_gpus_and_the_routing_of_deepseek():
+    (args,), shrunk = small(
+        *"--pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 1 "
+        "--expert-model-parallel-size 64 --moe-layer-freq ([0]*3+[1]*58) --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 "
+        "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-topk-scaling-factor 2.5 "
+        "--moe-token-dispatcher-type alltoall --global-batch-size 8192 --use-distributed-optimizer --hidden-dropout 0.1".split(),
+        world=1024,
+    )
+    assert shrunk.original == Mapping(pp=16, dp=64, ep=64) and shrunk.cases[0].mapping == Mapping(pp=4, dp=2, ep=2)
+    model, moe, parallel, training = args.model, args.moe, args.parallel, args.training
+    assert parallel.decoder_first_pipeline_num_layers > parallel.decoder_last_pipeline_num_layers
+    assert moe.moe_layer_freq[0] == 0 and moe.moe_layer_freq[-1] == 1 and len(moe.moe_layer_freq) == model.num_layers < 12
+    assert model.multi_latent_attention and model.q_lora_rank and model.hidden_size < 64
+    assert moe.moe_router_topk // moe.moe_router_group_topk == 2 and moe.moe_router_group_topk < moe.moe_router_num_groups
+    assert moe.num_experts // parallel.expert_model_parallel_size > 1
+    assert moe.moe_shared_expert_intermediate_size == moe.moe_ffn_hidden_size < model.ffn_hidden_size
+    assert moe.moe_router_enable_expert_bias and moe.moe_router_topk_scaling_factor == 2.5 and moe.moe_aux_loss_coeff == 1e-4
+    assert parallel.use_distributed_optimizer
+    assert training.global_batch_size // (training.micro_batch_size * 2) >= 4, "more microbatches than stages"
+    assert not args.precision.bf16 and model.hidden_dropout == 0 and args.data.mock_data and args.data.data_path is None
+    said = " ".join(shrunk.notes)
+    assert "--bf16" in said and "--hidden-dropout 0.1" in said and "random tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "holds"),
+    [
+        ("--group-query-attention --num-query-groups 8", 8, lambda a: 1 < a.model.num_query_groups < a.model.num_attention_heads),
+        ("--group-query-attention --num-query-groups 1", 8, lambda a: a.model.num_query_groups == 1),
+        ("--kv-channels 128", 8, lambda a: a.model.kv_channels * a.model.num_attention_heads != a.model.hidden_size),
+        ("--moe-layer-freq 4", 8, lambda a: a.moe.moe_layer_freq > 1 and a.model.num_layers > 2),
+        ("--mtp-num-layers 1", 8, lambda a: a.model.mtp_num_layers == 1),
+        ("--untie-embeddings-and-output-weights", 8, lambda a: a.model.untie_embeddings_and_output_weights),
+        ("--calculate-per-token-loss", 8, lambda a: a.training.calculate_per_token_loss),
+        ("--expert-model-parallel-size 256", 256, lambda a: a.moe.num_experts == a.parallel.expert_model_parallel_size),
+        ("--moe-expert-capacity-factor 1.25", 8, lambda a: a.moe.moe_expert_capacity_factor == 1.25),
+        ("--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-3", 8,
+         lambda a: a.moe.moe_aux_loss_coeff == [1e-2, 1e-3]),
+        ("--tensor-model-parallel-size 8 --sequence-parallel", 64, lambda a: a.parallel.sequence_parallel),
+        ("--tensor-model-parallel-size 8", 64, lambda a: not a.parallel.sequence_parallel),
+        ("--context-parallel-size 8 --cp-comm-type a2a", 64, lambda a: a.parallel.cp_comm_type == ["a2a"]),
+        ("--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", 64,
+         lambda a: a.parallel.hierarchical_context_parallel_sizes == [2, 2]),
+        ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 8, lambda a: a.parallel.overlap_param_gather),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 4", 64,
+         lambda a: a.parallel.num_distributed_optimizer_instances == 2),
+        ("--window-size 511,0", 8, lambda a: a.model.window_size == (5, 0)),
+        ("--clip-grad 0", 8, lambda a: a.optimizer.clip_grad == 0),
+        ("--optimizer sgd --sgd-momentum 0.5", 8, lambda a: a.optimizer.optimizer == "sgd" and a.optimizer.sgd_momentum == 0.5),
+        ("--global-batch-size 8", 8, lambda a: a.training.global_batch_size == a.training.micro_batch_size * a.world_size),
+    ],
+)  # fmt: skip
+def test_features_and_relations_stay(flags, world, holds):
+    found, _ = small(*flags.split(), world=world)
+    assert all(holds(args) for args in found)
+
+
+def test_a_model_without_experts_stays_one():
+    words = MODEL[:MODEL.index("--num-experts")] + MODEL[MODEL.index("--swiglu"):]
+    shrunk = shrink([*words, "--tensor-model-parallel-size", "4"], 32)
+    args = arguments.parse_args(list(shrunk.cases[0].argv), shrunk.cases[0].world_size)
+    assert args.moe.num_experts is None and shrunk.cases[0].mapping == Mapping(tp=2, dp=2, etp=2)
+
+
+def test_a_layout_is_redrawn_with_its_kinds_of_stages():
+    layout = "Ettt|" + "tttt|" * 14 + "ttmL"
+    (args,), _ = small("--pipeline-model-parallel-size", "16", "--pipeline-model-parallel-layout", layout, "--mtp-num-layers", "1",
+                       *"--moe-layer-freq ([0]*3+[1]*58)".split(), world=128)
+    stages = read_layout(args.parallel.pipeline_model_parallel_layout).stages
+    assert len(stages) == args.parallel.pipeline_model_parallel_size == 4
+    assert stages[0].startswith("E") and stages[-1].endswith("mL") and stages[1] == stages[2] == "tt"
+
+
+def test_a_standalone_mtp_stage_stays_alone():
+    layout = "Et*8|" + "t*8|" * 6 + "t*5m|L"
+    (args, *_), _ = small("--pipeline-model-parallel-size", "9", "--pipeline-model-parallel-layout", layout, "--mtp-num-layers", "1", world=9)
+    assert args.parallel.mtp_standalone
+
+
+def test_virtual_stages_and_uneven_ends():
+    found, _ = small(
+        *"--pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 6 "
+        "--decoder-last-pipeline-num-layers 6".split(), "--num-layers", "60", "--global-batch-size", "64", world=8,
+    )
+    for args in found:
+        parallel = args.parallel
+        assert parallel.num_virtual_stages_per_pipeline_rank == 2 and parallel.pipeline_model_parallel_size > 2
+        middle = args.model.num_layers - parallel.decoder_first_pipeline_num_layers - parallel.decoder_last_pipeline_num_layers
+        assert parallel.decoder_first_pipeline_num_layers < middle / (parallel.pipeline_model_parallel_size - 2)
+
+
+@pytest.mark.parametrize("counted", ["embedding", "loss"])
+def test_embedding_and_loss_still_count_as_layers(counted):
+    flag = f"--account-for-{counted}-in-pipeline-split"
+    (args,), _ = small("--pipeline-model-parallel-size", "4", flag, "--num-layers", "63", world=4)
+    assert flag.replace("-", "_")[2:] and (args.model.num_layers + 1) % args.parallel.pipeline_model_parallel_size == 0
+
+
+def test_more_dimensions_than_ranks_give_several_cases_and_say_so():
+    found, shrunk = small(
+        *"--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --pipeline-model-parallel-size 8 "
+        "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1".split(), "--num-layers", "64", world=512,
+    )
+    assert len(found) > 1 and any("cannot hold all dimensions at once" in note for note in shrunk.notes)
+
+
+def test_the_reference_has_no_parallel_flag():
+    case = shrink([*MODEL, *"--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --use-distributed-optimizer".split()], 64).cases[0]
+    args = arguments.parse_args(list(case.reference), 1)
+    assert args.parallel == arguments.parse_args([*case.reference], 1).parallel and args.parallel.tensor_model_parallel_size == 1
+    assert not args.parallel.use_distributed_optimizer and args.moe.num_experts == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--no-such-flag"], "--no-such-flag: this flag is unknown"),
+        (["--num-attention-heads", "7", "--tensor-model-parallel-size", "2"], "must be a multiple of"),
+        (["--moe-router-topk", "eight"], "the value must be an integer"),
+    ],
+)
+def test_what_is_wrong_is_told_in_the_words_of_the_trainer(flags, reason):
+    with pytest.raises(ShrinkError) as error:
+        shrink([*MODEL, *flags], 64)
+    assert any(reason in text for text in error.value.reasons)
+
+
+def test_the_ranks_of_an_unknown_job_are_one_replica(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert shrink([*MODEL, *"--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1".split()]).original.world == 8
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    assert shrink(MODEL).original.world == 32
+
+
+def test_small_flags_can_be_taken_as_they_are():
+    case = shrink([*MODEL, "--expert-model-parallel-size", "8"], 64).cases[0]
+    same = as_is(list(case.argv), case.world_size)
+    assert same.mapping == case.mapping and arguments.parse_args(list(same.argv), 4) == arguments.parse_args(list(case.argv), 4)
+    with pytest.raises(ShrinkError, match="--vocab-size is missing"):
+        as_is(MODEL, 1)
+
+
+def test_flags_are_spelled_as_they_are_read():
+    words = flags_of({"swiglu": True, "add_bias_linear": False, "moe_layer_freq": [0, 1, 1], "window_size": (5, 0), "cp_comm_type": ["a2a"]})
+    args = arguments.parse_args([*MODEL, *words, "--num-layers", "3"], 1)
+    assert args.model.swiglu and not args.model.add_bias_linear and args.moe.moe_layer_freq == [0, 1, 1] and args.model.window_size == (5, 0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe["name"])
+def test_recorded_recipes_have_a_small_form(recipe):
+    assert shrink(recipe["argv"], recipe["world_size"]).cases
+
+
+# what the trainer itself refuses in public recipes: other products, and lines whose model stands in another file
+REFUSED = {
+    "gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset_1node": "--fim-data",
+    "gpt3_mcore_te_tp1_pp1_mup": "--use-mup",
+}
+
+
+def test_every_public_recipe_has_a_small_form(shared):
+    recipes = json.loads((shared / "reference" / "recipes.json").read_text())
+    missing = []
+    for recipe in recipes:
+        try:
+            cases = shrink(recipe["argv"], recipe["world_size"]).cases
+        except ShrinkError as error:
+            missing.append((recipe["name"].rsplit("/", 1)[-1], error.reasons[0]))
+        else:
+            assert cases and all(case.world_size <= 8 for case in cases), recipe["name"]
+    incomplete = [name for name, reason in missing if "--num-layers is missing" in reason]
+    assert len(incomplete) == 2, "two recorded lines hold no model at all"
+    rest = {name: reason for name, reason in missing if name not in incomplete}
+    assert rest.keys() == REFUSED.keys() and all(rest[name].startswith(flag) for name, flag in REFUSED.items())
