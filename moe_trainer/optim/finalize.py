@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from moe_trainer.optim.flat import Slot
+from moe_trainer.optim.fully_sharded import ShardedGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of
 from moe_trainer.parallel.state import Group, ParallelState
 
 
-def finalize_grads(grads: DataParallelGrads, ps: ParallelState) -> None:
+def finalize_grads(grads: DataParallelGrads | ShardedGrads, ps: ParallelState) -> None:
     """Sum the gradients of partial parameters over tp (of experts over etp) and of tied ones over the stages, in place.
 
     Call it after grads.finish() and before anything reads the gradients; a factor per token may be applied before or after.
@@ -33,7 +34,7 @@ def finalize_grads(grads: DataParallelGrads, ps: ParallelState) -> None:
 
 
 @torch.no_grad()
-def _sum(grads: DataParallelGrads, group: Group, chosen: Callable[[ParamInfo], bool]) -> None:
+def _sum(grads: DataParallelGrads | ShardedGrads, group: Group, chosen: Callable[[ParamInfo], bool]) -> None:
     if group.size == 1:
         return
     # by name: the stages do not reach tied parameters in one order

@@ -137,7 +137,7 @@ def _pieces(layout: FlatLayout, ranges: Sequence[tuple[int, int]], groups: dict[
             start, stop = max(slot.start, low), min(slot.stop, high)
             if start < stop:
                 pieces.append(Piece(slot, start - slot.start, stop - slot.start, base + start - low,
-                                    groups[slot.param], alone and _owned_by_replica(slot.param, ps)))
+                                    groups[slot.param], alone and owned_by_replica(slot.param, ps)))
         base += high - low
     return pieces
 
@@ -153,7 +153,7 @@ def _holds_alone(layout: FlatLayout, sharded: bool) -> bool:
     return (layout.outer if sharded else layout.group).rank == 0
 
 
-def _owned_by_replica(param: Parameter, ps: ParallelState) -> bool:
+def owned_by_replica(param: Parameter, ps: ParallelState) -> bool:
     """Whether a parameter counts on this rank of its model replica: one that is not cut on the first tensor-parallel rank,
     one that several stages hold where it is no copy."""
     info = info_of(param)

@@ -59,14 +59,14 @@ class ParamState:
 
 
 class Gradients(Protocol):
-    """Where gradients are kept (grad_buffer.DataParallelGrads); they are reduced before a step."""
+    """Where gradients are kept (grad_buffer.DataParallelGrads, fully_sharded.ShardedGrads); they are reduced before a step."""
 
     def zero(self) -> None:
         """Begin an iteration."""
 
 
 class StateShard(Protocol):
-    """Main parameters, gradients and moments of some parameters, or of this rank's part of them (flat_state.FlatState).
+    """Main parameters, gradients and moments of some parameters, or of this rank's part of them (flat_state.FlatState, fully_sharded.ShardedState).
 
     device: where they lie. pieces: they cover, in any order, what this rank keeps of every parameter. segments: the same
     elements in as few tensors as possible, gradients as they are at the moment of asking; gradients outside fp32 are left
@@ -74,7 +74,9 @@ class StateShard(Protocol):
     """
 
     device: torch.device
-    pieces: Sequence[Piece]
+
+    @property
+    def pieces(self) -> Sequence[Piece]: ...
 
     @property
     def segments(self) -> Sequence[Segment]: ...
@@ -106,7 +108,7 @@ class Optimizer:
         self._timer = timer
         self._device = device  # of the norms: a stage without parameters takes part in their sums
         self._world = ps.world
-        found = {segment.group for state in self._states for segment in state.segments}
+        found = {piece.group for state in self._states for piece in state.pieces}
         # a stage without experts, or without a decoupled learning rate, still has the groups that the others have
         self._groups = sorted(set().union(*collectives.all_gather_object(found, ps.world)),
                               key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr))
