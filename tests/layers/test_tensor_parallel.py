@@ -7,13 +7,16 @@ Weights, biases and gains are all random, drawn by name on their whole shape and
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arguments.model import ModelArgs
+from moe_trainer.layers import linear, vocab
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.kit import LOCAL
@@ -274,6 +277,56 @@ def test_with_one_rank_a_queue_changes_no_bit():
         assert torch.equal(plain[0], waiting[0]), name
         for param, (_, grad) in plain[2].items():
             assert torch.equal(grad, waiting[2][param][1]), f"{name}: {param}"
+
+
+class _Products(TorchDispatchMode):
+    """Logs every matrix product."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.log.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "sp", "expected"), [
+    ("column", True, "gather / product / reduce-scatter / gather done / product / reduce-scatter done"),
+    ("column", False, "product / all-reduce / product / all-reduce done"),
+    ("head, loss", True, "gather / product / reduce-scatter / gather done / product / reduce-scatter done"),
+    ("row", True, "gather / product / product")])
+def test_communication_of_backward_stands_beside_its_products(name, sp, expected, monkeypatch):
+    """In one process: the group has two ranks by name, and what would travel is made up."""
+    log = []
+
+    def started(what, result, async_op):
+        log.append(what)
+        return result, SimpleNamespace(wait=lambda: log.append(f"{what} done")) if async_op else None
+
+    def gather(x, group, async_op=False):
+        return started("gather", torch.cat([x, x]), async_op)
+
+    def reduce_scatter(x, group, async_op=False):
+        return started("reduce-scatter", x[:len(x) // 2].clone(), async_op)
+
+    def reduce(x, group, op="sum", async_op=False):
+        return started("all-reduce", x, async_op)[1 if async_op else 0]
+
+    for module in (linear, vocab):
+        monkeypatch.setattr(module, "gather_rows", gather)
+        monkeypatch.setattr(module, "all_reduce", reduce)
+    monkeypatch.setattr(linear, "reduce_scatter_rows", reduce_scatter)
+    case, two = CASES[name], replace(ParallelState.single(), tp=Group("tp", (0, 1), 0, 2))
+    layer = _fill(case.make(two, sp))
+    x = torch.randn(S // 2 if sp and case.x == ROWS else S, B, case.width // (2 if case.x == COLUMNS else 1),
+                    dtype=torch.float64, requires_grad=True)
+    y = case.run(layer, x, two, sp)
+    log.clear()
+    with _Products(log):
+        y.backward(torch.ones_like(y))
+    assert " / ".join(log) == expected
 
 
 @pytest.mark.parametrize(("make", "message"), [
