@@ -16,6 +16,21 @@ comes by (`attach_gradient`). The z-loss, coeff * mean(logsumexp^2), joins the s
 the scores: expert bias, groups and drops take no part. Rejected: returning losses through the pipeline (stages other than the last
 must back-propagate them too), and a global scale (a hidden argument).
 
+A rank computes its own tokens' share of these losses: over tp the shares add up in the router's gradient (ParamInfo.partial), over cp
+because the gradient scale that the loop passes contains the size of cp, which the mean over dp_cp takes away again.
+
+What depends on the mapping by definition. Everything else here is the same for every tp, cp, ep, etp, pp and dp; these few are as
+Megatron-Core defines them, and a one-process oracle has to compute them for the mapping in question:
+
+* capacity (--moe-expert-capacity-factor): an expert's limit and what it drops are found on each rank's own tokens, that is per
+  sequence shard under cp and under tp (with or without sequence parallelism), and per microbatch of each data rank;
+* aux_loss and seq_aux_loss: one value per microbatch and data rank, averaged; aux_loss is not linear in the counts, so it depends on
+  the micro-batch size and on the number of data ranks, seq_aux_loss (per sequence) does not;
+* global_aux_loss: its counts are a running mean over the microbatches so far of sums over tp, cp and dp, so it depends on how many
+  data ranks share the global batch and in which order microbatches come;
+* multi-token prediction under cp (model/mtp.py): each cp rank divides its loss by its own number of valid tokens;
+* --moe-input-jitter-eps and the forced routings of benchmarks: every rank draws its own random numbers.
+
 Shape letters: S sequence, B sequences of the microbatch, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
 

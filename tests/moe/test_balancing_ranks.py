@@ -1,0 +1,191 @@
+"""Balancing losses, their gradients, counts and metrics under tensor, context, data and pipeline ranks, against one process.
+
+Bug classes that users of Megatron-LM reported stand in the names of the tests, by issue number.
+"""
+
+import functools
+
+import pytest
+import torch
+from harness import run_ranks
+from moe.layers import HIDDEN, Chunk, RankGrads, build_layer, metrics_of, sections, shard_of, total_grads
+from moe.test_dispatch_ranks import Layout
+
+from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.state import ParallelState
+
+S, SCALE = 8, 0.7
+LOSSES = {
+    "aux": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3},
+    "sequence": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3},
+    "global": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3},
+    "z": {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.2},
+    "all, sigmoid": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
+        "moe_z_loss_coeff": 0.05, "moe_router_score_function": "sigmoid"},
+}
+MAPPINGS = (
+    Layout(2, tp=2),
+    Layout(2, tp=2, sp=True),
+    Layout(2, cp=2),
+    Layout(4, tp=2, cp=2, sp=True),
+    Layout(4, tp=2, cp=2),
+    Layout(4, tp=2, ep=2, etp=2, sp=True),
+    Layout(4, cp=2, ep=4),
+)
+
+
+def microbatches(dp_rank: int, sequences: int = 2, count: int = 2) -> list[torch.Tensor]:
+    """The microbatches of one data rank, [S, sequences, H] each."""
+    generator = torch.Generator().manual_seed(100 + dp_rank)
+    every = torch.randn(count * sequences, S, HIDDEN, generator=generator, dtype=torch.float64)
+    return [part.transpose(0, 1) for part in every.split(sequences)]
+
+
+def run_iteration(layer, inputs, scale=SCALE):
+    """Forward and backward of one iteration; only the auxiliary losses enter the gradient."""
+    start_iteration([Chunk(layer)])
+    for x in inputs:
+        (layer(x, scale) * 0.0).sum().backward()
+
+
+def _rank(rank, n, layout, changes, sequences, count):
+    ps = layout.state(rank)
+    args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=layout.sp, **changes)
+    layer = shard_of(args, ps)
+    inputs = [x.chunk(ps.cp.size)[ps.cp.rank] for x in microbatches(ps.dp.rank, sequences, count)]
+    if layout.sp:
+        inputs = [x.chunk(ps.tp.size)[ps.tp.rank] for x in inputs]
+    # a mean over dp_cp follows in training, and the scale of the auxiliary losses contains cp for it: here they are summed
+    run_iteration(layer, inputs)
+    grads = RankGrads.of(layer, ps)
+    return grads, metrics_of(args, [layer], count, ps)
+
+
+def outcome(layout: Layout, changes: dict, sequences: int = 2, count: int = 2):
+    """Router gradient summed over all ranks, and the metrics that every rank agrees on."""
+    results = run_ranks(_rank, layout.n, layout, changes, sequences, count)
+    assert all(metrics == results[0][1] for _, metrics in results)
+    return total_grads([grads for grads, _ in results])["decoder.layers.0.mlp.router.weight"], results[0][1]
+
+
+@functools.cache
+def data_ranks_only(dp: int, kind: str, per_token: bool):
+    """The oracle: the same data ranks without any other dimension (one process for one of them)."""
+    return outcome(Layout(dp), dict(LOSSES[kind], calculate_per_token_loss=per_token))
+
+
+def assert_same(ours, expected):
+    (grad, metrics), (want_grad, want) = ours, expected
+    assert want_grad.abs().max() > 1e-3
+    torch.testing.assert_close(grad, want_grad, atol=1e-12, rtol=1e-9)
+    for name, value in want.losses.items():
+        assert metrics.losses[name] == pytest.approx(value, rel=1e-6)
+        assert metrics.per_layer[name] == pytest.approx(want.per_layer[name], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("layout", MAPPINGS, ids=str)
+def test_M5047_auxiliary_losses_do_not_depend_on_tensor_and_context_ranks(layout, kind):
+    """Megatron-LM issues 5047 and 7452: with tensor ranks the gradient of the auxiliary loss came out too large."""
+    dp = layout.n // (layout.tp * layout.cp)
+    assert_same(outcome(layout, LOSSES[kind]), data_ranks_only(dp, kind, False))
+
+
+@pytest.mark.parametrize("kind", ["aux", "sequence", "all, sigmoid"])
+@pytest.mark.parametrize("layout", [Layout(2, cp=2), Layout(2, tp=2), Layout(4, tp=2, cp=2, sp=True)], ids=str)
+def test_M1652_per_token_loss_with_context_ranks(layout, kind):
+    """Megatron-LM issue 1652: with --calculate-per-token-loss the scale of the auxiliary loss missed the context ranks."""
+    changes = dict(LOSSES[kind], calculate_per_token_loss=True)
+    grad, _ = expected = data_ranks_only(1, kind, True)
+    assert_same(outcome(layout, changes), expected)
+    # by definition: times the tokens of the microbatch
+    torch.testing.assert_close(grad, data_ranks_only(1, kind, False)[0] * (S * 2), atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("layout", [Layout(4, tp=2, sp=True), Layout(4, cp=2), Layout(4, tp=2, ep=2)], ids=str)
+def test_M3672_global_loss_over_data_ranks_and_accumulation(layout):
+    """Megatron-LM issue 3672. Counts: running mean over the iteration's microbatches of sums over tp, cp and dp."""
+    changes = LOSSES["global"]
+    assert_same(outcome(layout, changes, count=3), outcome(Layout(2), changes, count=3))
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2, tp=2, sp=True), Layout(2, cp=2)], ids=str)
+def test_M5798_sequence_loss_does_not_depend_on_the_micro_batch_size(layout):
+    """Megatron-LM issue 5798. Four sequences at once, or in twos, or one by one: the same mean loss and gradient."""
+    grads, values = [], []
+    for sequences in (4, 2, 1):
+        count = 4 // sequences
+        grad, metrics = outcome(layout, LOSSES["sequence"], sequences, count)
+        grads.append(grad / count)
+        values.append(metrics.losses["seq_load_balancing_loss"])
+    assert values == pytest.approx([values[0]] * 3, rel=1e-6)
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0], atol=1e-12, rtol=1e-9)
+
+
+def _bias(rank, n, layout):
+    ps = layout.state(rank)
+    args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=layout.sp, moe_router_score_function="sigmoid",
+                    moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.01)
+    layer = shard_of(args, ps)
+    for x in microbatches(ps.dp.rank):
+        x = x.chunk(ps.cp.size)[ps.cp.rank]
+        layer(x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x, SCALE)
+    counts = layer.router.local_tokens_per_expert.clone()
+    update_expert_bias([Chunk(layer)], ps)
+    return counts, layer.router.expert_bias
+
+
+@pytest.mark.parametrize("layout", MAPPINGS, ids=str)
+def test_M7452_tokens_are_counted_once_whatever_the_mapping(layout):
+    """Megatron-LM issue 7452: the count of a rank's tokens was wrong under tensor and sequence parallelism."""
+    dp = layout.n // (layout.tp * layout.cp)
+    expected, results = run_ranks(_bias, dp, Layout(dp)), run_ranks(_bias, layout.n, layout)
+    assert torch.equal(sum(counts for counts, _ in results), sum(counts for counts, _ in expected))
+    assert sum(counts.sum() for counts, _ in results) == dp * 2 * S * 2 * 2  # microbatches, tokens, sequences, top-k
+    for _, bias in results:
+        torch.testing.assert_close(bias, expected[0][1])
+
+
+def _stage(rank, n, moe_stage):
+    """A pipeline of two stages of which one has the only MoE layer; its number is 1 or 2."""
+    ps = ParallelState.create(n, rank, pp=2)
+    args = sections(**LOSSES["aux"])
+    layers = []
+    if ps.pp.rank == moe_stage:
+        layer = build_layer(args, ps, layer_number=moe_stage + 1)
+        layer(microbatches(ps.dp.rank)[0], SCALE)
+        layers.append(layer)
+    update_expert_bias([Chunk(*layers)], ps)
+    return metrics_of(args, layers, 1, ps)
+
+
+@pytest.mark.parametrize("moe_stage", [0, 1])
+@pytest.mark.parametrize("n", [2, 4])
+def test_torchtitan1689_stages_without_experts_join_the_collectives(n, moe_stage):
+    """A stage of dense layers must not leave the others waiting, and every rank gets the metrics of all stages."""
+    results = run_ranks(_stage, n, moe_stage)
+    assert all(metrics == results[0] for metrics in results)
+    value = results[0].losses["load_balancing_loss"]
+    assert value > 0.5
+    assert results[0].per_layer["load_balancing_loss"] == ([value, 0.0] if moe_stage == 0 else [0.0, value])
+
+
+def test_dense_models_exchange_nothing():
+    metrics = collect_moe_metrics([Chunk()], ParallelState.single(), 1, sections(num_experts=None).moe, 2)
+    assert (metrics.losses, metrics.dropped_tokens) == ({}, 0)
+
+
+def test_what_is_partial_is_declared():
+    """The router sees a rank's own rows under tensor ranks, the shared expert's gate with sequence parallelism only."""
+
+    def declared(rank, n, sp):
+        ps = ParallelState.create(n, rank, tp=2)
+        args = sections(sequence_parallel=sp, add_bias_linear=True, moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True)
+        infos: dict[str, ParamInfo] = {path: param.info for path, param in build_layer(args, ps).named_parameters()}
+        return {path for path, info in infos.items() if info.partial}
+
+    assert run_ranks(declared, 2, False)[0] == {"router.weight", "router.bias"}
+    assert run_ranks(declared, 2, True)[0] == {"router.weight", "router.bias", "shared_experts.gate_weight"}
