@@ -11,26 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from arguments import Arguments
-from moe_trainer.data.loader import Batch
 from moe_trainer.initialize import Runtime
 from moe_trainer.model.weights import export_named_weights, gather_named
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of, unique_params
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.place import Place
+from moe_trainer.proof.text import batches, tokenizer
 from moe_trainer.run import Run, TrainState, build_run
 from moe_trainer.train import train_step
-
-MASKED = 0.2
-"""Share of the labels that carry no loss."""
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -65,31 +60,8 @@ class Outcome:
 def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: int = 0, seed: int = 0) -> Run:
     """Build a run whose batches need no files; `skip` leaves out those of the first steps. Collective."""
     place = Place(rank, ps.world.size, rank, None, None, "proof")
-    tokenizer = SimpleNamespace(vocab_size=vocab_size(args))
-    run = build_run(args, Runtime(place, torch.device("cpu"), ps), tokenizer)
+    run = build_run(args, Runtime(place, torch.device("cpu"), ps), tokenizer(args))
     return replace(run, train_batches=iter(batches(args, ps, skip, steps, seed)))
-
-
-def vocab_size(args: Arguments) -> int:
-    """Number of token ids: --vocab-size and NullTokenizer's end of document."""
-    return args.data.vocab_size + 1
-
-
-def batches(args: Arguments, ps: ParallelState, first: int, steps: int, seed: int = 0) -> list[Batch]:
-    """Draw this rank's micro-batches of some steps, full sequences on every tp, cp and pp rank; some labels carry no loss."""
-    training, dp, length = args.training, ps.dp, args.data.seq_length
-    micro, size = training.micro_batch_size, training.global_batch_size
-    found = []
-    for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(1_000_003 * seed + step)
-        tokens, labels = torch.randint(0, vocab_size(args) - 1, (2, size, length), generator=generator)
-        # equal first tokens have equal scores up to rounding: which of them a full expert keeps would be a matter of chance
-        tokens[:, 0] = torch.randperm(vocab_size(args) - 1, generator=generator)[:size]
-        mask = (torch.rand(size, length, generator=generator) >= MASKED).float()
-        for start in range(dp.rank * micro, size, dp.size * micro):
-            cut = slice(start, start + micro)
-            found.append(Batch(tokens[cut], labels[cut], mask[cut], torch.arange(length).expand(micro, -1)))
-    return found
 
 
 def train(

@@ -134,7 +134,9 @@ def _batch(dice: random.Random, mapping: Mapping) -> dict[str, object]:
         "micro_batch_size": micro, "global_batch_size": micro * accumulation * mapping.dp, "seq_length": length,
         "max_position_embeddings": length, "train_iters": STEPS, "lr": LEARNING_RATE, "lr_decay_style": "constant", "adam_eps": 1e-5,
         "clip_grad": dice.choice((0.5, 1.0)), "calculate_per_token_loss": _chance(dice, 0.25), "eval_iters": 0, "mock_data": True,
-        "tokenizer_type": "NullTokenizer", "vocab_size": VOCAB,
+        "tokenizer_type": "NullTokenizer", "vocab_size": VOCAB, "reset_position_ids": _chance(dice, 0.15),
+        "reset_attention_mask": _chance(dice, 0.15), "dataloader_inter_document_masking": _chance(dice, 0.05),
+        "eod_mask_loss": _chance(dice, 0.15),
     }  # fmt: skip
 
 
@@ -146,6 +148,8 @@ def _stages(dice: random.Random, mapping: Mapping, values: dict[str, object]) ->
     kind = dice.choice(("even", "even", "first", "account", "layout")) if pp > 1 else "even"
     if vpp > 1 and kind != "layout":
         found["num_virtual_stages_per_pipeline_rank"] = vpp
+    if pp > 1 and _chance(dice, 0.25):
+        found["pipeline_schedule"] = "zero-bubble"
     if kind == "first":
         found["decoder_first_pipeline_num_layers"] = 2 * vpp
         layers = 2 * vpp + vpp * (pp - 1)

@@ -46,7 +46,7 @@ _REPLACED = frozenset(
     "cp_comm_type hierarchical_context_parallel_sizes num_distributed_optimizer_instances ddp_bucket_size micro_batch_size "
     "global_batch_size train_iters train_samples lr min_lr lr_decay_style adam_eps decoupled_lr decoupled_min_lr seq_length "
     "recompute_num_layers overlap_p2p_comm align_param_gather overlap_moe_expert_parallel_comm delay_wgrad_compute "
-    "no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl".split()
+    "no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl pipeline_schedule".split()
 )
 _KEPT_TRAINING = frozenset(
     "calculate_per_token_loss recompute_granularity recompute_method recompute_modules distribute_saved_activations seed".split()
@@ -54,7 +54,9 @@ _KEPT_TRAINING = frozenset(
 _KEPT_OPTIMIZER = frozenset(
     "optimizer adam_beta1 adam_beta2 sgd_momentum clip_grad weight_decay apply_wd_to_qk_layernorm".split()
 )
-_KEPT_DATA = frozenset("reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking".split())
+_KEPT_DATA = frozenset(
+    "reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking create_attention_mask_in_dataloader".split()
+)
 _MACHINE = frozenset(
     "distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init local_rank world_size on_missing_backend "
     "fake_process_group pipeline_model_parallel_comm_backend grad_reduce_in_bf16 ddp_pad_buckets_for_high_nccl_busbw".split()
@@ -273,6 +275,8 @@ def _ranks(s: Settings, new: Mapping, notes: list[str]) -> dict[str, object]:
         values["overlap_p2p_comm"] = False
     if new.vpp > 1 and s.given("align_param_gather"):
         values["align_param_gather"] = s.align_param_gather
+    if s.pipeline_schedule is not None and new.pp > 1 and (new.vpp > 1 or s.pipeline_schedule != "interleaved"):
+        values["pipeline_schedule"] = s.pipeline_schedule
     overlap = "overlap_moe_expert_parallel_comm"
     if s.values[overlap]:
         possible = new.ep > 1 and (new.pp == 1 or new.vpp > 1)
