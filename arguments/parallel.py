@@ -51,6 +51,9 @@ class ParallelArgs:
     """Virtual stages of one pipeline rank."""
     microbatch_group_size_per_vp_stage: int | None = flag(None, "--microbatch-group-size-per-virtual-pipeline-stage")
     """Microbatches a virtual stage runs in a row. Unset: the pipeline size."""
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = None
+    """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages. zero-bubble
+    computes weight gradients apart, where a stage would wait; its results are those of the others."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer when dividing stages."""
     account_for_loss_in_pipeline_split: bool = False

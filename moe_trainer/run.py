@@ -177,8 +177,11 @@ def layers_of(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer
 def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> Schedule:
     """The pipeline schedule of these flags."""
     parallel = args.parallel
-    return choose(None, runtime.ps.pp, len(chunks), runtime.device, group_size=parallel.microbatch_group_size_per_vp_stage,
-                  overlap=parallel.overlap_p2p_comm)
+    return choose(
+        parallel.pipeline_schedule, runtime.ps.pp, len(chunks), runtime.device,
+        group_size=parallel.microbatch_group_size_per_vp_stage, overlap=parallel.overlap_p2p_comm,
+        queues=[chunk.weight_grads for chunk in chunks] if parallel.pipeline_schedule == "zero-bubble" else None,
+    )
 
 
 def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:

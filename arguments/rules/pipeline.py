@@ -237,6 +237,35 @@ def interleaving_has_enough_microbatches(s: Settings, f: Facts) -> Iterator[Viol
         )
 
 
+def schedule_fits_stages(s: Settings, f: Facts) -> Iterator[Violation]:
+    schedule = s.pipeline_schedule
+    if schedule == "1f1b" and f.vpp is not None:
+        cause = next(dest for dest in (LAYOUT, VIRTUAL, PER_VIRTUAL) if getattr(s, dest) is not None)
+        yield broken(
+            s,
+            f"{say(s, 'pipeline_schedule')} cannot run the {f.vpp} virtual stages that {say(s, cause)} makes; choose "
+            "interleaved or zero-bubble.",
+            "pipeline_schedule",
+            cause,
+        )
+    if schedule == "interleaved" and f.vpp is None:
+        yield broken(
+            s,
+            f"{say(s, 'pipeline_schedule')} needs virtual stages: --num-virtual-stages-per-pipeline-rank above 1, "
+            "--num-layers-per-virtual-pipeline-stage or --pipeline-model-parallel-layout.",
+            "pipeline_schedule",
+            VIRTUAL,
+        )
+    if schedule == "zero-bubble" and s.overlap_moe_expert_parallel_comm:
+        yield broken(
+            s,
+            f"{say(s, 'pipeline_schedule')} cannot be combined with {s.flag('overlap_moe_expert_parallel_comm')}: both "
+            "decide when weight gradients are computed.",
+            "pipeline_schedule",
+            "overlap_moe_expert_parallel_comm",
+        )
+
+
 RESOLVE = (no_interleaving_no_overlap, mtp_standalone)
 CHECKS = (
     layers_divide_over_stages,
@@ -252,4 +281,5 @@ CHECKS = (
     layout_is_readable,
     layout_fits_model,
     interleaving_has_enough_microbatches,
+    schedule_fits_stages,
 )

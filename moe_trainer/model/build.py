@@ -18,6 +18,7 @@ from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher, connect_dis
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape.layout import chunk_layouts, embedding_stages
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,12 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     layouts = chunk_layouts(args.model, args.parallel)
     assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
     shared = len(embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights)) > 1
+    deferred = args.parallel.pipeline_schedule == "zero-bubble" or args.parallel.delay_wgrad_compute
     chunks = []
     for layout in layouts[ps.pp.rank]:
         with torch.device("meta"):
             chunk = Transformer(args, ps, padded_vocab_size, kit, layout, shared_embedding=shared,
-                                params_dtype=dtype, device=device)
+                                params_dtype=dtype, device=device, queue=WeightGradQueue() if deferred else None)
         _materialize(chunk, device, dtype, args.training.seed)
         if device.type != "meta":
             _check(chunk)

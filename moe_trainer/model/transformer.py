@@ -26,6 +26,7 @@ from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout
 
@@ -80,8 +81,12 @@ class Transformer(nn.Module):
     """One chunk of the model, or all of it. Built by build.build_chunks, which also gives the parameters their values."""
 
     def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, kit: Kit, layout: ChunkLayout,
-                 *, shared_embedding: bool, params_dtype: torch.dtype, device: torch.device):
-        """shared_embedding: other pipeline stages hold the word embeddings too. params_dtype, device: where it is going to be."""
+                 *, shared_embedding: bool, params_dtype: torch.dtype, device: torch.device,
+                 queue: WeightGradQueue | None = None):
+        """shared_embedding: other pipeline stages hold the word embeddings too. params_dtype, device: where it is going to be.
+
+        queue: where its weight gradients can wait, for schedules that compute them apart.
+        """
         super().__init__()
         model = args.model
         pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
@@ -90,7 +95,8 @@ class Transformer(nn.Module):
         if ps.tp.size > 1:
             place = (f"pp {ps.pp.rank}", f"first layer {layout.layers[:1]}", f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank}")
             self.stream = ShardStream(args.training.seed, "dropout", *place)
-        kit = kit.for_chunk(stream=self.stream)
+        self.weight_grads = queue
+        kit = kit.for_chunk(queue, self.stream)
         self.sequence = SequenceShard(ps.cp)
         self.rows_cut = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
         self.hidden_size = model.hidden_size

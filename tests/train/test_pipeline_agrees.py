@@ -10,6 +10,7 @@ from moe_trainer.parallel.state import ParallelState
 
 EIGHT = ["--num-layers", "8"]
 PP2, PP4 = (["--pipeline-model-parallel-size", size] for size in "24")
+ZERO_BUBBLE = ["--pipeline-schedule", "zero-bubble"]
 MTP = ["--mtp-num-layers", "1", "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"]
 MTP2 = ["--mtp-num-layers", "2", "--position-embedding-type", "rope"]
 
@@ -41,6 +42,18 @@ CASES = {
     "pp4, two MTP depths, tied, an empty stage behind them": (
         4, "biases, tied head", [*MTP2], [*PP4, *layout("Ett|tt|mm|L")]),
     "pp4 vpp2, MTP apart": (4, "per-token loss", [*EIGHT, *MTP], [*PP4, *layout("Et|t|t|t||tttt|m|L")]),
+    "zero bubble pp2": (2, "accumulation", [], [*PP2, *ZERO_BUBBLE]),
+    "zero bubble pp2, overlapped gradients": (2, "distributed optimizer, overlap", [], [*PP2, *ZERO_BUBBLE]),
+    "zero bubble pp2, tied head with biases": (2, "biases, tied head", [], [*PP2, *ZERO_BUBBLE]),
+    "zero bubble pp2 vpp2": (2, "plain", [], [*PP2, "--num-virtual-stages-per-pipeline-rank", "2", *ZERO_BUBBLE]),
+    "zero bubble pp3, deepseek, MTP apart": (
+        3, "deepseek", [], ["--pipeline-model-parallel-size", "3", *layout("Ett|ttm|L"), *ZERO_BUBBLE]),
+    "zero bubble pp4, per-token loss, repeated MTP layer": (
+        4, "per-token loss", ["--mtp-num-layers", "2", "--mtp-use-repeated-layer"], [*PP4, *ZERO_BUBBLE]),
+    "zero bubble pp2 tp2": (4, "plain", [], [*PP2, *ZERO_BUBBLE, "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "zero bubble pp2 ep2": (4, "deepseek", [], [*PP2, *ZERO_BUBBLE, "--expert-model-parallel-size", "2"]),
+    "pp2 tp2, tied head, MTP": (4, "biases, tied head", MTP2, [
+        *PP2, *layout("Ettt|tmmL"), "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"]),
     "pp4, accumulation": (4, "accumulation", [], PP4),
     "pp2 dp2": (4, "plain", [], [*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]),
     "pp2 vpp2 ep2": (4, "plain", ["--global-batch-size", "16"], [
