@@ -32,6 +32,15 @@ WHERE_NOT_GIVEN = ("seq_length",)
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "special_tokens")
 """Taken too, unless --no-use-tokenizer-model-from-checkpoint-args."""
 
+MAPPING = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+"""Taken with --use-mp-args-from-checkpoint-args: how the model is cut. Not how sequences or batches are (context and data
+parallelism), which depends on the number of ranks at hand."""
+
 
 def wanted(settings: Settings) -> tuple[str, int | None] | None:
     """The checkpoint whose flags are wanted, as folder and --ckpt-step, or None."""
@@ -46,6 +55,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
         settings.note("--use-checkpoint-args: there is no checkpoint yet, the command line counts.")
         return
     names = SHAPE + (TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ())
+    names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
     names += tuple(dest for dest in WHERE_NOT_GIVEN if not settings.given(dest))
     for dest in names:
         value = recorded.get(dest)

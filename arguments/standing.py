@@ -60,7 +60,6 @@ LATER = MappingProxyType(
         "use_megatron_fsdp": Later(_FSDP, PARALLEL),
         "use_torch_fsdp2": Later(_FSDP, PARALLEL),
         "moe_flex_dispatcher_backend": Later("NCCL's own token exchange", MEMORY, values=("ncclep",)),
-        "use_mp_args_from_checkpoint_args": Later("taking the mapping from a checkpoint", PARALLEL),
         # ---- memory, precision and kernels
         "recompute_granularity": Later(
             "activation recompute",
@@ -396,6 +395,7 @@ NEEDS = (
     (("load", "pretrained_checkpoint"), "dist_ckpt_strictness"),
     (("save",), "async_save save_retain_interval no_save_optim no_save_rng"),
     (("load", "pretrained_checkpoint"), "finetune no_load_optim no_load_rng use_checkpoint_args"),
+    (("use_checkpoint_args",), "use_mp_args_from_checkpoint_args"),
     (("manual_gc",), "manual_gc_interval manual_gc_eval"),
 )
 """(any of these must be on, for these to have an effect)."""

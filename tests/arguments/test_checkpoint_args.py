@@ -3,7 +3,7 @@
 import pytest
 
 from arguments import ArgumentError, checkpoint_wanted, parse_args
-from arguments.checkpoint_args import SHAPE, TOKENIZER
+from arguments.checkpoint_args import MAPPING, SHAPE, TOKENIZER
 from arguments.container import OPTIONS
 from tests.arguments.test_tokens import TOY
 
@@ -18,7 +18,7 @@ def test_the_folder_is_known_before_any_rule():
 
 
 def test_lists_name_flags():
-    assert [dest for dest in SHAPE + TOKENIZER if dest not in OPTIONS] == []
+    assert [dest for dest in SHAPE + TOKENIZER + MAPPING if dest not in OPTIONS] == []
 
 
 def test_the_checkpoint_wins_and_it_is_said():
@@ -55,3 +55,23 @@ def test_what_the_checkpoint_knows_need_not_be_typed():
     recorded |= {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
     args = parse_args([*line.split(), "--eval-interval", "10"], 1, checkpoint=recorded)
     assert (args.model.num_layers, args.model.hidden_size, args.data.vocab_size) == (4, 32, 100)
+
+
+def test_the_mapping_comes_along_if_asked_for():
+    recorded = {"num_layers": 4, "num_experts": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+                "context_parallel_size": 8}
+    line = [*LINE, "--expert-model-parallel-size", "4", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall",
+            "--global-batch-size", "16"]
+    args = parse_args([*line, "--use-mp-args-from-checkpoint-args"], 4, checkpoint=recorded)
+    parallel = args.parallel
+    assert (parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage) == (2, 1)
+    assert parallel.expert_model_parallel_size == 2 and parallel.context_parallel_size == 1
+    assert any("--expert-model-parallel-size 4 gives way to the checkpoint's 2" in text for text in args.notes)
+    assert parse_args(line, 4, checkpoint=recorded).parallel.pipeline_model_parallel_size == 1
+
+
+def test_the_mapping_of_a_checkpoint_is_judged_like_a_typed_one():
+    recorded = {"num_layers": 4, "pipeline_model_parallel_size": 2}
+    with pytest.raises(ArgumentError, match="3"):
+        parse_args([*LINE, "--use-mp-args-from-checkpoint-args"], 3, checkpoint=recorded)

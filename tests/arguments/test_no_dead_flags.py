@@ -9,7 +9,7 @@ from arguments.container import OPTIONS
 ROOT = Path(__file__).parents[2]
 READ_BY_ARGUMENTS = {
     "preset", "world_size", "report", "validate_only", "on_missing_backend", "use_checkpoint_args",
-    "use_tokenizer_model_from_checkpoint_args", "group_query_attention", "num_query_groups",
+    "use_tokenizer_model_from_checkpoint_args", "use_mp_args_from_checkpoint_args", "group_query_attention", "num_query_groups",
 }  # fmt: skip
 """Read while the command line is understood (parse.py, verdict.py, checkpoint_args.py, report.py), or through a property
 of a section (query_groups)."""
