@@ -93,7 +93,7 @@ class Experts(nn.Module):
             probs_R = None
         return expert_mlp(
             x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
-            b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), allow_grouped=self.allow_grouped,
+            b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), allow_grouped=self.allow_grouped, queue=self.queue,
         )
 
     def _own_bias(self) -> Tensor | None:

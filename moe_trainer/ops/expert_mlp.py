@@ -12,6 +12,9 @@ the next size of a coarse scale (grouped_gemm.row_bucket): shapes repeat and the
 those of the experts behind, no copies; what they give is overwritten by its owner's result or cleared before it reaches a weight's
 gradient.
 
+The weights' gradients may be computed later: given a queue that is active in backward, they are handed to it as functions that keep
+what they need (activations, their gradients), and autograd gets none.
+
 The block functions below come in pairs: `forward(h, p) -> a` and `backward(h, p, grad_a) -> (a, grad_h, grad_p)`, where a is the
 activation times the probability. SwiGLU, gelu and squared ReLU are written by hand; any other activation goes through autograd, block
 by block.
@@ -21,7 +24,7 @@ Shape letters: R rows sorted by expert, e experts, H hidden, F expert FFN width,
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -122,19 +125,62 @@ def _choose_block(activation: Activation) -> _Block:
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, grouped):
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, grouped, queue):
         p_R = None if probs_R is None else probs_R.contiguous()
         run = _forward_grouped if grouped else _forward_loop
         h_RG, y_RH = run(x_RH, p_R, w1, b1, w2, b2, counts, activation)
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
         ctx.counts, ctx.activation, ctx.grouped = counts, activation, grouped
         ctx.has_b1 = b1 is not None
+        ctx.queue, ctx.weights = queue, (w1, w2)
         return y_RH
 
     @staticmethod
     def backward(ctx, grad_RH):
         run = _backward_grouped if ctx.grouped else _backward_loop
-        return *run(ctx, grad_RH.contiguous(), *ctx.saved_tensors), None, None, None
+        grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
+        grad_w1, grad_w2 = (_now_or_later(ctx, weight, grad) for weight, grad in zip(ctx.weights, (grad_w1, grad_w2)))
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
+
+
+def _defers(ctx) -> bool:
+    return ctx.queue is not None and ctx.queue.active
+
+
+def _now_or_later(ctx, weight: Tensor, grad: Callable[[], Tensor] | None) -> Tensor | None:
+    if grad is None:
+        return None
+    if not _defers(ctx):
+        return grad()
+    ctx.queue.defer(weight, grad)
+    return None
+
+
+class _StackGrad:
+    """The gradient of all experts' weights, expert by expert: each as it is added, or all when it is asked for."""
+
+    def __init__(self, weight_eNK: Tensor, complete: bool, later: bool):
+        """complete: every expert has rows, so nothing needs zeros. later: keep what is added and compute when called."""
+        self.weight_eNK, self.complete, self.later = weight_eNK, complete, later
+        self.pieces: list[tuple[int, Tensor, Tensor]] = []
+        self.grad_eNK = None if later else self._new()
+
+    def _new(self) -> Tensor:
+        return torch.empty_like(self.weight_eNK) if self.complete else torch.zeros_like(self.weight_eNK)
+
+    def add(self, expert: int, grad_RN: Tensor, x_RK: Tensor) -> None:
+        if self.later:
+            self.pieces.append((expert, grad_RN, x_RK))
+        else:
+            torch.mm(grad_RN.t(), x_RK, out=self.grad_eNK[expert])
+
+    def __call__(self) -> Tensor:
+        if self.later:
+            self.grad_eNK, self.later = self._new(), False
+            for piece in self.pieces:
+                self.add(*piece)
+            self.pieces.clear()
+        return self.grad_eNK
 
 
 def _product(x: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -170,10 +216,11 @@ def _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation):
 def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
     found = spans(ctx.counts, x_RH)
-    new_stack = torch.empty_like if len(found) == len(ctx.counts) else torch.zeros_like
     grad_x = x_RH.new_empty(h_RG.shape[0], x_RH.shape[1]) if needs_x else None
     grad_p = None if p_R is None else torch.empty_like(p_R)
-    grad_w1, grad_w2 = (new_stack(w1), new_stack(w2)) if needs_w else (None, None)
+    grad_w1 = grad_w2 = None
+    if needs_w:
+        grad_w1, grad_w2 = (_StackGrad(w, len(found) == len(ctx.counts), _defers(ctx)) for w in (w1, w2))
     grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
     grad_b2 = None if b2 is None else torch.zeros_like(b2)
     for expert, start, stop, size in found:
@@ -184,8 +231,8 @@ def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
             a[count:].zero_()
             grad_h[count:].zero_()
         if needs_w:
-            torch.mm(grad_y.t(), a, out=grad_w2[expert])
-            torch.mm(grad_h.t(), _window(x_RH, start, stop, size), out=grad_w1[expert])
+            grad_w2.add(expert, grad_y, a)
+            grad_w1.add(expert, grad_h, _window(x_RH, start, stop, size))
         if needs_x:
             torch.mm(grad_h, w1[expert], out=grad_x[rows])
         if grad_b1 is not None:
@@ -238,8 +285,8 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
         if p is not None:
             grad_p[start:stop] = block_grad_p
     needs_w = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
-    grad_w1 = grouped_weight_grad(grad_h, x_RH, offsets) if needs_w else None
-    grad_w2 = grouped_weight_grad(grad_RH, grad_a, offsets) if needs_w else None
+    grad_w1 = (lambda: grouped_weight_grad(grad_h, x_RH, offsets)) if needs_w else None
+    grad_w2 = (lambda: grouped_weight_grad(grad_RH, grad_a, offsets)) if needs_w else None
     grad_x = grouped_input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
     grad_b1 = _sum_rows(grad_h, counts) if ctx.has_b1 else None
     grad_b2 = None
@@ -268,12 +315,14 @@ def expert_mlp(
     b1_eG: Tensor | None = None,
     b2_eH: Tensor | None = None,
     allow_grouped: bool = True,
+    queue: Any = None,
 ) -> Tensor:
     """Run every expert on its rows.
 
     y = p * (act(x @ w1^T + b1) @ w2^T + b2), with the probability inside, before fc2.
     Shapes: x_RH rows sorted by expert, counts[e] rows each (zero is fine); probs_R any floating dtype, None for no weighting.
     allow_grouped: use one grouped product where it is faster (see grouped_gemm.prefer_grouped).
+    queue: takes the weights' gradients while it is active in backward: anything with `active` and `defer(weight, compute)`.
     Raises: ValueError when the counts do not add up to R.
     """
     num_rows = x_RH.shape[0]
@@ -282,5 +331,6 @@ def expert_mlp(
     grouped = allow_grouped and num_rows > 0 and prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.is_cuda)
     aligned = math.gcd(x_RH.shape[1], w1_eGH.shape[1], w2_eHF.shape[2]) * x_RH.element_size() % 16 == 0
     return _ExpertMLP.apply(
-        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), _choose_block(activation), grouped and aligned
+        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), _choose_block(activation), grouped and aligned,
+        queue,
     )

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.nn import Parameter
 
 from moe_trainer.ops import expert_mlp as module
 from moe_trainer.ops import grouped_gemm
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.pointwise import Activation
+from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 ACTIVATIONS = {
     "swiglu": Activation("silu", gated=True),
@@ -138,3 +140,26 @@ def test_counts_must_add_up():
     activation = ACTIVATIONS["swiglu"]
     with pytest.raises(ValueError, match="add up to 7, but there are 8 rows"):
         run(inputs(activation), activation, (3, 0, 1, 3))
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5, 2), (4, 4, 4, 4)])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_deferred_weight_gradients_are_the_same_bits_later(counts, grouped):
+    activation = ACTIVATIONS["swiglu"]
+    queue = WeightGradQueue()
+    grads = []
+    for active in (False, True):
+        queue.active = active
+        torch.manual_seed(0)
+        values = inputs(activation, torch.float32, counts)
+        for name in ("w1_eGH", "w2_eHF"):
+            values[name] = Parameter(values[name].detach())
+        y = expert_mlp(**values, counts=counts, activation=activation, allow_grouped=grouped, queue=queue)
+        y.square().sum().backward()
+        weights = values["w1_eGH"], values["w2_eHF"]
+        assert all((weight.grad is None) == active for weight in weights)
+        assert values["x_RH"].grad is not None and values["b1_eG"].grad is not None
+        queue.run()
+        grads.append([values[name].grad for name in sorted(values)])
+    for now, later in zip(*grads, strict=True):
+        assert torch.equal(now, later)
