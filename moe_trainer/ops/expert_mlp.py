@@ -152,7 +152,7 @@ def _now_or_later(ctx, weight: Tensor, grad: Callable[[], Tensor] | None) -> Ten
         return None
     if not _defers(ctx):
         return grad()
-    ctx.queue.defer(weight, grad)
+    ctx.queue.defer(weight, torch.no_grad()(grad))  # outside backward gradients would be recorded
     return None
 
 
