@@ -9,6 +9,7 @@ NOTE: torch runs a parameter's post-accumulate hooks in the pass that put its gr
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -19,6 +20,7 @@ class PendingGrads:
     def __init__(self, parts: dict[Parameter, list[Callable[[], Tensor]]] | None = None):
         self.parts = {} if parts is None else parts
 
+    @torch.no_grad()
     def run(self) -> None:
         """Compute every gradient and feed it to its parameter as autograd would: `.grad`, then the hooks, once per
         parameter. What is computed is forgotten; a second call does nothing."""
