@@ -22,6 +22,7 @@ The number of ranks of your job is --world-size N or the environment's WORLD_SIZ
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -63,6 +64,8 @@ def _options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if "--random" in words:
         parser.add_argument("--seed", type=int, default=0)
     options, flags = parser.parse_known_args(words)
+    if options.report is not None and not os.access(options.report.absolute().parent, os.W_OK):
+        parser.error(f"--report {options.report}: the file cannot be written")
     if options.ranks < 1 or (options.random is not None and (options.random < 1 or options.ranks < 2)):
         parser.error("--ranks and --random need positive numbers, and --random at least two ranks")
     return options, flags

@@ -27,6 +27,7 @@ from moe_trainer.proof.text import batches, tokenizer
 from moe_trainer.run import Run, TrainState, build_run
 from moe_trainer.train import train_step
 
+
 @dataclass(frozen=True)
 class Piece:
     """Which part of a named tensor a rank holds: piece `index` of `count` along `dim`, in `parts` equal stretches."""

@@ -1,0 +1,59 @@
+"""A pool of ranks runs one job after the other, and outlives ranks that raise, die or sleep."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_trainer.proof.pool import Pool, RanksFailed
+
+
+def total(rank, n, start):
+    value = torch.tensor(float(start + rank))
+    if n > 1:
+        dist.all_reduce(value)
+    return value.item()
+
+
+def misbehave(rank, n, how):
+    if rank == 1:
+        if how == "raise":
+            raise KeyError("lost")
+        if how == "die":
+            os._exit(7)
+        time.sleep(60)
+    dist.barrier()
+
+
+def process_id(rank, n):
+    return os.getpid()
+
+
+def test_groups_of_any_size_meet_in_one_pool():
+    with Pool(4) as pool:
+        assert [pool.run(total, n, 10) for n in (4, 1, 2, 3, 4)] == [46.0, 10.0, 21.0, 33.0, 46.0]
+        assert pool.run_each(total, [(1,), (2,), (3,)]) == [1.0, 2.0, 3.0]
+        assert pool.run(process_id, 1) == pool.run(process_id, 2), "the ranks are reused"
+        with pytest.raises(ValueError, match="5 ranks asked of a pool of 4"):
+            pool.run(total, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raise", "KeyError: 'lost'"), ("die", "died with exit code 7"), ("sleep", "did not answer within the time limit")]
+)
+def test_a_rank_that_fails_is_named_and_the_next_job_runs(how, said):
+    with Pool(3, timeout_s=4.0) as pool:
+        began = time.monotonic()
+        with pytest.raises(RanksFailed) as error:
+            pool.run(misbehave, 3, how)
+        assert said in error.value.by_rank[1] and time.monotonic() - began < 30
+        assert pool.run(total, 3, 0) == 3.0
+
+
+def test_no_process_is_left_behind():
+    with Pool(2) as pool:
+        pid = pool.run(process_id, 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

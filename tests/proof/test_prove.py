@@ -1,0 +1,116 @@
+"""A proof holds for the program as it is, and fails for the mistakes that parallel trainers are known for.
+
+Each mistake is put into the program before the ranks are forked, and acts only where a group has several ranks.
+"""
+
+
+from moe_trainer.moe import balancing
+from moe_trainer.optim import finalize
+from moe_trainer.parallel import sequence
+from moe_trainer.proof.pool import Pool
+from moe_trainer.proof.prove import Verdict, prove, reference_ranks, steady_reference
+from moe_trainer.proof.shrink import as_is
+
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 24 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --init-method-std 0.2 --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --lr-decay-style constant --adam-eps 1e-5 --attention-dropout 0 --hidden-dropout 0 "
+    "--eval-iters 0 --train-iters 3 --mock-data --tokenizer-type NullTokenizer --vocab-size 120 --make-vocab-size-divisible-by 16 "
+    "--transformer-impl local"
+).split()
+TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PP = ["--pipeline-model-parallel-size", "2"]
+CP = ["--context-parallel-size", "2"]
+EP = ["--expert-model-parallel-size", "2"]
+CAPACITY = ["--moe-expert-capacity-factor", "0.7"]
+MTP = ["--mtp-num-layers", "1"]
+GLOBAL = ["--moe-router-load-balancing-type", "global_aux_loss"]
+
+
+def verdict(*flags: str, ranks: int = 2) -> Verdict:
+    case = as_is([*MODEL, *flags], ranks)
+    with Pool(max(ranks, 3)) as pool:
+        return prove(pool, case)
+
+
+def test_one_pool_proves_many_mappings():
+    cases = [as_is([*MODEL, *flags], 2) for flags in (TP, PP, CP, EP, [*TP, *CAPACITY], [*CP, *CAPACITY], [*CP, *MTP], [*EP, *GLOBAL])]
+    with Pool(3) as pool:
+        for case in cases:
+            result = prove(pool, case)
+            assert result.equal, (str(case.mapping), result.failure, *map(str, result.differences[:4]))
+            assert "gradients within" in result.closeness
+
+
+def test_reference_of_the_global_loss_has_its_data_ranks():
+    assert reference_ranks(as_is([*MODEL, *EP, *GLOBAL], 2)) == 2 and reference_ranks(as_is([*MODEL, *EP], 2)) == 1
+
+
+def test_capacity_is_counted_per_sequence_shard():
+    """Without the shards the reference drops other tokens: the definition depends on the topology, and the reference knows."""
+    case = as_is([*MODEL, *TP, *CAPACITY], 2)
+    with Pool(3) as pool:
+        _, sharded = steady_reference(pool, case, 0)
+        _, whole = steady_reference(pool, as_is([*MODEL, *EP, *CAPACITY], 2), 0)
+    assert sharded.dropped != whole.dropped and min(*sharded.dropped, *whole.dropped) > 0
+
+
+def test_gradients_of_sequence_shards_that_are_not_summed_are_found(monkeypatch):
+    """Router and norm weights see a shard of the sequence each: their gradients are partial over tensor ranks."""
+    real = finalize._sum
+    monkeypatch.setattr(finalize, "_sum", lambda grads, group, chosen: None if group.name == "tp" else real(grads, group, chosen))
+    first = verdict(*TP).differences[0]
+    assert first.quantity == "gradient (step 1)" and first.where == "decoder.final_layernorm.weight"
+    assert "held by rank 0, 1" in first.detail
+
+
+def test_tied_embeddings_that_are_not_summed_over_stages_are_found(monkeypatch):
+    real = finalize._sum
+    monkeypatch.setattr(finalize, "_sum", lambda grads, group, chosen: None if group.name == "embedding" else real(grads, group, chosen))
+    result = verdict(*PP)
+    assert result.differences[0].where == "embedding.word_embeddings.weight"
+    assert any(difference.quantity.startswith("copies of the gradient") for difference in result.differences)
+
+
+def test_expert_bias_from_the_counts_of_one_rank_is_found(monkeypatch):
+    """The loads are summed over tensor, context and data ranks; the loss of the first step cannot tell."""
+    real = balancing.all_reduce
+
+    def broken(tensor, group, **how):
+        loads = group.name == "tp_dp_cp" and tensor.shape[-1] == 8  # experts
+        return tensor if loads else real(tensor, group, **how)
+
+    monkeypatch.setattr(balancing, "all_reduce", broken)
+    result = verdict(*TP)
+    assert not result.equal and "step 1" not in str(result.differences[0])
+    assert any("expert_bias" in difference.where for difference in result.differences)
+
+
+def test_a_sequence_cut_another_way_for_the_labels_is_found(monkeypatch):
+    """Context ranks hold a piece from the front and one from the back; plain halves would be other tokens."""
+    real = sequence.SequenceShard.local
+
+    def halves(self, x, dim):
+        return real(self, x, dim) if x.is_floating_point() or self.cp.size == 1 else x.chunk(self.cp.size, dim)[self.cp.rank]
+
+    monkeypatch.setattr(sequence.SequenceShard, "local", halves)
+    result = verdict(*CP)
+    assert not result.equal and result.differences[0].quantity == "lm loss (step 1)"
+
+
+def test_a_rank_that_raises_is_a_verdict_with_its_traceback(monkeypatch):
+    def raises(grads, group, chosen):
+        raise OSError("no such link")
+
+    monkeypatch.setattr(finalize, "_sum", raises)
+    result = verdict(*TP)
+    assert not result.equal and "OSError: no such link" in result.failure and "rank 1" in result.failure
+
+
+def test_batches_on_which_rounding_chooses_the_experts_are_not_used(monkeypatch):
+    from moe_trainer.proof import prove as module
+
+    monkeypatch.setattr(module, "STEADY_NORM", 0.0)
+    result = verdict(*EP)
+    assert not result.equal and "rounding" in result.failure
