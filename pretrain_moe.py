@@ -39,6 +39,8 @@ def main(argv: list[str]) -> int:
     for name, value in args.recipe_env.items():
         os.environ.setdefault(name, value)
 
+    # The store's C++ side tells every lost connection with a stack of frames; guard/watchdog.py tells it in a line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported after the flags are known to be good: torch takes seconds, a typo should not.
     from moe_trainer.errors import InputError
     from moe_trainer.guard.watchdog import EXIT_CODE

@@ -66,6 +66,14 @@ class Bulletin:
         """How many ranks have said that they end."""
         return _guarded(lambda: self._posting.add("ends", 0))
 
+    def leave(self) -> None:
+        """Say that this rank has read what it wanted to."""
+        _in_time(lambda: self._reading.add("left", 1))
+
+    def have_left(self) -> int:
+        """How many ranks have left."""
+        return _in_time(lambda: self._reading.add("left", 0))
+
     def first_to_end(self, count: int) -> list[int]:
         """The ranks that ended first, at most `count`."""
         return _in_time(lambda: self._first_to_end(count))

@@ -10,6 +10,7 @@ A second thread posts this rank's place a few times per timeout. Both sleep near
 threads of this process on purpose: they see the interpreter's stack, and end with it.
 """
 
+import math
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from moe_trainer.parallel.trace import Call, CommunicationError, Trace, program_
 EXIT_CODE = 3  # of a process that ends because of another rank
 _READ_ALL = 64  # world size up to which everybody's note is read; above, those of the call's group and of the first to end
 _FIRST_ENDS = 8
+_TICK = 0.5  # seconds: how soon a changed timeout is noticed
 
 
 class Watchdog:
@@ -56,7 +58,6 @@ class Watchdog:
         return min(30.0, max(2.0, self.timeout / 10.0))
 
     def __enter__(self) -> Self:
-        self._post()
         for work in (self._watch, self._posting):
             threading.Thread(target=work, name=f"watchdog {work.__name__}", daemon=True).start()
         return self
@@ -85,24 +86,27 @@ class Watchdog:
 
     def _linger(self) -> None:
         """Rank 0 may keep the store: it stays until the others have read it, for a moment."""
-        deadline = time.monotonic() + self.grace + 2 * self.period
-        while self._trace.rank == 0 and time.monotonic() < deadline:
-            try:
-                if self._bulletin.ends() >= self._world_size:
-                    break
-            except StoreGoneError:
-                break
-            time.sleep(0.1)
+        deadline = time.monotonic() + self.grace + 3 * self.period
+        try:
+            self._bulletin.leave()
+            while self._trace.rank == 0 and time.monotonic() < deadline and self._bulletin.have_left() < self._world_size:
+                time.sleep(0.1)
+        except StoreGoneError:
+            pass  # nothing to wait for
 
     # ---- the posting thread
 
     def _posting(self) -> None:
-        while not self._stopped.wait(self.period):
-            try:
-                self._post()
-                self._others_ended = self._bulletin is not None and self._bulletin.ends() > 0
-            except StoreGoneError:
-                return  # whoever waits for the rank that kept it finds out by itself
+        posted = -math.inf
+        while not self._stopped.is_set():
+            if time.monotonic() - posted >= self.period:
+                posted = time.monotonic()
+                try:
+                    self._post()
+                    self._others_ended = self._bulletin is not None and self._bulletin.ends() > 0
+                except StoreGoneError:
+                    return  # whoever waits for the rank that kept it finds out by itself
+            self._stopped.wait(min(self.period, _TICK))
 
     def _post(self) -> None:
         if self._bulletin is None:
@@ -129,7 +133,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         ended_since: float | None = None
-        while not self._stopped.wait(self.period):
+        while not self._stopped.wait(min(self.period, _TICK)):
             if self._others_ended and ended_since is None:
                 ended_since = time.monotonic()
             call = self._trace.oldest()

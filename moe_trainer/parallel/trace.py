@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _MACHINERY = ("moe_trainer.parallel.", "torch.")  # whose frames say nothing about the place
+_GLOO = ("gloo/transport/", "gloo/rendezvous/", "Application timeout caused pair closure")  # in errors that gloo raises, as plain ones
 _MOST_RANKS = 8  # of a group that a message lists
 _PRUNE = 512  # open calls from which on finished ones are looked for
 
@@ -143,7 +144,7 @@ class Trace:
 
 def is_communication_failure(error: RuntimeError) -> bool:
     """Whether an error of torch.distributed tells of other ranks (a lost connection, a timeout) and not of wrong arguments."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in _GLOO)
 
 
 def backend_reason(error: BaseException) -> str:

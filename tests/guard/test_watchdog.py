@@ -1,0 +1,134 @@
+"""The watchdog by itself: forked ranks, a GPU that never comes back, and what is said of the others."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import free_port
+from harness import RanksFailed, run_ranks
+
+from moe_trainer.guard.bulletin import Bulletin, Note
+from moe_trainer.guard.watchdog import EXIT_CODE, Watchdog, describe
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.trace import CommunicationError, Trace
+
+TIMEOUT = 1.0
+
+
+def work(rank, n, folder, port, mishap):
+    """Two groups of two; the last rank meets with a mishap in the second of its collectives."""
+    ps = ParallelState.create(n, rank, ep=2)
+    ps.set_timeout(timedelta(seconds=TIMEOUT))
+    store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0, timeout=timedelta(seconds=30))
+    x = torch.ones(4)
+    try:
+        with Watchdog(ps.trace, n, Bulletin(store, rank), TIMEOUT):
+            ps.trace.phase = "forward-backward"
+            for number in range(3):
+                if number == 1 and rank == n - 1:
+                    mishap(ps)
+                collectives.all_reduce(x, ps.ep)
+                collectives.all_reduce(x, ps.world)
+    except CommunicationError as error:
+        (folder / f"{rank}").write_text(str(error))
+
+
+def killed(ps):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleeps(ps):
+    time.sleep(8)
+
+
+def raises(ps):
+    raise ValueError("a mistake\nof two lines")
+
+
+def goes_elsewhere(ps):
+    collectives.all_reduce(torch.ones(4), ps.edp)
+
+
+@pytest.mark.parametrize(("mishap", "told"), [
+    (killed, "rank 3: gives no sign of life (killed, stopped, or its node is gone); last seen: "),
+    (sleeps, "rank 3: is alive and waits for nobody: now "),
+    (raises, "rank 3: ended: ValueError: a mistake"),
+    (goes_elsewhere, "all_reduce number 1 of group edp (ranks 1 3)"),
+])
+def test_every_other_rank_says_who_is_to_blame(tmp_path, mishap, told):
+    begin = time.monotonic()
+    try:
+        run_ranks(work, 4, tmp_path, free_port(), mishap, timeout=30.0)
+    except RanksFailed as failure:
+        print(failure)  # ranks that raise or die fail their job; what matters is what the others wrote
+    assert time.monotonic() - begin < 20
+    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert {"0", "1", "2"} <= set(said)
+    assert said["2"].startswith("all_reduce number 2 of group ep (ranks 2 3) in work (") or mishap is goes_elsewhere
+    for rank in "012":
+        first, *others = said[rank].splitlines()
+        assert ", forward-backward: failed after" in first, first
+        assert told in said[rank], said[rank]
+        if mishap is not goes_elsewhere:
+            assert told in others[0], "the guilty one comes first"
+
+
+def test_a_call_that_the_gpu_never_finishes_ends_the_process(capsys):
+    class Stuck:
+        def query(self):
+            return False
+
+    codes, ended = [], threading.Event()
+    trace = Trace(5)
+    call = trace.begin("reduce_scatter", "dp_cp", (1, 5))
+    call.event = Stuck()
+    with Watchdog(trace, 8, None, 0.5, end=lambda code: (codes.append(code), ended.set())):
+        assert ended.wait(10)
+    assert codes == [EXIT_CODE] and call.waited() < 5
+    said = capsys.readouterr().err
+    assert "rank 5: reduce_scatter number 1 of group dp_cp (ranks 1 5) in test_a_call_that_the_gpu" in said and "not done after" in said
+
+
+def test_a_call_in_time_disturbs_nobody():
+    trace, codes = Trace(), []
+    with Watchdog(trace, 2, None, 0.5, end=codes.append):
+        for _ in range(10):
+            call = trace.begin("all_reduce", "dp", (0, 1))
+            time.sleep(0.1)
+            call.end()
+    assert codes == []
+
+
+def test_who_waits_although_the_job_has_failed_is_ended(tmp_path, capsys):
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    other = Bulletin(store, 1)
+    other.post(Note(1, "ended", "", "MemoryError: no more", 0.0))
+    codes, ended, trace = [], threading.Event(), Trace(0)
+    trace.begin("all_reduce", "dp", (0, 1))
+    with Watchdog(trace, 2, Bulletin(store, 0), 15.0, end=lambda code: (codes.append(code), ended.set())) as watchdog:
+        assert watchdog.grace == 2.0
+        time.sleep(0.5)
+        assert not codes
+        other.announce_end()
+        assert ended.wait(20)
+    said = capsys.readouterr().err
+    assert codes == [EXIT_CODE] and "and the job has failed" in said and "rank 1: ended: MemoryError: no more" in said
+
+
+def test_ranks_are_told_apart_and_those_in_one_place_share_a_line():
+    site = "all_to_all number 7 of group ep (ranks 0 1) in dispatch (a.py:1)"
+    before = {1: Note(4, "waits", "mine", site, 1.0), 2: Note(4, "runs", "", "now in f (b.py:2)", 9.0),
+              3: Note(4, "waits", "other", "barrier number 1", 3.0), 4: Note(4, "runs", "", "now in g", 9.0),
+              5: Note(9, "ended", "", "KeyError: 'x'", 0.0), 7: Note(4, "waits", "mine", site, 1.0)}
+    after = {**before, **{rank: Note(5, note.state, note.call, note.text, note.seconds) for rank, note in before.items() if rank != 4}}
+    lines = describe("mine", [1, 2, 3, 4, 5, 6, 7], before, after, 1.0).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["  rank 5", "  rank 4", "  rank 6", "  rank 2", "  rank 3", "  ranks 1 7"]
+    assert "ended: KeyError" in lines[0] and "no sign of life" in lines[1] and "nothing is known" in lines[2]
+    assert "waits for nobody: now in f (b.py:2), 9.0 s ago" in lines[3] and "waits elsewhere, for 3.0 s: barrier" in lines[4]
+    assert lines[5].endswith("waits in the same call")
