@@ -3,13 +3,13 @@
 | kind       | what travels                                   | what a rank computes                               |
 |------------|------------------------------------------------|----------------------------------------------------|
 | p2p        | keys and values round the ring                 | its queries, all heads                             |
-| allgather* | all keys and values to everybody               | its queries, all heads                             |
+| allgather  | all keys and values to everybody               | its queries, all heads                             |
 | a2a        | queries, keys, values and outputs, once each   | the whole sequence, 1 / cp of the heads            |
 | a2a+p2p    | a2a among neighbours, a ring across them       | the neighbours' queries, 1 / neighbours of the heads |
 
-(* all_gather is TransformerEngine's spelling of it.) They differ in cost, not in result. a2a moves the least and runs the attention of a single rank unchanged, but needs heads
-to deal out; p2p hides its messages behind the computation and needs none; allgather is one message at a time and holds the
-keys and values of the whole sequence. --hierarchical-context-parallel-sizes gives a2a+p2p its two sizes, a2a first: those
+They differ in cost, not in result. a2a moves the least and runs the attention of a single rank unchanged, but needs heads
+to deal out; p2p hides its messages behind the computation and needs none; allgather (all_gather in TransformerEngine) is one
+message at a time and holds the keys and values of the whole sequence. --hierarchical-context-parallel-sizes gives a2a+p2p its two sizes, a2a first: those
 ranks are next to each other, where links are fast. Exchanging heads among neighbours of a zigzag cut yields, in order of the
 sequence, the chunks of a zigzag cut over the groups of neighbours, so the outer ring is the plain one.
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_trainer.ops.block_attention import Rule, Run, attend, attend_backward
+from moe_trainer.ops.block_attention import Final, Rule, Run, attend, attend_backward
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.p2p import Receive, Send, exchange
 from moe_trainer.parallel.sequence import natural_order, rank_order
@@ -58,7 +58,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad_SBH):
         q_SBND, k_SBGD, v_SBGE, out_SBH, lse = ctx.saved_tensors
         scale, rule, group = ctx.how
-        q, grad, delta, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH)
+        q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         mine = _runs(group.rank, group.size, q.shape[2])
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         arriving, work = None, None
@@ -67,8 +67,7 @@ class _RingAttention(torch.autograd.Function):
             sums = torch.zeros_like(flat, dtype=grad_q.dtype)
             grad_k, grad_v = pair.unpack(sums)
             for queries, rows, keys, columns in _blocks(mine, _runs(source, group.size, q.shape[2]), rule):
-                attend_backward(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule,
-                                grad[:, :, rows], lse[:, :, rows], delta[:, :, rows],
+                attend_backward(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule, final.of(rows),
                                 (grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]))
             if work is not None:
                 work.wait()
@@ -93,12 +92,11 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx, grad_SBH):
         q_SBND, k_SBGD, v_SBGE, out_SBH, lse = ctx.saved_tensors
         scale, rule, group = ctx.how
-        q, grad, delta, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH)
+        q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
         grad_k, grad_v = torch.zeros_like(k, dtype=grad_q.dtype), torch.zeros_like(v, dtype=grad_q.dtype)
         for queries, rows, keys, columns in _blocks_of_all(group, q.shape[2], rule):
-            attend_backward(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule,
-                            grad[:, :, rows], lse[:, :, rows], delta[:, :, rows],
+            attend_backward(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule, final.of(rows),
                             (grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]))
         return (_like(grad_q, q_SBND), _scatter(grad_k, group).to(k_SBGD.dtype), _scatter(grad_v, group).to(v_SBGE.dtype),
                 None, None, None)
@@ -119,10 +117,13 @@ def _blocks(mine: tuple[Run, ...], theirs: tuple[Run, ...], rule: Rule) -> Itera
         first_column = 0
         for run in theirs:
             keys = rule.clip(queries, run)
-            if keys is not None:
-                columns = keys.within(run)
-                yield (queries, slice(first_row, first_row + queries.size), keys,
-                       slice(first_column + columns.start, first_column + columns.stop))
+            # keys before the queries apart from those among them: the first block needs no mask, the second is square
+            border = 0 if keys is None else min(max(queries.start, keys.start), keys.stop)
+            for part in () if keys is None else (Run(keys.start, border), Run(border, keys.stop)):
+                if part.size:
+                    columns = part.within(run)
+                    yield (queries, slice(first_row, first_row + queries.size), part,
+                           slice(first_column + columns.start, first_column + columns.stop))
             first_column += run.size
         first_row += queries.size
 
@@ -148,14 +149,13 @@ def _end(ctx, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, out: Tensor, lse: 
     return out_SBH
 
 
-def _begin_backward(q_SBND: Tensor, grad_SBH: Tensor, out_SBH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q and grad with heads first, delta (see attend_backward), and a zero gradient of q."""
-    seq_len, batch, heads, _ = q_SBND.shape
-    wide = torch.promote_types(q_SBND.dtype, torch.float32)
-    grad_SBNE = grad_SBH.view(seq_len, batch, heads, -1)
-    delta = (grad_SBNE.to(wide) * out_SBH.view_as(grad_SBNE)).sum(-1).permute(1, 2, 0)
+def _begin_backward(q_SBND: Tensor, grad_SBH: Tensor, out_SBH: Tensor, lse_BNS: Tensor) -> tuple[Tensor, Final, Tensor]:
+    """q with heads first, what its blocks need to know, and a zero gradient of q."""
     q = q_SBND.permute(1, 2, 0, 3)
-    return q, grad_SBNE.permute(1, 2, 0, 3), delta, torch.zeros(q.shape, dtype=wide, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grad, out = (x.unflatten(2, (q.shape[1], -1)).permute(1, 2, 0, 3) for x in (grad_SBH, out_SBH))
+    delta = (grad.to(wide) * out).sum(-1)
+    return q, Final(grad, out, lse_BNS, delta), torch.zeros(q.shape, dtype=wide, device=q.device)
 
 
 def _like(grad_BNSD: Tensor, x_SBND: Tensor) -> Tensor:

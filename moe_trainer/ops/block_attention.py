@@ -7,7 +7,8 @@ their union, whatever the order. Queries that see no key have l = -inf and o = 0
 
 `attend_backward` recomputes a block's probabilities from the final log-sum-exp; with delta = sum(grad * out) per query
 that is all a block needs to know about the others. Nothing larger than a tile of QUERY_TILE queries against one run of
-keys ever exists, and keys that no query of a tile may see are not multiplied at all.
+keys ever exists, and keys that no query of a tile may see are not multiplied at all. Blocks that a flash kernel can do
+(ops/flash_attention.py) go there whole.
 
 Which keys a query may see is a rule over places in the sequence (causal, window) and over documents, not a mask. Dropout
 draws the mask of a tile from a generator seeded by (seed, place), so that the backward draws the same one.
@@ -18,9 +19,12 @@ width.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from moe_trainer.ops import flash_attention
 
 QUERY_TILE = 64
 QUERY_TILE_CUDA = 512
@@ -86,6 +90,16 @@ class Rule:
         stop = min(keys.stop, queries.stop)
         return Run(start, stop) if start < stop else None
 
+    def by_kernel(self, queries: Run, keys: Run) -> bool | None:
+        """None: the block needs the tiles. Else a flash kernel can do it, with a causal mask (True) or none."""
+        outside = self.left >= 0 and keys.start < queries.stop - 1 - self.left
+        apart = self.documents is not None and self.documents.latest[queries.stop - 1] > keys.start
+        if outside or apart or self.dropout_p > 0.0:
+            return None
+        if keys.stop - 1 <= queries.start:
+            return False
+        return True if keys == queries else None
+
     def hidden(self, queries: Run, keys: Run, device: torch.device) -> Tensor | None:
         """Bool [1 or B, 1, S, K], True = may not be seen; None when every query sees every key."""
         later = keys.stop - 1 > queries.start
@@ -114,12 +128,31 @@ class Rule:
         return keep.float() / (1.0 - self.dropout_p)
 
 
+class Final(NamedTuple):
+    """What the backward of every block needs to know of some queries: grad and output [B, N, S, E], log-sum-exp and
+    delta = sum of grad * output over E [B, N, S]."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    def of(self, rows: slice) -> "Final":
+        """The same of a part of the queries."""
+        return Final(*(x[:, :, rows] for x in self))
+
+
 def attend(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: Run, scale: float, rule: Rule,
            out_BNSE: Tensor, lse_BNS: Tensor) -> None:
     """Add the keys of one block to the running result, in place.
 
     q, k, v hold exactly the positions `queries` and `keys`. out, lse: fp32 or wider; before the first block 0 and -inf.
     """
+    causal = rule.by_kernel(queries, keys)
+    if causal is not None and flash_attention.can_run(q_BNSD, k_BGKD):
+        part, part_lse = flash_attention.flash_block(q_BNSD, k_BGKD, v_BGKE, scale, causal)
+        _merge(out_BNSE, lse_BNS, part, part_lse.unsqueeze(-1), torch.ones_like(part_lse).unsqueeze(-1))
+        return
     for tile, seen in _tiles(queries, keys, rule, q_BNSD.device):
         rows, columns = tile.within(queries), seen.within(keys)
         scores = _scores(q_BNSD[:, :, rows], k_BGKD[:, :, columns], scale, rule, tile, seen)
@@ -143,17 +176,20 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, total: Tensor) -
 
 
 def attend_backward(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: Run, scale: float, rule: Rule,
-                    grad_BNSE: Tensor, lse_BNS: Tensor, delta_BNS: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Add the gradients that one block contributes, in place.
-
-    grad: of the final output; lse: the final one; delta: sum of grad * output over E; grads: of q, k and v, shaped like
-    them, fp32 or wider.
-    """
+                    final: Final, grads: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Add the gradients that one block contributes, in place. grads: of q, k and v, shaped like them, fp32 or wider."""
     grad_q, grad_k, grad_v = grads
+    causal = rule.by_kernel(queries, keys)
+    if causal is not None and flash_attention.can_run(q_BNSD, k_BGKD):
+        parts = flash_attention.flash_block_backward(
+            final.grad, q_BNSD, k_BGKD, v_BGKE, final.out, final.lse, scale, causal)
+        for total, part in zip(grads, parts):
+            total += part
+        return
     for tile, seen in _tiles(queries, keys, rule, q_BNSD.device):
         rows, columns = tile.within(queries), seen.within(keys)
-        q, k, v, grad = q_BNSD[:, :, rows], k_BGKD[:, :, columns], v_BGKE[:, :, columns], grad_BNSE[:, :, rows]
-        lse = lse_BNS[:, :, rows, None]
+        q, k, v, grad = q_BNSD[:, :, rows], k_BGKD[:, :, columns], v_BGKE[:, :, columns], final.grad[:, :, rows]
+        lse = final.lse[:, :, rows, None]
         probs = _scores(q, k, scale, rule, tile, seen).sub_(lse.masked_fill(lse == float("-inf"), 0.0)).exp_()
         grad_probs = _grouped(grad, v.transpose(2, 3)).to(probs.dtype)
         keep = rule.keep(probs.shape, tile, seen, probs.device)
@@ -161,7 +197,7 @@ def attend_backward(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run
         if keep is not None:
             grad_probs *= keep
         _add_transposed(grad_v[:, :, columns], kept.to(grad.dtype), grad)
-        grad_scores = grad_probs.sub_(delta_BNS[:, :, rows, None]).mul_(probs).mul_(scale).to(q.dtype)
+        grad_scores = grad_probs.sub_(final.delta[:, :, rows, None]).mul_(probs).mul_(scale).to(q.dtype)
         grad_q[:, :, rows] += _grouped(grad_scores, k)
         _add_transposed(grad_k[:, :, columns], grad_scores, q)
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_trainer.layers.context_parallel import ContextParallelAttention, comm_type_of, make_core_attention
 from moe_trainer.layers.core_attention import CoreAttention, Visible
+from moe_trainer.ops import flash_attention
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 
@@ -259,3 +260,22 @@ def test_one_kind_per_layer():
 def test_one_rank_runs_the_plain_attention():
     core = make_core_attention(model(), 1, head_dim=4, ps=ParallelState.single(), comm_types=["p2p"])
     assert type(core) is CoreAttention
+
+
+def with_kernels_counted(rank, n, kind, widths, length):
+    calls = []
+    original = flash_attention.flash_block
+    flash_attention.flash_block = lambda q, k, v, scale, causal: calls.append(causal) or original(q, k, v, scale, causal)
+    (results,) = on_ranks(rank, n, kind, [(widths, None, False)], length)
+    return results, sorted(calls)
+
+
+@pytest.mark.parametrize("kind, blocks", [
+    ("p2p", [[False] * 3 + [True] * 2] * 2), ("allgather", [[False] + [True] * 2, [False] * 2 + [True] * 2])])
+@pytest.mark.parametrize("widths", ["grouped queries", "latent"])
+def test_blocks_of_long_chunks_are_done_by_a_flash_kernel(kind, blocks, widths):
+    length = 2 * 2 * flash_attention.CPU_LENGTH
+    expected = one_process(widths, None, False, length)
+    for (results, calls), called in zip(run_ranks(with_kernels_counted, 2, kind, widths, length), blocks):
+        assert_equal(results, expected)
+        assert calls == called

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_trainer.ops.attention import attention
-from moe_trainer.ops.block_attention import Documents, Rule, Run, attend, attend_backward
+from moe_trainer.ops.block_attention import Documents, Final, Rule, Run, attend, attend_backward
 
 
 def tensors(queries=12, keys=12, dtype=torch.float64):
@@ -62,7 +62,8 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
     assert torch.equal(out[0], torch.zeros_like(out[0])) and (lse[0] == float("-inf")).all()
     assert (out[1] != 0).any() and torch.isfinite(lse[1]).all()
     grads = [torch.zeros_like(x) for x in (q, k, v)]
-    attend_backward(q, k, v, queries, keys, 0.4, Rule(documents=documents), grad, lse, (grad * out).sum(-1), tuple(grads))
+    final = Final(grad, out, lse, (grad * out).sum(-1))
+    attend_backward(q, k, v, queries, keys, 0.4, Rule(documents=documents), final, tuple(grads))
     for x in grads:
         assert torch.equal(x[0], torch.zeros_like(x[0])) and torch.isfinite(x).all() and (x[1] != 0).any()
 
