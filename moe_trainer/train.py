@@ -259,7 +259,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
         sums = run_microbatches(run, run.train_batches, num_microbatches, args.training.micro_batch_size, grad_scale)
     with run.timers("all-grads-sync"):
         run.grads.finish()
-        finalize_grads(run.grads, ps)
+    finalize_grads(run.grads, ps, run.timers)
     loss_sum, tokens = shared_sums(run, sums)
     if run.per_token:
         run.grads.scale(1.0 / max(tokens, 1.0))

@@ -8,6 +8,7 @@ distributed optimizer a fraction of the data. The ranks of a group own the same 
 buffers, and a tied parameter has a bucket of its own.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,16 +22,20 @@ from moe_trainer.parallel.params import ParamInfo, info_of
 from moe_trainer.parallel.state import Group, ParallelState
 
 
-def finalize_grads(grads: DataParallelGrads | ShardedGrads, ps: ParallelState) -> None:
+def finalize_grads(grads: DataParallelGrads | ShardedGrads, ps: ParallelState,
+                   timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext()) -> None:
     """Sum the gradients of partial parameters over tp (of experts over etp) and of tied ones over the stages, in place.
 
     Call it after grads.finish() and before anything reads the gradients; a factor per token may be applied before or after.
+    timer: context manager per Megatron timer name.
     Communication: one all-reduce per group and gradient dtype.
     Raises: RuntimeError, after the first iteration, when the ranks of a group do not hold the same parameters.
     """
-    _sum(grads, ps.tp, lambda info: info.partial and info.kind == "dense")
-    _sum(grads, ps.etp, lambda info: info.partial and info.kind == "expert")
-    _sum(grads, ps.embedding, lambda info: info.tied)
+    with timer("layernorm-grads-all-reduce"):
+        _sum(grads, ps.tp, lambda info: info.partial and info.kind == "dense")
+        _sum(grads, ps.etp, lambda info: info.partial and info.kind == "expert")
+    with timer("embedding-grads-all-reduce"):
+        _sum(grads, ps.embedding, lambda info: info.tied)
 
 
 @torch.no_grad()
