@@ -9,9 +9,10 @@
 
 They differ in cost, not in result. a2a moves the least and runs the attention of a single rank unchanged, but needs heads
 to deal out; p2p hides its messages behind the computation and needs none; allgather (all_gather in TransformerEngine) is one
-message at a time and holds the keys and values of the whole sequence. --hierarchical-context-parallel-sizes gives a2a+p2p its two sizes, a2a first: those
-ranks are next to each other, where links are fast. Exchanging heads among neighbours of a zigzag cut yields, in order of the
-sequence, the chunks of a zigzag cut over the groups of neighbours, so the outer ring is the plain one.
+message at a time and holds the keys and values of the whole sequence. --hierarchical-context-parallel-sizes gives a2a+p2p
+its two sizes, a2a first: those ranks are next to each other, where links are fast. Exchanging heads among neighbours of a
+zigzag cut yields, in order of the sequence, the chunks of a zigzag cut over the groups of neighbours, so the outer ring is the
+plain one.
 
 All kinds work with grouped queries, values narrower than keys (latent attention), windows, packed documents and dropout
 (every rank draws its own). An explicit mask is refused: it would be as large as what context parallelism avoids.
