@@ -135,4 +135,4 @@ def test_recorded_command_lines_have_a_layout_with_the_recorded_number_of_chunks
         if "virtual_pipeline_model_parallel_size" in case["observed"]:
             assert len(layouts[0]) == (vpp or 1), case["name"]
         seen += 1
-    assert seen >= 7
+    assert seen >= 4
