@@ -2,7 +2,8 @@
 
 The gradient reduction of a bucket is a reduce-scatter, so a rank holds the reduced gradient of exactly the elements whose
 main parameters and moments it keeps (flat.Bucket.owned). After the step each bucket of model parameters is
-all-gathered in place.
+all-gathered in place. With several instances (--num-distributed-optimizer-instances) each of them does so among its own ranks:
+they hold the same gradients by then, so they step alike.
 
 With overlap all gathers are launched at once, in order of use, and run beside the next forward: a hook before each
 module waits for the buckets of that module's parameters only. Launching everything in one fixed order keeps the

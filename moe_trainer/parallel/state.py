@@ -28,8 +28,6 @@ _GROUPS = (
     ("pp", ("pp",), "pipeline"),
     ("tp_cp", ("tp", "cp"), "statistics"),
     ("tp_dp_cp", ("tp", "dp", "cp"), "statistics"),
-    ("mp", ("tp", "pp"), "model"),
-    ("expert_mp", ("etp", "ep", "pp"), "model"),
     ("etp", ("etp",), "expert tensor"),
     ("ep", ("ep",), "expert"),
     ("tp_ep", ("etp", "ep"), "expert"),
@@ -57,8 +55,8 @@ class Group:
 class ParallelState:
     """All groups this rank belongs to.
 
-    Dense side: tp cp dp pp, and dp_cp (reduces dense gradients), tp_cp, tp_dp_cp (router statistics), mp (tp x pp).
-    Expert side: etp ep edp (reduces expert gradients), tp_ep (etp x ep), expert_mp (etp x ep x pp).
+    Dense side: tp cp dp pp, and dp_cp (reduces dense gradients), tp_cp, tp_dp_cp (router statistics).
+    Expert side: etp ep edp (reduces expert gradients), tp_ep (etp x ep).
     dp_cp_inner, edp_inner: the part of dp_cp and of edp inside one instance of the distributed optimizer, which shards its state
     over it; dp_cp_outer, edp_outer: the ranks of all instances that hold the same shard. One instance: inner is everything.
     cp_a2a, cp_p2p: the two levels of cp (neighbours; across them) when hierarchical context parallelism gives their sizes;
@@ -74,12 +72,10 @@ class ParallelState:
     dp_cp: Group
     tp_cp: Group
     tp_dp_cp: Group
-    mp: Group
     etp: Group
     ep: Group
     edp: Group
     tp_ep: Group
-    expert_mp: Group
     dp_cp_inner: Group
     dp_cp_outer: Group
     edp_inner: Group
