@@ -389,6 +389,7 @@ NEEDS = (
     ),
     (("fp16",), "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
     (("decoupled_lr",), "decoupled_min_lr"),
+    (("context_parallel_size",), "cp_comm_type hierarchical_context_parallel_sizes"),
     (("use_distributed_optimizer", "use_megatron_fsdp"), "num_distributed_optimizer_instances"),
     (("profile",), "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
     (("tensorboard_dir",), "log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"),

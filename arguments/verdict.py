@@ -51,12 +51,18 @@ def announce(s: Settings) -> None:
         elif dest in standing.PARENT and standing.PARENT[dest] not in refused:
             s.say_idle(s.shown(dest), f"no effect without {_parent_text(s, standing.PARENT[dest])}")
     for parents, dests in standing.NEEDS:
-        if any(s.values[parent] for parent in parents):
+        if any(_is_on(s, parent) for parent in parents):
             continue
-        wanted = " or ".join(s.flag(parent) for parent in parents)
+        wanted = " or ".join(_parent_text(s, parent) for parent in parents)
         for dest in dests.split():
             if s.given(dest) and s.values[dest] != s.default(dest):
                 s.say_idle(s.shown(dest), f"no effect without {wanted}")
+
+
+def _is_on(s: Settings, parent: str) -> bool:
+    """Is a flag that others need in force? The size of a dimension is from 2 on."""
+    value, default = s.values[parent], s.default(parent)
+    return bool(value) and not (type(value) is int and value == default == 1)
 
 
 def _parent_text(s: Settings, parent: str) -> str:

@@ -190,6 +190,13 @@ def test_idle_flags_say_why_once(argv):
     assert len(lines) == len(set(lines)) >= 1
 
 
+def test_the_kind_of_context_parallelism_needs_context_ranks():
+    idle = "--cp-comm-type a2a is idle: no effect without --context-parallel-size above 1"
+    assert any(idle in line for line in parse("--cp-comm-type", "a2a").notes)
+    notes = parse("--cp-comm-type", "a2a", "--context-parallel-size", "2", world_size=2).notes
+    assert not any("--cp-comm-type" in line for line in notes)
+
+
 def test_a_part_without_its_parent_is_said_to_be_idle():
     args = parse("--muon-momentum", "0.8", "--mtp-loss-scaling-factor", "0.3")
     assert any("--muon-momentum 0.8 is idle: no effect without --optimizer muon" in line for line in args.notes)
