@@ -13,6 +13,7 @@ from train.layouts import argv_of, compare, groups_of, parse
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.proof import observe
 from moe_trainer.proof.emulate import Topology, emulate
+from moe_trainer.train import run_microbatches, set_training, shared_sums
 
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 A2A_P2P = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
@@ -30,8 +31,8 @@ CASES = {
     "tp and sp": ("deepseek", "", 4, f"{CP2} {TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"),
     "tp without sp": ("plain", GQA, 4, f"{CP2} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"),
     "capacity": ("capacity", "", 4, f"{CP2} --expert-model-parallel-size 4"),
-    "per-token loss, MTP": ("per-token loss, MTP, distributed optimizer", "", 4, f"{CP2} --cp-comm-type a2a"),
-    "accumulation, stages": ("accumulation", "--mtp-num-layers 1", 4, f"{CP2} {PP2}"),
+    "Megatron 1652 3959: per-token loss, MTP": ("per-token loss, MTP, distributed optimizer", "", 4, f"{CP2} --cp-comm-type a2a"),
+    "ms-swift 6312: experts, cp, stages, accumulation": ("accumulation", "--mtp-num-layers 1", 4, f"{CP2} {PP2} --expert-model-parallel-size 2"),
     "data ranks, distributed optimizer": ("distributed optimizer, overlap", GQA, 4, f"{CP2} --cp-comm-type p2p"),
     "learned positions, tied head": ("biases, tied head", "--position-embedding-type learned_absolute", 4, f"{CP2} {PP2}"),
 }
@@ -88,3 +89,21 @@ def test_packed_documents_equal_the_mask_of_one_process(kind):
     outcome = assert_agree("plain", f"{GQA} --mtp-num-layers 1", 2, f"{CP2} --cp-comm-type {kind}", packed=True)
     apart = whole([*argv_of("plain"), *GQA.split(), "--mtp-num-layers", "1"], Topology(), False)
     assert abs(outcome.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
+
+
+def evaluated(rank, n, argv):
+    """Sum of token losses and number of tokens of a validation."""
+    args = parse(argv, n)
+    run = observe.make_run(args, rank, groups_of(argv, rank, n) if n > 1 else ParallelState.single(), 1)
+    set_training(run.chunks, False)
+    with torch.no_grad():
+        return shared_sums(run, run_microbatches(run, run.train_batches, 2, 2, forward_only=True))
+
+
+def test_validation_equals_one_process():
+    argv = [*argv_of("deepseek"), "--global-batch-size", "4"]
+    loss, tokens = evaluated(0, 1, argv)
+    for mapping in (CP2, f"{CP2} {PP2}"):
+        n = 4 if PP2 in mapping else 2
+        for other_loss, other_tokens in run_ranks(evaluated, n, [*argv, *mapping.split()]):
+            assert other_tokens == tokens and abs(other_loss - loss) <= 1e-6 * loss
