@@ -19,6 +19,7 @@ EP, ETP1, VPP = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size
 CASES = (
     (2, "plain", f"{PP} {VPP} {FULL}"),
     (2, "biases, tied head", f"{PP} {VPP} {SMALL}"),
+    (2, "biases, tied head", f"{PP} --pipeline-schedule zero-bubble {FULL}"),
     (4, "biases, tied head", f"{PP} {TP} {ETP1} {FULL}"),
     (4, "deepseek", f"{PP} {VPP} {SP} {FULL}"),
     (4, "deepseek", f"{SP} {EP} {ETP1} {INSTANCES}"),
