@@ -61,7 +61,7 @@ def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
             chosen = (torch.rand(tokens, num_experts) + skew).topk(topk)[1]
             counts = tuple(torch.bincount(chosen.flatten(), minlength=num_experts).tolist())
             start = time.perf_counter()
-            y = module._ExpertMLP.apply(x, p, w1, None, w2, None, counts, block, grouped)
+            y = module._ExpertMLP.apply(x, p, w1, None, w2, None, counts, block, grouped, None)
             torch.autograd.grad(y, (x, p, w1, w2), grad)
             taken.append(time.perf_counter() - start)
     return tuple(statistics.median(taken[rounds // 3:]) for taken in times.values())
