@@ -51,19 +51,19 @@ class Bulletin:
         self._posting, self._reading = (dist.PrefixStore("bulletin", each) for each in self._stores)
 
     def post(self, note: Note) -> None:
-        """Replace this rank's note."""
-        _guarded(lambda: self._posting.set(f"note/{self.rank}", json.dumps(dataclasses.asdict(note))))
+        """Replace this rank's note. For the posting thread: it may hang with the store's host."""
+        _guarded(lambda: self._posting.set(f"note/{self.rank}", _text(note)))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Note]:
         """The notes of the given ranks, as far as they have posted any."""
         return _in_time(lambda: self._read(list(ranks)))
 
-    def announce_end(self) -> None:
-        """Say that this rank ends, and that the job has failed with it."""
-        _in_time(lambda: self._reading.set(f"end/{self._reading.add('ends', 1)}", str(self.rank)))
+    def announce_end(self, note: Note) -> None:
+        """Say that this rank ends, and that the job has failed with it; `note` is its last."""
+        _in_time(lambda: self._announce_end(note))
 
     def ends(self) -> int:
-        """How many ranks have said that they end."""
+        """How many ranks have said that they end. For the posting thread, too."""
         return _guarded(lambda: self._posting.add("ends", 0))
 
     def leave(self) -> None:
@@ -78,6 +78,10 @@ class Bulletin:
         """The ranks that ended first, at most `count`."""
         return _in_time(lambda: self._first_to_end(count))
 
+    def _announce_end(self, note: Note) -> None:
+        self._reading.set(f"note/{self.rank}", _text(note))
+        self._reading.set(f"end/{self._reading.add('ends', 1)}", str(self.rank))
+
     def _read(self, ranks: list[int]) -> dict[int, Note]:
         known = [rank for rank in ranks if self._reading.check([f"note/{rank}"])]
         return {rank: Note(**json.loads(self._reading.get(f"note/{rank}"))) for rank in known}
@@ -85,6 +89,10 @@ class Bulletin:
     def _first_to_end(self, count: int) -> list[int]:
         keys = [f"end/{number}" for number in range(1, min(count, self._reading.add("ends", 0)) + 1)]
         return [int(self._reading.get(key)) for key in keys if self._reading.check([key])]
+
+
+def _text(note: Note) -> str:
+    return json.dumps(dataclasses.asdict(note))
 
 
 def _guarded(operation: Callable[[], Any]) -> Any:

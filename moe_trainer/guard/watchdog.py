@@ -44,7 +44,6 @@ class Watchdog:
         self._beat = 0
         self._others_ended = False
         self._stopped = threading.Event()
-        self._lock = threading.Lock()
         self._final: Note | None = None
 
     @property
@@ -77,10 +76,9 @@ class Watchdog:
         self._linger()
 
     def _say(self, final: Note) -> None:
-        self._final = final
+        self._final = final  # from now on the posting thread repeats it
         try:
-            self._post()
-            self._bulletin.announce_end()
+            self._bulletin.announce_end(final)
         except StoreGoneError:
             pass  # nobody is left to be told; _peers finds the same and says it
 
@@ -109,9 +107,7 @@ class Watchdog:
             self._stopped.wait(min(self.period, _TICK))
 
     def _post(self) -> None:
-        if self._bulletin is None:
-            return
-        with self._lock:
+        if self._bulletin is not None:
             self._beat += 1
             note = self._final or self._note()
             self._bulletin.post(Note(self._beat, note.state, note.call, note.text, note.seconds))

@@ -108,14 +108,13 @@ def test_a_call_in_time_disturbs_nobody():
 def test_who_waits_although_the_job_has_failed_is_ended(tmp_path, capsys):
     store = dist.FileStore(str(tmp_path / "store"), 2)
     other = Bulletin(store, 1)
-    other.post(Note(1, "ended", "", "MemoryError: no more", 0.0))
     codes, ended, trace = [], threading.Event(), Trace(0)
     trace.begin("all_reduce", "dp", (0, 1))
     with Watchdog(trace, 2, Bulletin(store, 0), 15.0, end=lambda code: (codes.append(code), ended.set())) as watchdog:
         assert watchdog.grace == 2.0
         time.sleep(0.5)
         assert not codes
-        other.announce_end()
+        other.announce_end(Note(1, "ended", "", "MemoryError: no more", 0.0))
         assert ended.wait(20)
     said = capsys.readouterr().err
     assert codes == [EXIT_CODE] and "and the job has failed" in said and "rank 1: ended: MemoryError: no more" in said
