@@ -17,7 +17,7 @@ from moe_trainer.checkpoint import common_state, random_state
 from moe_trainer.checkpoint.directory import TRACKER, tokenizer_files
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.find import check_format, check_whole, find, latest_iteration, read_saved_args
-from moe_trainer.checkpoint.inspect import read_index
+from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.loading import Loader
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.saving import PendingSave, check_writable

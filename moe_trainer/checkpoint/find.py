@@ -18,7 +18,7 @@ from moe_trainer.checkpoint.directory import (
     take_back,
 )
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.inspect import detect_format, read_index, verify
+from moe_trainer.checkpoint.index import check, detect_format, read_index
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def check_whole(folder: Path, hashes: bool = False) -> None:
 
     Raises: CheckpointError.
     """
-    problems = verify(folder, hashes)
+    problems = check(folder, hashes)
     if problems:
         shown = "\n  ".join(problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else []))
         raise CheckpointError(f"the checkpoint {folder} is incomplete or damaged:\n  {shown}\n" + advice(folder))

@@ -1,148 +1,58 @@
-"""Look at checkpoints without a model: is it complete, in which format, what is in it."""
+"""Look at checkpoints from the command line, without a model and whatever layout wrote them:
 
+    python -m moe_trainer.checkpoint.inspect ls PATH [--checksums] [--expand] [--match REGEX]
+    python -m moe_trainer.checkpoint.inspect verify PATH
+    python -m moe_trainer.checkpoint.inspect diff PATH PATH [--rtol X] [--atol X] [--weights-only]
+
+PATH is a checkpoint folder (iter_0000010) or the folder above it, of which the tracker file (or --ckpt-step N) chooses one. Reads
+torch_dist checkpoints of this program and of Megatron-LM. Exit code 0: fine, equal; 1: incomplete or damaged, different;
+2: cannot be looked at. One logical tensor is in memory at a time.
+"""
+
+import argparse
 import hashlib
-import json
-import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.directory import TRACKER, describe_complete, folder_name, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.reading import read_tensor
-from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_pickle
+from moe_trainer.checkpoint.index import COMPLETE, INDEX, check, detect_format, read_index
+from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
+from moe_trainer.checkpoint.verify import verify_all
+
+_SHOWN_FLAGS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+                "expert_model_parallel_size", "expert_tensor_parallel_size", "world_size")
 
 
-def detect_format(folder: Path) -> str | None:
-    """The format of one checkpoint folder: torch_dist, torch, torch_dcp, ... or None when nothing is recognised."""
-    if (folder / COMPLETE).is_file():
-        try:
-            return str(json.loads((folder / COMPLETE).read_text())["sharded_backend"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-    if any(folder.glob("mp_rank_*")):
-        return "torch"
-    if (folder / INDEX).is_file():
-        return "torch_dcp"
-    return None
+def choose(path: Path, ckpt_step: int | None = None) -> Path:
+    """The checkpoint folder that a path means. Changes nothing on disk.
 
-
-def read_index(folder: Path) -> Metadata:
-    """Read `.metadata`, the list of everything stored and where.
-
-    Raises: CheckpointError when it is missing or damaged.
+    Raises: CheckpointError when there is none, or when it is in another format.
     """
-    path = folder / INDEX
-    try:
-        index = load_pickle(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except DECODE_ERRORS as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not _is_sound(index):
-        raise CheckpointError(f"{path} is damaged: it holds no sound index")
-    return index
-
-
-def _is_sound(index: object) -> bool:
-    """Whether a decoded index has the types that everything else relies on, and names files of its own folder only."""
-    try:
-        return isinstance(index, Metadata) and all(
-            _is_sound_entry(index, key, entry) for key, entry in index.state_dict_metadata.items()
-        ) and all(
-            isinstance(info.relative_path, str) and Path(info.relative_path).name == info.relative_path
-            and info.offset >= 0 and info.length >= 0 for info in index.storage_data.values()
-        )
-    except (AttributeError, TypeError, ValueError):
-        return False
-
-
-def _is_sound_entry(index: Metadata, key: str, entry: object) -> bool:
-    if isinstance(entry, BytesStorageMetadata):
-        return isinstance(key, str) and MetadataIndex(key) in index.storage_data
-    return isinstance(key, str) and isinstance(entry.properties.dtype, torch.dtype) and all(
-        MetadataIndex(key, chunk.offsets) in index.storage_data and len(chunk.sizes) == len(entry.size)
-        and all(0 <= at and at + extent <= full for at, extent, full in zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
-        for chunk in entry.chunks)
-
-
-def verify(folder: Path, hashes: bool = False) -> list[str]:
-    """What is wrong with a torch_dist checkpoint folder; an empty list when nothing is.
-
-    Checks the completion mark, the index, that every file is there and long enough for the index, and that the boxes
-    of every tensor add up. hashes: also compare integrity.json (reads everything).
-    """
-    if not folder.is_dir():
-        return [f"{folder} does not exist"]
-    if not (folder / COMPLETE).is_file():
-        return [f"{folder / COMPLETE} is missing: the save did not finish, or it is no torch_dist checkpoint"]
+    if not path.is_dir():
+        raise CheckpointError(f"{path} {'is no folder' if path.exists() else 'does not exist'}")
+    folder = path
+    if ckpt_step is not None or not any((path / name).exists() for name in (COMPLETE, INDEX)) and not any(path.glob("mp_rank_*")):
+        wanted = ckpt_step if ckpt_step is not None else read_tracker(path)
+        if wanted is None:
+            raise CheckpointError(f"{path} is neither a checkpoint nor a folder of checkpoints: {INDEX} and {TRACKER} are missing. "
+                                  + describe_complete(path))
+        folder = path / (wanted if wanted == "release" else folder_name(int(wanted)))
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} does not exist. " + describe_complete(path))
     found = detect_format(folder)
-    if found != "torch_dist":
-        return [f"{folder / COMPLETE} is damaged" if found is None else f"{folder} is in {found} format"]
-    try:
-        index = read_index(folder)
-    except CheckpointError as error:
-        return [str(error)]
-    problems = _short_files(folder, index) + _uncovered(index)
-    return problems + (_changed_files(folder) if hashes and not problems else [])
-
-
-def _short_files(folder: Path, index: Metadata) -> list[str]:
-    needed: dict[str, int] = {}
-    for info in index.storage_data.values():
-        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
-    problems = []
-    for name, length in sorted(needed.items()):
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif path.stat().st_size < length:
-            problems.append(f"{path} has {path.stat().st_size} bytes, {length} are needed: it was cut off")
-    return problems
-
-
-def _uncovered(index: Metadata) -> list[str]:
-    problems = []
-    for key, entry in index.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if volume != math.prod(entry.size):
-                problems.append(f"{key}: {volume} of {math.prod(entry.size)} elements are stored")
-    return problems
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal text."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def write_hashes(folder: Path) -> None:
-    """Write integrity.json: the SHA-256 of every file of the folder (--verify-integrity)."""
-    files = {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != INTEGRITY}
-    (folder / INTEGRITY).write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=2))
-
-
-def _changed_files(folder: Path) -> list[str]:
-    path = folder / INTEGRITY
-    try:
-        record = json.loads(path.read_text())
-        files = dict(record["files"])
-    except FileNotFoundError:
-        return [f"{path} is missing: save with --verify-integrity, or load without it"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{path} is damaged: {error}"]
-    problems = []
-    for name, digest in files.items():
-        if not (folder / name).is_file():
-            problems.append(f"{folder / name} is missing")
-        elif file_hash(folder / name) != digest:
-            problems.append(f"{folder / name} is not the file that was saved: its SHA-256 differs")
-    return problems
+    if found not in (None, "torch_dist", "torch_dcp"):
+        raise CheckpointError(f"{folder} is in the format {found!r}; only torch_dist can be looked at")
+    return folder
 
 
 def describe(folder: Path) -> dict[str, tuple[tuple[int, ...], str] | None]:
@@ -150,27 +60,182 @@ def describe(folder: Path) -> dict[str, tuple[tuple[int, ...], str] | None]:
 
     Raises: CheckpointError when the index is missing or damaged.
     """
-    return {key: (tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
-            if isinstance(entry, TensorStorageMetadata) else None
+    return {key: (tuple(entry.size), _short(entry.properties.dtype)) if isinstance(entry, TensorStorageMetadata) else None
             for key, entry in read_index(folder).state_dict_metadata.items()}
 
 
-def differences(left: Path, right: Path) -> list[str]:
-    """How two checkpoints differ, tensor by tensor; an empty list when all are equal to the last bit.
+def checksum(values: Tensor) -> str:
+    """The first 16 digits of the SHA-256 of a tensor's elements in row-major order: the same whatever layout wrote it."""
+    return hashlib.sha256(values.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()[:16]
 
-    Non-tensor entries are not compared. Reads one tensor of each at a time.
+
+def differences(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weights_only: bool = False) -> list[str]:
+    """How two checkpoints differ, logical tensor by logical tensor; an empty list when all are equal (within the tolerances).
+
+    Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model. Non-tensor entries
+    are not compared.
     Raises: CheckpointError when one of them is damaged.
     """
     indices = [read_index(folder) for folder in (left, right)]
-    keys = [{key for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    held = [{tensor.name: tensor for tensor in logical_tensors(index) if not weights_only or "optimizer." not in tensor.name}
             for index in indices]
-    lines = [f"{key}: only in {folder}" for folder, mine, other in ((left, *keys), (right, *keys[::-1]))
-             for key in sorted(mine - other)]
-    for key in sorted(keys[0] & keys[1]):
-        first, second = (read_tensor(folder, index, key) for folder, index in zip((left, right), indices))
+    lines = [f"{name}: only in {folder}" for folder, mine, other in ((left, *held), (right, *held[::-1]))
+             for name in mine if name not in other]
+    for name, first in held[0].items():
+        second = held[1].get(name)
+        if second is None:
+            continue
         if first.shape != second.shape or first.dtype != second.dtype:
-            lines.append(f"{key}: {tuple(first.shape)} {first.dtype} and {tuple(second.shape)} {second.dtype}")
-        elif not torch.equal(first, second):
-            gap = (first.double() - second.double()).abs().max().item()
-            lines.append(f"{key}: differs by up to {gap:.3e}")
+            lines.append(f"{name}: {first.shape} {_short(first.dtype)} and {second.shape} {_short(second.dtype)}")
+            continue
+        one, other = (read_logical(folder, index, tensor) for folder, index, tensor in zip((left, right), indices, (first, second)))
+        if not _equal(one, other, rtol, atol):
+            gap = (one.double() - other.double()).abs()
+            lines.append(f"{name}: differs by up to {gap.max().item():.3e} in {int((gap != 0).sum())} of {gap.numel()} elements")
     return lines
+
+
+def _equal(one: Tensor, other: Tensor, rtol: float, atol: float) -> bool:
+    if rtol == atol == 0.0:
+        return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+    return torch.allclose(one.double(), other.double(), rtol=rtol, atol=atol, equal_nan=True)
+
+
+def flag_differences(left: Path, right: Path) -> list[str]:
+    """Recorded flags and counters that differ; they make no difference between tensors.
+
+    Raises: CheckpointError when a common state is missing or damaged.
+    """
+    records = []
+    for folder in (left, right):
+        state, _, _ = common_state.parse(common_state.read(folder, read_index(folder)))
+        records.append({"iteration": state.iteration, "consumed_train_samples": state.consumed_train_samples, **state.args})
+    return [f"{name}: {records[0].get(name)!r} and {records[1].get(name)!r}" for name in sorted(records[0].keys() | records[1].keys())
+            if records[0].get(name) != records[1].get(name)]
+
+
+# ---- the command line
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def _header(folder: Path, index: Metadata) -> Iterator[str]:
+    state, _, from_megatron = common_state.parse(common_state.read(folder, index))
+    layout = ", ".join(f"{name} {state.args[name]}" for name in _SHOWN_FLAGS if state.args.get(name) is not None)
+    yield f"{folder}: iteration {state.iteration}, {state.consumed_train_samples} samples, written by " \
+          f"{'Megatron-LM' if from_megatron else 'moe-trainer'} ({layout})"
+    tensors = [entry for entry in index.state_dict_metadata.items() if isinstance(entry[1], TensorStorageMetadata)]
+    weights = sum(entry.size.numel() for key, entry in tensors if "optimizer." not in key)
+    size = sum(info.length for info in index.storage_data.values())
+    yield f"{len(tensors)} stored tensors, {weights:,} weights, {len({i.relative_path for i in index.storage_data.values()})} files, {_bytes(size)}"
+
+
+def _order(name: str) -> list:
+    """Weights before optimizer states, layers by number."""
+    block = ("embedding", "decoder", "mtp", "output_layer")
+    place = next((index for index, start in enumerate(block) if name.startswith(start)), len(block))
+    return [place, *((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))]
+
+
+def _ls(options: argparse.Namespace) -> int:
+    folder = choose(options.paths[0], options.ckpt_step)
+    problems = check(folder)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    index = read_index(folder)
+    for line in _header(folder, index):
+        print(line)
+    groups: dict[str, list[LogicalTensor]] = {}
+    for tensor in logical_tensors(index):
+        name = tensor.name if options.expand else tensor.key
+        if options.match is None or options.match.search(name):
+            groups.setdefault(name, []).append(tensor)
+    width = max(map(len, groups), default=0)
+    for name, members in sorted(groups.items(), key=lambda group: _order(group[0])):
+        shape = members[0].shape if options.expand else members[0].full
+        sums = [checksum(read_logical(folder, index, tensor)) for tensor in members] if options.checksums else []
+        total = sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()[:16]
+        print(f"{name:{width}}  {_short(members[0].dtype):8}  {list(shape)}" + (f"  {total}" if sums else ""))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    folder = choose(options.paths[0], options.ckpt_step)
+    report = verify_all(folder)
+    for line in report.notes:
+        print(f"note: {line}")
+    for line in report.problems:
+        print(line)
+    if report.problems:
+        print(f"{folder}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''}")
+        return 1
+    print(f"{folder} is whole: {report.num_tensors} logical tensors, {_bytes(report.num_bytes)} read")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    left, right = (choose(path, options.ckpt_step) for path in options.paths)
+    for folder in (left, right):
+        problems = check(folder)
+        if problems:
+            raise CheckpointError("\n".join(problems))
+    for line in flag_differences(left, right):
+        print(f"(flag) {line}")
+    lines = differences(left, right, options.rtol, options.atol, options.weights_only)
+    for line in lines:
+        print(line)
+    print(f"{len(lines)} logical tensors differ" if lines else "all tensors are equal")
+    return int(bool(lines))
+
+
+def _pattern(text: str) -> re.Pattern:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code (argparse ends the process with 2 on a wrong command line)."""
+    parser = argparse.ArgumentParser(prog="python -m moe_trainer.checkpoint.inspect", description="Look at torch_dist checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run: Mapping[str, Any] = {"ls": _ls, "verify": _verify, "diff": _diff}
+    texts = {"ls": "list the tensors", "verify": "read every byte; name what is missing, damaged or foreign",
+             "diff": "compare two checkpoints tensor by tensor"}
+    for name, text in texts.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("paths", metavar="PATH", type=Path, nargs=2 if name == "diff" else 1)
+        command.add_argument("--ckpt-step", type=int, help="the iteration to look at, if PATH is a folder of checkpoints")
+        if name == "ls":
+            command.add_argument("--checksums", action="store_true", help="a checksum of every tensor, the same for every layout")
+            command.add_argument("--expand", action="store_true", help="every layer and expert by itself, under its name in the model")
+            command.add_argument("--match", type=_pattern, help="only names in which this regular expression is found")
+        if name == "diff":
+            command.add_argument("--rtol", type=float, default=0.0, help="relative tolerance; 0: bit for bit")
+            command.add_argument("--atol", type=float, default=0.0, help="absolute tolerance")
+            command.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
+    options = parser.parse_args(argv)
+    try:
+        return run[options.command](options)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except PermissionError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -47,24 +47,39 @@ def fill(folder: Path, index: Metadata, wanted: dict[str, list[Piece]]) -> None:
     Raises: CheckpointError when the saved boxes do not cover a local one, or when a file is missing or damaged.
     """
     uses: dict[MetadataIndex, list[tuple[Tensor, Box, Box]]] = defaultdict(list)
+    saved_boxes: dict[MetadataIndex, ChunkStorageMetadata] = {}
     for key, local in wanted.items():
         found = 0
         for chunk, piece, low, high in overlaps(index.state_dict_metadata[key].chunks, local):
             found += math.prod(stop - start for start, stop in zip(low, high))
             source, target = (tuple(slice(start - base, stop - base) for start, stop, base in zip(low, high, bases))
                               for bases in (chunk.offsets, piece.offsets))
-            uses[MetadataIndex(key, chunk.offsets)].append((piece.data, target, source))
+            place = MetadataIndex(key, chunk.offsets)
+            saved_boxes[place] = chunk
+            uses[place].append((piece.data, target, source))
         needed = sum(math.prod(piece.sizes) for piece in local)
         if found != needed:
             raise CheckpointError(f"{folder}: only {found} of {needed} elements of {key} were saved")
     # in file order: the files may lie on spinning or networked disks
     for place in sorted(uses, key=lambda at: (index.storage_data[at].relative_path, index.storage_data[at].offset)):
-        try:
-            saved = torch.load(io.BytesIO(_read_entry(folder, index, place)), map_location="cpu", weights_only=True)
-            for data, target, source in uses[place]:
-                data[target].copy_(saved[source])
-        except DECODE_ERRORS as error:
-            raise _damaged(folder, index, place, error) from error
+        saved = decode(folder, index, place.fqn, saved_boxes[place])
+        for data, target, source in uses[place]:
+            data[target].copy_(saved[source])
+
+
+def decode(folder: Path, index: Metadata, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+    """One saved box, checked against its checksum, its shape and its type.
+
+    Raises: CheckpointError when its file is missing or damaged.
+    """
+    place, dtype = MetadataIndex(key, chunk.offsets), index.state_dict_metadata[key].properties.dtype
+    try:
+        saved = torch.load(io.BytesIO(_read_entry(folder, index, place)), map_location="cpu", weights_only=True)
+        if saved.shape != chunk.sizes or saved.dtype != dtype:
+            raise ValueError(f"it holds {tuple(saved.shape)} {saved.dtype}, and the index says {tuple(chunk.sizes)} {dtype}")
+    except DECODE_ERRORS as error:
+        raise _damaged(folder, index, place, error) from error
+    return saved
 
 
 def read_tensor(folder: Path, index: Metadata, key: str) -> Tensor:

@@ -34,7 +34,7 @@ from moe_trainer.checkpoint.directory import (
     retire,
 )
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.inspect import write_hashes
+from moe_trainer.checkpoint.index import write_hashes
 from moe_trainer.checkpoint.options import CheckpointState, SaveOptions
 from moe_trainer.checkpoint.planner import PieceSavePlanner, describe_plans
 from moe_trainer.checkpoint.sharding import KeyScheme, pieces, rng_key

@@ -28,7 +28,7 @@ from moe_trainer.checkpoint.checkpoint import (
     read_saved_args,
     save,
 )
-from moe_trainer.checkpoint.inspect import verify
+from moe_trainer.checkpoint.index import check
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -104,7 +104,7 @@ def test_random_damage_of_the_index_never_escapes(saved):
         for place in torch.randint(len(content), (3,), generator=generator).tolist():
             content[place] ^= 0xFF
         path.write_bytes(content)
-        verify(saved / "iter_0000006")  # raises nothing
+        check(saved / "iter_0000006")  # raises nothing
 
 
 def test_a_damaged_tracker(saved):
@@ -245,7 +245,7 @@ def test_a_checkpoint_caught_while_being_replaced_is_taken_back(saved, by):
         assert load(saved, [FakeModel()], None, SINGLE, OPTIONS).iteration == 6
     else:
         save(saved, CheckpointState(9, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
-    assert verify(saved / "iter_0000006") == []
+    assert check(saved / "iter_0000006") == []
 
 
 def _save_for_ever(folder, ready):
@@ -292,7 +292,7 @@ def test_kill_at_twenty_random_moments(tmp_path):
         model = FakeModel(seed=1)
         assert load(tmp_path, [model], FakeOptimizer(model, SINGLE), SINGLE, OPTIONS).iteration == iteration
         assert all(bool((param == iteration).all()) for param in model.parameters())
-        assert verify(tmp_path / directory.folder_name(iteration)) == []
+        assert check(tmp_path / directory.folder_name(iteration)) == []
         seen.append(iteration)
     assert seen == sorted(seen) and len(set(seen)) > 2, seen
     save(tmp_path, CheckpointState(10**6, RECORD), [FakeModel()], None, SINGLE, SaveOptions())

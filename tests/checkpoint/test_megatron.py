@@ -9,7 +9,7 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 
 from moe_trainer.checkpoint.checkpoint import LoadOptions, latest_iteration, load, read_saved_args
-from moe_trainer.checkpoint.inspect import read_index, verify
+from moe_trainer.checkpoint.index import check, read_index
 from moe_trainer.checkpoint.unpickle import Foreign, SafeUnpickler, load_object, load_pickle, plain
 from moe_trainer.parallel.state import ParallelState
 
@@ -65,7 +65,7 @@ def test_the_args_of_a_golden_checkpoint(shared):
 
 def test_a_golden_checkpoint_is_whole(shared):
     folder = shared / "golden/ckpt/a2_torch_dist/iter_0000005"
-    assert verify(folder) == []
+    assert check(folder) == []
     assert len(read_index(folder).storage_data) > 100
 
 

@@ -21,7 +21,8 @@ from moe_trainer.checkpoint.checkpoint import (
     read_saved_args,
     save,
 )
-from moe_trainer.checkpoint.inspect import describe, verify
+from moe_trainer.checkpoint.index import check
+from moe_trainer.checkpoint.inspect import describe
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -72,7 +73,7 @@ def test_files_and_tracker(tmp_path):
     assert latest_iteration(tmp_path / "save") == 20
     fields = (tmp_path / "save/progress.txt").read_text().rstrip("\n").split("\t")
     assert fields[1].startswith("Job ID: ") and fields[2:] == ["# GPUs: 1", "Saved checkpoint", "Iteration: 20"]
-    assert verify(folder, hashes=True) == []
+    assert check(folder, hashes=True) == []
 
 
 def test_saved_args_need_no_model(tmp_path):
@@ -252,7 +253,7 @@ def _rank_load(rank, size, folder, distributed):
 @pytest.mark.parametrize("distributed", [False, True])
 def test_any_number_of_ranks_reads_what_two_have_written(tmp_path, distributed):
     run_ranks(_rank_save, 2, tmp_path, distributed)
-    assert verify(tmp_path / "iter_0000003") == []
+    assert check(tmp_path / "iter_0000003") == []
     sizes = [(tmp_path / f"iter_0000003/__{rank}_0.distcp").stat().st_size for rank in range(2)]
     assert max(sizes) < 1.2 * min(sizes)
     assert run_ranks(_rank_load, 2, tmp_path, distributed) == [True, True]

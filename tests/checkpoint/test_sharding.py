@@ -12,7 +12,8 @@ from harness import run_ranks
 
 from arguments import parse_args
 from moe_trainer.checkpoint.checkpoint import CheckpointState, SaveOptions, save
-from moe_trainer.checkpoint.inspect import differences, read_index
+from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.sharding import KeyScheme, boxes, pieces
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.params import ParamInfo

@@ -8,8 +8,9 @@ from harness import run_ranks
 from train.layouts import argv_of, groups_of, make_run
 
 from moe_trainer.checkpoint.checkpoint import load, save
-from moe_trainer.checkpoint.inspect import describe, differences, verify
+from moe_trainer.checkpoint.inspect import describe, differences
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
+from moe_trainer.checkpoint.verify import verify_all
 from moe_trainer.model.weights import gather_named, load_named_weights
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.run import Run, TrainState
@@ -129,7 +130,7 @@ def test_tp2_ep2_pp2_resumes_under(saved, tmp_path, name):
     folder, expected = saved(kind)
     n, mapping = RESUMED[name]
     steps = run_ranks(_load_and_save, n, [*argv_of(kind), *mapping.split()], folder, tmp_path, timeout=180.0)
-    assert verify(tmp_path / "iter_0000002") == []
+    assert verify_all(tmp_path / "iter_0000002").problems == []
     assert differences(folder / "iter_0000002", tmp_path / "iter_0000002") == []
     for rank in steps:
         _assert_alike(rank, expected)

@@ -1,0 +1,154 @@
+"""The index of a checkpoint folder: is it complete, in which format, are its files the ones that were saved."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_pickle
+
+
+def detect_format(folder: Path) -> str | None:
+    """The format of one checkpoint folder: torch_dist, torch, torch_dcp, ... or None when nothing is recognised."""
+    if (folder / COMPLETE).is_file():
+        try:
+            return str(json.loads((folder / COMPLETE).read_text())["sharded_backend"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    if any(folder.glob("mp_rank_*")):
+        return "torch"
+    if (folder / INDEX).is_file():
+        return "torch_dcp"
+    return None
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read `.metadata`, the list of everything stored and where.
+
+    Raises: CheckpointError when it is missing or damaged.
+    """
+    path = folder / INDEX
+    try:
+        index = load_pickle(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except DECODE_ERRORS as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not _is_sound(index):
+        raise CheckpointError(f"{path} is damaged: it holds no sound index")
+    return index
+
+
+def _is_sound(index: object) -> bool:
+    """Whether a decoded index has the types that everything else relies on, and names files of its own folder only."""
+    try:
+        return isinstance(index, Metadata) and all(
+            _is_sound_entry(index, key, entry) for key, entry in index.state_dict_metadata.items()
+        ) and all(
+            isinstance(info.relative_path, str) and Path(info.relative_path).name == info.relative_path
+            and info.offset >= 0 and info.length >= 0 for info in index.storage_data.values()
+        )
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+def _is_sound_entry(index: Metadata, key: str, entry: object) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return isinstance(key, str) and MetadataIndex(key) in index.storage_data
+    return isinstance(key, str) and isinstance(entry.properties.dtype, torch.dtype) and all(
+        MetadataIndex(key, chunk.offsets) in index.storage_data and len(chunk.sizes) == len(entry.size)
+        and all(0 <= at and at + extent <= full for at, extent, full in zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
+        for chunk in entry.chunks)
+
+
+def check(folder: Path, hashes: bool = False) -> list[str]:
+    """What is wrong with a torch_dist checkpoint folder; an empty list when nothing is.
+
+    Checks the completion mark, the index, that every file is there and long enough for the index, and that the boxes
+    of every tensor add up. hashes: also compare integrity.json (reads everything).
+    """
+    problems = check_mark(folder)
+    if problems:
+        return problems
+    try:
+        index = read_index(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = short_files(folder, index) + _uncovered(index)
+    return problems + (changed_files(folder) if hashes and not problems else [])
+
+
+def check_mark(folder: Path) -> list[str]:
+    """Whether the folder is there and carries the mark of a complete torch_dist checkpoint."""
+    if not folder.is_dir():
+        return [f"{folder} does not exist"]
+    if not (folder / COMPLETE).is_file():
+        return [f"{folder / COMPLETE} is missing: the save did not finish, or it is no torch_dist checkpoint"]
+    found = detect_format(folder)
+    if found != "torch_dist":
+        return [f"{folder / COMPLETE} is damaged" if found is None else f"{folder} is in {found} format"]
+    return []
+
+
+def short_files(folder: Path, index: Metadata) -> list[str]:
+    """Files that the index needs and that are missing or too short."""
+    needed: dict[str, int] = {}
+    for info in index.storage_data.values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    problems = []
+    for name, length in sorted(needed.items()):
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size < length:
+            problems.append(f"{path} has {path.stat().st_size} bytes, {length} are needed: it was cut off")
+    return problems
+
+
+def _uncovered(index: Metadata) -> list[str]:
+    problems = []
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if volume != math.prod(entry.size):
+                problems.append(f"{key}: {volume} of {math.prod(entry.size)} elements are stored")
+    return problems
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal text."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_hashes(folder: Path) -> None:
+    """Write integrity.json: the SHA-256 of every file of the folder (--verify-integrity)."""
+    files = {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != INTEGRITY}
+    (folder / INTEGRITY).write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=2))
+
+
+def changed_files(folder: Path) -> list[str]:
+    """What integrity.json says about the files: missing ones and those with another SHA-256. Reads everything."""
+    path = folder / INTEGRITY
+    try:
+        record = json.loads(path.read_text())
+        files = dict(record["files"])
+    except FileNotFoundError:
+        return [f"{path} is missing: save with --verify-integrity, or load without it"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{path} is damaged: {error}"]
+    problems = []
+    for name, digest in files.items():
+        if not (folder / name).is_file():
+            problems.append(f"{folder / name} is missing")
+        elif file_hash(folder / name) != digest:
+            problems.append(f"{folder / name} is not the file that was saved: its SHA-256 differs")
+    return problems

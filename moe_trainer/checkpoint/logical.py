@@ -1,0 +1,131 @@
+"""The logical tensors of a checkpoint: one per layer and expert, under Megatron-Core's parameter names.
+
+The inverse of sharding.KeyScheme: a stored tensor with axes over layers and experts is seen as the tensors of one layer and
+one expert, so that two checkpoints can be compared whichever way their layers are stacked or their norms are spelled, and so
+that what is missing has a name. Optimizer states keep their prefix ("optimizer.state.exp_avg.").
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+
+from moe_trainer.checkpoint.reading import decode, overlaps
+from moe_trainer.checkpoint.sharding import Piece
+
+_KEY = re.compile(r"^((?:chained_\d+\.)?optimizer\.state\.[^.]+\.)?(.+)$")
+_STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
+_EXPERTS = re.compile(r"\bexperts\.experts\.")
+# where a norm is stored when it is fused into the linear that follows, and its own name
+_NORMS = (("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+          ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+          ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+          ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."))
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """One tensor of the model or of the optimizer.
+
+    state: None for weights, else the name of the optimizer state. at: coordinates on the leading axes of the stored `key`.
+    chunks: the stored boxes that hold elements of it.
+    """
+
+    name: str
+    state: str | None
+    key: str
+    at: tuple[int, ...]
+    full: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[ChunkStorageMetadata] = field(compare=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.full[len(self.at):]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def weight(self) -> str:
+        """Name of the weight that an optimizer state belongs to; its own name for a weight."""
+        return self.name if self.state is None else self.name.partition(f"optimizer.state.{self.state}.")[2]
+
+
+def logical_tensors(index: Metadata) -> Iterator[LogicalTensor]:
+    """All logical tensors, in the order of the index."""
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            yield from _slices(key, entry)
+
+
+def _slices(key: str, entry: TensorStorageMetadata) -> Iterator[LogicalTensor]:
+    prefix, rest = _KEY.match(key).groups(default="")
+    state = prefix.rstrip(".").rpartition(".")[2] or None
+    stacked, experts = bool(_STACKED.match(rest)), bool(_EXPERTS.search(rest))
+    full = tuple(entry.size)
+    leading = min(stacked + experts, len(full))
+    holders: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+    for chunk in entry.chunks:
+        spans = (range(start, start + size) for start, size in zip(chunk.offsets[:leading], chunk.sizes[:leading]))
+        for at in itertools.product(*spans):
+            holders.setdefault(at, []).append(chunk)
+    for at in itertools.product(*map(range, full[:leading])):
+        name = prefix + _name(rest, at, stacked, experts)
+        yield LogicalTensor(name, state, key, at, full, entry.properties.dtype, holders.get(at, []))
+
+
+def _name(rest: str, at: tuple[int, ...], stacked: bool, experts: bool) -> str:
+    if stacked and at:
+        rest = rest.replace("layers.", f"layers.{at[0]}.", 1)
+    if experts and len(at) > stacked:
+        rest = _EXPERTS.sub(f"experts.local_experts.{at[-1]}.", rest)
+    for fused, own in _NORMS:
+        rest = rest.replace(fused, own)
+    return rest
+
+
+def coverage(tensor: LogicalTensor) -> tuple[int, bool]:
+    """(stored elements, whether some are stored twice) of a logical tensor, from its boxes alone."""
+    local = Piece(tensor.key, tensor.full, (*tensor.at, *(0 for _ in tensor.shape)), (*(1 for _ in tensor.at), *tensor.shape),
+                  torch.empty(0))
+    found = [(low, high) for _, _, low, high in overlaps(tensor.chunks, [local])] if tensor.chunks else []
+    return sum(math.prod(stop - start for start, stop in zip(low, high)) for low, high in found), _any_overlap(found)
+
+
+def _any_overlap(found: list) -> bool:
+    """Sweep over the first dimension in which boxes differ; few of them are open at a time."""
+    if len(found) < 2:
+        return False
+    ndim = len(found[0][0])
+    dim = next((d for d in range(ndim) if len({(low[d], high[d]) for low, high in found}) > 1), 0)
+    open_boxes: list = []
+    for low, high in sorted(found, key=lambda box: box[0][dim]):
+        open_boxes = [box for box in open_boxes if box[1][dim] > low[dim]]
+        if any(all(a < d and c < b for a, b, c, d in zip(low, high, *box)) for box in open_boxes):
+            return True
+        open_boxes.append((low, high))
+    return False
+
+
+def read_logical(folder: Path, index: Metadata, tensor: LogicalTensor) -> Tensor:
+    """The values of a logical tensor in their stored type; elements that are stored nowhere are zero.
+
+    Raises: CheckpointError when a file is missing or damaged.
+    """
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    local = Piece(tensor.key, tensor.full, (*tensor.at, *(0 for _ in tensor.shape)), (*(1 for _ in tensor.at), *tensor.shape),
+                  whole.view(*(1 for _ in tensor.at), *tensor.shape))
+    for chunk, piece, low, high in overlaps(tensor.chunks, [local]) if tensor.chunks else ():
+        saved = decode(folder, index, tensor.key, chunk)
+        source, target = (tuple(slice(start - base, stop - base) for start, stop, base in zip(low, high, bases))
+                          for bases in (chunk.offsets, piece.offsets))
+        piece.data[target].copy_(saved[source])
+    return whole

@@ -1,0 +1,173 @@
+"""Is a checkpoint whole? Every byte is read, and every tensor that the recorded model must have is looked for.
+
+What must be there follows from the recorded flags (layers, experts, MTP layers, tied head) and from the checkpoint itself: layers
+of one kind hold the same tensors, every weight has the same optimizer states. So a lost expert of one layer has a name
+here, although nothing in the files is damaged.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.index import COMPLETE, INDEX, INTEGRITY, changed_files, check_mark, read_index, short_files
+from moe_trainer.checkpoint.logical import LogicalTensor, coverage, logical_tensors
+from moe_trainer.checkpoint.reading import decode, read_object
+from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+
+_KNOWN = re.compile(r"^(embedding\.(word|position|tokentype)_embeddings\.|decoder\.|mtp\.|output_layer\.|(chained_\d+\.)?optimizer\.)")
+_LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"\blocal_experts\.(\d+)\.")
+_BUFFERS = ("expert_bias",)
+_ANY_EXPERT = "local_experts.*."
+
+
+@dataclass
+class Report:
+    """problems: why the checkpoint is not whole. notes: what may be wrong although it is whole."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+
+def verify_all(folder: Path) -> Report:
+    """Check structure, content and completeness of a torch_dist checkpoint folder; reads all of it."""
+    report = Report(check_mark(folder))
+    try:
+        index = read_index(folder)
+    except CheckpointError as error:
+        report.problems.append(str(error))
+        return report
+    report.problems += short_files(folder, index)
+    if (folder / INTEGRITY).is_file():
+        report.problems += changed_files(folder)
+    tensors = list(logical_tensors(index))
+    report.num_tensors = len(tensors)
+    report.problems += [line for tensor in tensors for line in _stored_once(tensor)]
+    _read_everything(folder, index, report)
+    report.notes += _foreign_files(folder, index)
+    args = _recorded_args(folder, index, report)
+    if args is not None:
+        report.problems += _incomplete(tensors, args)
+    report.problems = list(dict.fromkeys(report.problems))
+    return report
+
+
+def _stored_once(tensor: LogicalTensor) -> Iterator[str]:
+    stored, twice = coverage(tensor)
+    if twice:
+        yield f"{tensor.name}: some of its elements are stored twice"
+    elif stored != tensor.numel:
+        yield f"{tensor.name} is missing" if stored == 0 else f"{tensor.name}: {stored} of {tensor.numel} elements are stored"
+
+
+def _read_everything(folder: Path, index: Metadata, report: Report) -> None:
+    """Decode every entry, file by file."""
+    entries = [(index.storage_data[place], place) for place in index.storage_data]
+    chunks = {(key, tuple(chunk.offsets)): chunk for key, entry in index.state_dict_metadata.items()
+              if not isinstance(entry, BytesStorageMetadata) for chunk in entry.chunks}
+    unreadable: set[str] = set()
+    for info, place in sorted(entries, key=lambda entry: (entry[0].relative_path, entry[0].offset)):
+        report.num_bytes += info.length
+        if not (folder / info.relative_path).is_file():
+            unreadable.add(info.relative_path)  # named already
+            continue
+        try:
+            if place.offset is None:
+                read_object(folder, index, place.fqn)
+            elif (chunk := chunks.get((place.fqn, tuple(place.offset)))) is not None:
+                values = decode(folder, index, place.fqn, chunk)
+                if values.is_floating_point() and not torch.isfinite(values).all():
+                    report.notes.append(f"{place.fqn} at {tuple(place.offset)} holds NaN or infinite values")
+        except CheckpointError as error:
+            report.problems.append(str(error).splitlines()[0])
+
+
+def _foreign_files(folder: Path, index: Metadata) -> list[str]:
+    known = {info.relative_path for info in index.storage_data.values()} | {COMPLETE, INDEX, INTEGRITY, common_state.OLD_FILE}
+    return [f"{path} belongs to no entry of the index" for path in sorted(folder.iterdir())
+            if path.is_file() and path.name not in known]
+
+
+def _recorded_args(folder: Path, index: Metadata, report: Report) -> Mapping[str, Any] | None:
+    try:
+        state, _, _ = common_state.parse(common_state.read(folder, index))
+    except CheckpointError as error:
+        report.problems.append(str(error).splitlines()[0])
+        return None
+    if "num_layers" not in state.args:
+        report.problems.append("the recorded flags do not say what model it is (no num_layers)")
+        return None
+    return state.args
+
+
+def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[str]:
+    """Missing and foreign tensors, by what the recorded flags and the other layers say."""
+    weights = {tensor.name: tensor for tensor in tensors if tensor.state is None and "optimizer." not in tensor.name}
+    problems = [f"{name} is foreign: no part of such a model" for name in weights if not _KNOWN.match(name)]
+    wanted = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]
+    wanted += ["output_layer.weight"] if args.get("untie_embeddings_and_output_weights") else []
+    problems += [f"{name} is missing" for name in wanted if name not in weights]
+    num_layers, num_experts = int(args["num_layers"]), int(args.get("num_experts") or 0)
+    freq = args.get("moe_layer_freq") or 1
+    try:
+        pattern = moe_layer_pattern(num_layers, num_experts, freq if isinstance(freq, (list, tuple)) else int(freq))
+    except (TypeError, ValueError) as error:
+        return [*problems, f"the recorded flags are damaged: {error}"]
+    mtp = (mtp_is_moe(pattern),) * int(args.get("mtp_num_layers") or 0)
+    for block, kinds in (("decoder", pattern), ("mtp", mtp)):
+        problems += _layers(block, weights, kinds, num_experts)
+    return [*problems, *_states(tensors, weights)]
+
+
+def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_experts: int) -> Iterator[str]:
+    """Layers of one kind hold the same tensors, and every expert is there."""
+    found: dict[int, dict[str, set[int]]] = {number: {} for number in range(len(is_moe))}
+    for name in weights:
+        match = _LAYER.match(name)
+        if match and match[1] == block:
+            expert = _EXPERT.search(match[3])
+            experts = found.setdefault(int(match[2]), {}).setdefault(_EXPERT.sub(_ANY_EXPERT, match[3]), set())
+            experts.update({int(expert[1])} if expert else ())
+    common = {moe: set().union(*(found[number] for number, kind in enumerate(is_moe) if kind == moe)) for moe in (True, False)}
+    for number, held in sorted(found.items()):
+        prefix = f"{block}.layers.{number}."
+        if number >= len(is_moe):
+            yield f"{prefix}* is foreign: the model has {len(is_moe)} such layers"
+            continue
+        if not held:
+            yield f"{prefix}* is missing: the whole layer"
+            continue
+        if is_moe[number] != any(_ANY_EXPERT in rest for rest in held):
+            yield f"{prefix}* is {'a dense' if is_moe[number] else 'an MoE'} layer and should be {'MoE' if is_moe[number] else 'dense'}"
+            continue
+        yield from (f"{prefix}{rest} is missing" for rest in sorted(common[is_moe[number]] - set(held)))
+        for rest, experts in sorted(held.items()):
+            if _ANY_EXPERT in rest:
+                yield from (f"{prefix}{rest.replace('*', str(expert))} is missing" for expert in range(num_experts) if expert not in experts)
+                yield from (f"{prefix}{rest.replace('*', str(expert))} is foreign: the model has {num_experts} experts"
+                            for expert in sorted(experts) if expert >= num_experts)
+
+
+def _states(tensors: list[LogicalTensor], weights: Mapping[str, LogicalTensor]) -> Iterator[str]:
+    """Every optimizer state is there for every weight that is trained, in the weight's shape."""
+    by_state: dict[str, dict[str, LogicalTensor]] = {}
+    for tensor in tensors:
+        if tensor.state is not None:
+            by_state.setdefault(tensor.state, {})[tensor.weight] = tensor
+    for state, held in by_state.items():
+        trained = {name for name, weight in weights.items() if not name.endswith(_BUFFERS)
+                   and (state not in ("fp32_param", "param") or weight.dtype != torch.float32)}
+        prefix = next(iter(held.values())).name.partition(f"{state}.")[0] + f"{state}."
+        yield from (f"{prefix}{name} is missing" for name in sorted(trained - held.keys()))
+        yield from (f"{held[name].name} is foreign: there is no such weight" for name in sorted(held.keys() - weights.keys()))
+        yield from (f"{held[name].name}: {held[name].shape}, its weight has {weights[name].shape}"
+                    for name in sorted(trained & held.keys()) if held[name].shape != weights[name].shape)

@@ -1,0 +1,271 @@
+"""The command that looks at checkpoints: what it lists, what it finds wrong, how it compares, and its exit codes."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
+from harness import run_ranks
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from moe_trainer.checkpoint import verify
+from moe_trainer.checkpoint.checkpoint import CheckpointState, SaveOptions, save
+from moe_trainer.checkpoint.directory import TRACKER
+from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.inspect import main
+from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.state import ParallelState
+
+SINGLE = ParallelState.single()
+ARGS = RECORD | {"untie_embeddings_and_output_weights": True}
+
+
+def write(folder, iteration=3, seed=1, model=None, args=ARGS, **options):
+    model = model or FakeModel(seed=seed, expert_bias=True)
+    save(folder, CheckpointState(iteration, args), [model], FakeOptimizer(model, SINGLE, seed=seed), SINGLE, SaveOptions(**options))
+    return folder / f"iter_{iteration:07d}"
+
+
+@pytest.fixture
+def call(capsys):
+    """Run the command; returns (exit code, standard output, standard error)."""
+    def run(*argv):
+        try:
+            code = main([str(word) for word in argv])
+        except SystemExit as end:  # argparse
+            code = end.code
+        return (code, *capsys.readouterr())
+    return run
+
+
+def edit_index(folder, change):
+    index = read_index(folder)
+    change(index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+# ---- ls
+
+def test_ls_lists_stored_tensors_and_logical_ones(tmp_path, call):
+    write(tmp_path)
+    code, out, _ = call("ls", tmp_path)
+    assert code == 0 and "iteration 3" in out and "written by moe-trainer" in out
+    assert "decoder.layers.mlp.experts.experts.linear_fc1.weight" in out and "[2, 8, 64, 64]" in out
+    code, out, _ = call("ls", tmp_path / "iter_0000003", "--expand", "--match", r"^decoder.*experts\.5\.linear_fc2|layers.1.input_lay")
+    names = [line.split()[0] for line in out.splitlines()[2:]]
+    assert names == ["decoder.layers.0.mlp.experts.local_experts.5.linear_fc2.weight", "decoder.layers.1.input_layernorm.weight",
+                     "decoder.layers.1.mlp.experts.local_experts.5.linear_fc2.weight",
+                     "optimizer.state.exp_avg.decoder.layers.1.input_layernorm.weight",
+                     "optimizer.state.exp_avg_sq.decoder.layers.1.input_layernorm.weight"]
+
+
+def _save_cut(rank, size, folder):
+    ps = ParallelState.create(size, rank, tp=2, pp=2, etp=2)
+    model = FakeModel(ps=ps, seed=1, expert_bias=True)
+    save(folder, CheckpointState(3, ARGS), [model], FakeOptimizer(model, ps, True, seed=1), ps, SaveOptions())
+
+
+def test_checksums_do_not_tell_the_layout(tmp_path, call):
+    write(tmp_path / "one")
+    run_ranks(_save_cut, 4, tmp_path / "four")
+    one, four = (sorted(call("ls", tmp_path / name, "--checksums", *more)[1].splitlines()[2:])
+                 for name, more in (("one", ()), ("four", ())))
+    assert one == four and len(one) > 20
+    write(tmp_path / "other", seed=2)
+    other = sorted(call("ls", tmp_path / "other", "--checksums")[1].splitlines()[2:])
+    assert not set(one) & set(other)
+    assert call("diff", tmp_path / "one", tmp_path / "four")[:2] == (0, "all tensors are equal\n")
+
+
+# ---- verify
+
+def problems(call, folder):
+    code, out, err = call("verify", folder)
+    assert code == 1 and err == "", (code, err)
+    lines = [line for line in out.splitlines() if not line.startswith("note:")]
+    assert f"{len(lines) - 1} problem" in lines[-1]
+    return out
+
+
+def test_a_whole_checkpoint_is_whole(tmp_path, call, shared):
+    write(tmp_path, verify_integrity=True)
+    assert "is whole" in call("verify", tmp_path)[1]
+    code, out, _ = call("verify", shared / "golden/ckpt/a2_torch_dist")
+    assert code == 0 and "is whole" in out and "note" not in out
+
+
+def test_a_missing_expert_of_one_layer_is_named(tmp_path, call):
+    folder = write(tmp_path)
+    key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+
+    def lose(index):
+        entry = index.state_dict_metadata[key]
+        entry.chunks[:] = [chunk for chunk in entry.chunks if tuple(chunk.offsets[:2]) != (1, 5)]
+
+    edit_index(folder, lose)
+    out = problems(call, folder)
+    assert "decoder.layers.1.mlp.experts.local_experts.5.linear_fc1.weight is missing" in out and len(out.splitlines()) == 2
+
+
+def test_a_part_of_a_tensor_that_is_missing_or_stored_twice(tmp_path, call):
+    folder = write(tmp_path)
+    key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+
+    def lose_gate(index):
+        entry = index.state_dict_metadata[key]
+        entry.chunks[:] = [chunk for chunk in entry.chunks if tuple(chunk.offsets) != (0, 2, 0, 0)]
+
+    edit_index(folder, lose_gate)
+    assert "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight: 2048 of 4096 elements are stored" in problems(call, folder)
+
+    def twice(index):
+        chunks = index.state_dict_metadata[key].chunks
+        chunks.append(next(chunk for chunk in chunks if tuple(chunk.offsets) == (0, 2, 32, 0)))
+
+    edit_index(folder, twice)
+    assert "local_experts.2.linear_fc1.weight: some of its elements are stored twice" in problems(call, folder)
+
+
+def test_missing_and_foreign_layers_experts_tensors_and_states(tmp_path, call, monkeypatch):
+    listed = ARGS | {"moe_layer_freq": [1, 1]}
+    folder = write(tmp_path, args=listed)
+
+    def lose(index):
+        for key in ("decoder.layers.1.self_attention.linear_proj.weight", "output_layer.weight",
+                    "optimizer.state.exp_avg_sq.decoder.layers.0.mlp.router.weight"):
+            del index.state_dict_metadata[key]
+
+    edit_index(folder, lose)
+    out = problems(call, folder)
+    for line in ("decoder.layers.1.self_attention.linear_proj.weight is missing", "output_layer.weight is missing",
+                 "optimizer.state.exp_avg_sq.decoder.layers.0.mlp.router.weight is missing",
+                 "optimizer.state.exp_avg.output_layer.weight is foreign: there is no such weight"):
+        assert line in out.splitlines(), line
+    parse = verify.common_state.parse
+
+    def smaller(common):
+        state, *rest = parse(common)
+        return (CheckpointState(3, {**state.args, "num_experts": 6, "num_layers": 1, "moe_layer_freq": 1}), *rest)
+
+    monkeypatch.setattr(verify.common_state, "parse", smaller)
+    out = problems(call, write(tmp_path / "whole", args=listed))
+    assert "decoder.layers.1.* is foreign: the model has 1 such layers" in out
+    assert "decoder.layers.0.mlp.experts.local_experts.7.linear_fc2.weight is foreign: the model has 6 experts" in out
+
+
+def test_a_foreign_tensor_and_a_foreign_file(tmp_path, call):
+    model = FakeModel(seed=1)
+    model.adapter = torch.nn.Parameter(torch.ones(3))
+    model.adapter.info = ParamInfo(("adapter.weight",))
+    with torch.no_grad():
+        model.table["decoder.final_layernorm.weight"][3] = float("nan")
+    folder = write(tmp_path, model=model)
+    (folder / "__9_0.distcp").write_bytes(b"x")
+    out = problems(call, folder)
+    assert "adapter.weight is foreign" in out and "__9_0.distcp belongs to no entry" in out
+    assert "decoder.final_layernorm.weight at (0,) holds NaN" in out
+
+
+@pytest.mark.parametrize("file", ["metadata.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
+def test_damaged_files_are_named(tmp_path, call, file, damage):
+    folder = write(tmp_path)
+    path = folder / file
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    else:
+        middle = len(content) // 2
+        content[middle:] = b"" if damage == "cut" else bytes(byte ^ 0xFF for byte in content[middle:])
+        path.write_bytes(content)
+    code, out, err = call("verify", folder)
+    if file == ".metadata" and damage == "missing" and code == 2:
+        raise AssertionError(err)
+    assert code == 1 and file in out, (code, out, err)
+
+
+def test_every_byte_of_the_tensors_is_read(tmp_path, call):
+    """One changed byte in the middle of any entry of the file is found, and its tensor is named."""
+    folder = write(tmp_path)
+    index = read_index(folder)
+    path = folder / "__0_0.distcp"
+    whole = path.read_bytes()
+    places = [place for place in index.storage_data if place.offset is not None]
+    for place in places[::17]:
+        info = index.storage_data[place]
+        content = bytearray(whole)
+        content[info.offset + info.length // 2] ^= 1
+        path.write_bytes(content)
+        assert f"{place.fqn} cannot be read" in problems(call, folder)
+    path.write_bytes(whole)
+    index.storage_data.pop(MetadataIndex("decoder.final_layernorm.weight", torch.Size([0])))
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    assert "no sound index" in problems(call, folder)
+
+
+# ---- diff
+
+def test_diff_names_the_expert_that_differs(tmp_path, call):
+    write(tmp_path / "a")
+    model = FakeModel(seed=1, expert_bias=True)
+    with torch.no_grad():
+        model.table["decoder.layers.1.mlp.experts.linear_fc2.weight"][6, 0, 0] += 0.5
+    write(tmp_path / "b", iteration=7, model=model)
+    code, out, _ = call("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1 and "(flag) iteration: 3 and 7" in out
+    assert "decoder.layers.1.mlp.experts.local_experts.6.linear_fc2.weight: differs by up to 5.000e-01 in 1 of 2048 elements" in out
+    assert "1 logical tensors differ" in out
+    assert call("diff", tmp_path / "a", tmp_path / "b", "--atol", "1")[0] == 0
+
+
+def test_diff_sees_through_stacked_layers(tmp_path, call):
+    write(tmp_path / "stacked")
+    write(tmp_path / "listed", args=ARGS | {"moe_layer_freq": [1, 1]})
+    code, out, _ = call("diff", tmp_path / "stacked", tmp_path / "listed")
+    assert code == 0 and "(flag) moe_layer_freq: 1 and [1, 1]" in out and "all tensors are equal" in out
+
+
+def test_diff_tells_structure(tmp_path, call):
+    write(tmp_path / "a")
+    model = FakeModel(seed=1, dtype=torch.bfloat16)
+    save(tmp_path / "b", CheckpointState(3, ARGS), [model], None, SINGLE, SaveOptions())
+    code, out, _ = call("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert f"decoder.layers.0.mlp.router.expert_bias: only in {tmp_path}/a/iter_0000003" in out
+    assert "output_layer.weight: (512, 64) float32 and (512, 64) bfloat16" in out
+    assert "optimizer.state.exp_avg.output_layer.weight: only in" in out
+    assert "optimizer" not in call("diff", tmp_path / "a", tmp_path / "b", "--weights-only")[1]
+
+
+# ---- what cannot be looked at
+
+def test_errors_end_with_two_and_one_line(tmp_path, call, shared):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "ckpt")
+    for argv, words in (
+            (("ls", tmp_path / "nowhere"), "does not exist"), (("verify", tmp_path / "file"), "is no folder"),
+            (("ls", tmp_path / "empty"), "neither a checkpoint nor a folder of checkpoints"),
+            (("verify", tmp_path / "ckpt", "--ckpt-step", 4), "iter_0000004 does not exist. Complete checkpoints"),
+            (("ls", shared / "golden/ckpt/a2_torch"), "only torch_dist can be looked at"),
+            (("diff", tmp_path / "ckpt", tmp_path / "nowhere"), "does not exist")):
+        code, out, err = call(*argv)
+        assert code == 2 and words in err and len(err.splitlines()) == 1 and out == "", argv
+    (tmp_path / "ckpt" / TRACKER).write_text("many")
+    assert call("ls", tmp_path / "ckpt")[0] == 2
+    for argv in ((), ("ls",), ("copy", "x"), ("diff", "x"), ("ls", "x", "--match", "(")):
+        assert call(*argv)[0] == 2
+    (tmp_path / "ckpt/iter_0000003/__0_0.distcp").unlink()
+    code, _, err = call("diff", tmp_path / "ckpt/iter_0000003", tmp_path / "ckpt/iter_0000003")
+    assert code == 2 and "__0_0.distcp is missing" in err
+
+
+def test_the_module_runs(tmp_path):
+    write(tmp_path)
+    found = subprocess.run([sys.executable, "-m", "moe_trainer.checkpoint.inspect", "ls", str(tmp_path)], capture_output=True, text=True,
+                           check=False)
+    assert found.returncode == 0 and "output_layer.weight" in found.stdout and found.stderr == ""
+    found = subprocess.run([sys.executable, "-m", "moe_trainer.checkpoint.inspect", "ls", "nowhere"], capture_output=True, text=True, check=False)
+    assert found.returncode == 2 and "Traceback" not in found.stderr
