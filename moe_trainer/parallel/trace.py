@@ -70,7 +70,7 @@ class Call:
         self.trace.close(self)
 
     def waited(self) -> float:
-        """Seconds since it began."""
+        """Seconds since it began, or since the host began to wait for it."""
         return time.monotonic() - self.began
 
     def failure(self, error: RuntimeError) -> RuntimeError:
@@ -100,7 +100,7 @@ class Trace:
         self.iteration: int | None = None
         self.microbatch: int | None = None
         self.layer = ""
-        self.open: dict[int, Call] = {}
+        self.open: dict[int, Call] = {}  # those that the host waits in, and those that the GPU has not done
         self.last: Call | None = None  # the newest call, open or not
         self.failed: Call | None = None
         self.progress = 0  # calls begun so far
@@ -127,8 +127,13 @@ class Trace:
         return call
 
     def close(self, call: Call) -> None:
-        """The call is done."""
+        """The call is done, or goes on by itself."""
         self.open.pop(id(call), None)
+
+    def reopen(self, call: Call) -> None:
+        """From now on the rank waits for it."""
+        call.began = time.monotonic()
+        self.open[id(call)] = call
 
     def prune(self) -> None:
         """Close the calls that the GPU has done by now."""
@@ -186,12 +191,14 @@ class Pending:
 
     def __init__(self, call: Call, work: Any, x: Tensor | None):
         self._call, self._work, self._x = call, work, x
+        call.trace.close(call)  # nobody waits for it yet
 
     def wait(self) -> bool:
         """Wait until it is done. Raises: CommunicationError when it fails or takes longer than the group's timeout."""
         call, self._call = self._call, None
         if call is None:
             return True
+        call.trace.reopen(call)
         try:
             self._work.wait()
         except RuntimeError as error:

@@ -31,16 +31,16 @@ def test_a_new_phase_forgets_the_layer():
     assert (trace.phase, trace.layer) == ("optimizer", "")
 
 
-def test_an_asynchronous_call_is_open_until_it_was_waited_for():
+def test_an_asynchronous_call_is_open_while_it_is_waited_for():
     class Work:
         def wait(self):
-            return True
+            seen.append(trace.oldest())
 
-    trace = Trace()
+    trace, seen = Trace(), []
     pending = communicate(trace, "dp", (0, 1), "all_reduce", None, True, Work)
-    assert trace.oldest() is trace.last
+    assert trace.oldest() is None, "nobody waits for it yet"
     assert pending.wait() and pending.wait()
-    assert trace.oldest() is None
+    assert seen == [trace.last] and trace.oldest() is None
 
 
 def test_our_own_mistakes_stay_what_they_are_and_a_lost_peer_becomes_a_communication_error():
