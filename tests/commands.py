@@ -70,6 +70,16 @@ def run(argv: list[str], cwd: Path, world_size: int = 1, timeout: float = 300.0,
     return Finished(0, "".join(r.stdout for r in results), "".join(r.stderr for r in results))
 
 
+def torchrun(argv: list[str], cwd: Path, world_size: int, timeout: float = 300.0) -> Finished:
+    """Run `torchrun --nproc-per-node world_size pretrain_moe.py argv`, as a user does."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--master-port", str(free_port())]
+    done = subprocess.run(
+        [*launcher, str(REPOSITORY / "pretrain_moe.py"), *argv],
+        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
 def read_metrics(path: Path) -> list[dict]:
     """All records of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]

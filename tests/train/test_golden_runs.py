@@ -4,15 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from commands import golden_workspace, read_metrics, run
+from commands import golden_workspace, read_metrics, run, torchrun
 from safetensors.numpy import load_file
 
 SINGLE = ("a_mixtral", "a_capacity_zloss", "a2_mixtral", "b_deepseek_mtp", "c_qwen3moe", "d_dense_gpt2")
 DATA_PARALLEL = ("dp2", "dp2_distopt", "c_dp2")
 PIPELINE = ("pp2", "pp2vpp2")
 EXPERT_PARALLEL = ("ep2_a2a", "b_ep2", "acap_ep2")
-# the recording of b_tp2 is off itself: the reference loses the other rank's gradient of the rotary key
-TENSOR_PARALLEL = {"tp2_sp": 2e-6, "b_tp2": 1e-5, "tp2ep2": 2e-6}
+# distance of the recording from one process: in b_tp2 the reference loses the other rank's gradient of the rotary key
+TENSOR_PARALLEL = {"tp2_sp": 2e-6, "b_tp2": 3e-5, "tp2ep2": 2e-6}
 AUX_NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
 
 
@@ -28,11 +28,11 @@ def without(argv, *flags_with_counts):
     return kept
 
 
-def launch(shared, folder, case, argv, world_size):
-    """Run a golden command line from its initial weights with all outputs switched on."""
+def launch(shared, folder, case, argv, world_size, start=run):
+    """Run a golden command line from its initial weights with all outputs switched on; start: `run` or `torchrun`."""
     cwd = golden_workspace(shared, folder)
     argv = without(argv, ("--save", 1), ("--save-interval", 1), ("--load", 1), ("--finetune", 0), ("--no-load-optim", 0), ("--no-load-rng", 0))
-    finished = run(
+    finished = start(
         [*argv, "--init-from", str(shared / "golden" / case / "init.safetensors"), "--metrics-file", "metrics.jsonl",
          "--export-weights", "final.safetensors", "--dump-step", "1", "dump"],
         cwd, world_size,
@@ -173,8 +173,9 @@ def assert_tensors_of_one_process(folder, cwd):
         assert np.abs(ours[name] - value).max() <= 2e-6, name
 
 
-@pytest.mark.parametrize("case", TENSOR_PARALLEL)
-@pytest.mark.parametrize("how", ["as recorded", "no sequence parallelism", "distributed optimizer, overlap"])
+@pytest.mark.parametrize(("case", "how"), [
+    *((case, "as recorded") for case in TENSOR_PARALLEL), ("b_tp2", "no sequence parallelism"),
+    ("tp2_sp", "distributed optimizer, overlap")])
 def test_tensor_parallel_ranks_equal_one_process(shared, tmp_path, case, how):
     """The recording on several ranks within its own tolerance; the one on one process, tensors included, within ours."""
     meta = json.loads((shared / "golden" / "parallel" / f"{case}.json").read_text())
@@ -191,6 +192,47 @@ def test_tensor_parallel_ranks_equal_one_process(shared, tmp_path, case, how):
         for name in ("lm loss", "grad_norm"):
             assert record[name] == pytest.approx(step[name], rel=TENSOR_PARALLEL[case]), (record["iteration"], name)
     assert_tensors_of_one_process(shared / "golden" / meta["base_config"], cwd)
+
+
+@pytest.mark.parametrize("kind", ["p2p", "allgather", "a2a"])
+def test_context_parallel_ranks_equal_the_reference(shared, tmp_path, kind):
+    """Recorded with the ring; the other exchanges compute the same attention."""
+    meta = json.loads((shared / "golden" / "parallel" / "cp2.json").read_text())
+    cwd, records = launch(shared, tmp_path, meta["base_config"], [*meta["argv"], "--cp-comm-type", kind], meta["world_size"])
+    steps = json.loads((shared / "golden" / meta["base_config"] / "meta.json").read_text())["steps"]
+    assert_curve(records, steps, 2e-6)
+    for record, step in zip(records, meta["ranks"][0]["steps"], strict=True):
+        for name in ("lm loss", "grad_norm"):
+            assert record[name] == pytest.approx(step[name], rel=2e-6), (record["iteration"], name)
+    assert_tensors_of_one_process(shared / "golden" / meta["base_config"], cwd)
+
+
+def test_torchrun_starts_the_ranks(shared, tmp_path):
+    """Tensor and expert parallel on four ranks, as a user starts them."""
+    meta = json.loads((shared / "golden" / "parallel" / "tp2ep2.json").read_text())
+    cwd, records = launch(shared, tmp_path, meta["base_config"], meta["argv"], meta["world_size"], torchrun)
+    assert_curve(records, json.loads((shared / "golden" / meta["base_config"] / "meta.json").read_text())["steps"], 2e-6)
+    assert_tensors_of_one_process(shared / "golden" / meta["base_config"], cwd)
+
+
+RESUMED = {
+    1: "",
+    2: "--pipeline-model-parallel-size 2",
+    4: "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
+    "--use-distributed-optimizer",
+}
+
+
+@pytest.mark.parametrize("world_size", RESUMED)
+def test_a_run_of_megatron_goes_on_from_its_checkpoint(shared, tmp_path, world_size):
+    """Iterations 6 to 10 from Megatron-LM's own checkpoint of iteration 5, as it went on itself; under other mappings too."""
+    meta = json.loads((shared / "golden" / "parallel" / "res_a2_torch_dist.json").read_text())
+    cwd = golden_workspace(shared, tmp_path)
+    argv = with_flag(without(meta["argv"], ("--save", 1), ("--save-interval", 1)), "--load", str(shared / "golden/ckpt/a2_torch_dist"))
+    finished = run([*argv, *RESUMED[world_size].split(), "--metrics-file", "metrics.jsonl"], cwd, world_size)
+    assert finished.returncode == 0, finished.stderr
+    steps = [{**step, "iteration": step["iteration"] + 5} for step in meta["ranks"][0]["steps"]]
+    assert_curve(read_metrics(cwd / "metrics.jsonl"), steps, 2e-6)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
