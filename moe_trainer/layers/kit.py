@@ -19,6 +19,7 @@ from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
+from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -33,6 +34,7 @@ class Kit:
     norm: (size, model, *, name, partial)
     core_attention: see layers/core_attention.py; `choose` binds the groups and kinds of context parallelism to it
     queue: of the chunk, or None when its weight gradients never wait. stream: of the chunk, or None when nothing is cut.
+    baton: handed over where tokens are exchanged, or None when passes run one after the other.
     """
 
     name: str
@@ -43,12 +45,13 @@ class Kit:
     core_attention: Callable[..., nn.Module]
     queue: WeightGradQueue | None = None
     stream: ShardStream | None = None
+    baton: Baton | None = None
 
-    def for_chunk(self, queue: WeightGradQueue | None = None, stream: ShardStream | None = None) -> "Kit":
+    def for_chunk(self, queue: WeightGradQueue | None = None, stream: ShardStream | None = None, baton: Baton | None = None) -> "Kit":
         """The same kit for the blocks of one model chunk."""
         linears = {kind: functools.partial(getattr(self, kind), queue=queue)
                    for kind in ("column_linear", "row_linear", "replicated_linear")}
-        return replace(self, queue=queue, stream=stream, **linears)
+        return replace(self, queue=queue, stream=stream, baton=baton, **linears)
 
 
 LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
