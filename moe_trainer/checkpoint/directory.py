@@ -5,12 +5,15 @@
     SAVE/iter_0000010.old-<host>-<pid>/      replaced by a new save of the same iteration, about to be removed
     SAVE/latest_checkpointed_iteration.txt   the tracker: a number, or the word release
     SAVE/progress.txt                        with --log-progress
+    SAVE/.in_use                             locked by the run that saves here
 
 A save writes everything beside, flushes it to disk, writes metadata.json last, renames, and then replaces the tracker.
 Both renames are atomic, so a kill leaves the tracker pointing at a complete checkpoint at every moment. When the same
 iteration is saved again, the old folder steps aside for an instant; `find` takes it back if a kill falls between.
 """
 
+import errno
+import fcntl
 import logging
 import os
 import re
@@ -27,6 +30,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMPLETE = "metadata.json"
 INDEX = ".metadata"
 INTEGRITY = "integrity.json"
+LOCK = ".in_use"
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 _ASIDE = re.compile(r"^iter_(\d{7,})\.(tmp|old)-(.+)-(\d+)$")
 _PARTIAL_TRACKER = re.compile(rf"^{re.escape(TRACKER)}\.tmp-(.+)-(\d+)$")
@@ -202,6 +206,33 @@ def _alive(entry: Path, host: str, pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def claim(directory: Path) -> str | None:
+    """Lock the folder for this process, until it ends in whatever way.
+
+    The lock is the kernel's (a POSIX record lock, which NFS knows too): it goes with its process, so none is ever left over.
+    The descriptor stays open on purpose. On a file system without locks nothing is claimed, which is logged.
+    Returns: None, or who holds the lock.
+    """
+    path = directory / LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return path.read_text(errors="replace").strip() or "it has not said who it is"
+        logger.warning("%s cannot be locked (%s): that no other run saves there is not checked", path, error.strerror)
+        return None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+                          f"{_job()}\n".encode(), 0)
+    return None
+
+
+def _job() -> str:
+    return f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
 
 
 def append_progress(directory: Path, num_ranks: int, text: str) -> None:

@@ -22,6 +22,7 @@ from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.reading import fill, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme, Piece, Placement, pieces, rng_key
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
+from moe_trainer.parallel.shards import held_part
 from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Loader:
                 runs = self._find(info_of(param), tuple(param.shape))
                 if runs is not None:
                     self._runs[id(param)] = runs
-                    self._want(pieces(runs, param, 0, param.numel()),
+                    self._want(pieces(runs, *held_part(param)),
                                {run.key: self._best_weight(run.key, param.dtype) for run in runs})
             for name, buffer in chunk.named_state_buffers():
                 runs = self._find(ParamInfo((name,)), tuple(buffer.shape))

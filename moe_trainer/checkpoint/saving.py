@@ -25,6 +25,7 @@ from moe_trainer.checkpoint.directory import (
     INTEGRITY,
     append_progress,
     aside,
+    claim,
     clean,
     flush_file,
     flush_folder,
@@ -41,6 +42,7 @@ from moe_trainer.checkpoint.sharding import KeyScheme, pieces, rng_key
 from moe_trainer.checkpoint.share import KINDS, Batch, is_counted, replicas, share_out, structure
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
+from moe_trainer.parallel.shards import held_part
 from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -202,7 +204,7 @@ def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
             info = info_of(param)
             if is_counted(info, ps):
                 runs[id(param)] = scheme.placements(info, tuple(param.shape))
-                weights[info.kind].pieces += pieces(runs[id(param)], param, 0, param.numel())
+                weights[info.kind].pieces += pieces(runs[id(param)], *held_part(param))
         for name, buffer in chunk.named_state_buffers():
             info = ParamInfo((name,))
             if is_counted(info, ps):
@@ -270,9 +272,9 @@ def _root_cause(error: BaseException) -> str:
 
 
 def check_writable(directory: str | Path, ps: ParallelState) -> None:
-    """Make the save folder and try to write in it, so that a wrong --save ends the run at its start; collective.
+    """Make the save folder, try to write in it and claim it, so that a wrong --save ends the run at its start; collective.
 
-    Raises: CheckpointError.
+    Raises: CheckpointError, also when another run is saving there.
     """
     problem = None
     if ps.world.rank == 0:
@@ -281,8 +283,10 @@ def check_writable(directory: str | Path, ps: ParallelState) -> None:
             Path(directory).mkdir(parents=True, exist_ok=True)
             probe.write_text("")
             probe.unlink()
+            holder = claim(Path(directory))
+            problem = holder and f"another run is saving there ({holder}); end it, or choose another folder"
         except OSError as error:
-            problem = str(error)
+            problem = f"cannot write there: {error}"
     problem = collectives.broadcast_object(problem, ps.world)
     if problem is not None:
-        raise CheckpointError(f"--save {directory}: cannot write there: {problem}")
+        raise CheckpointError(f"--save {directory}: {problem}")
