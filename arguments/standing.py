@@ -232,8 +232,6 @@ IDLE = MappingProxyType(
         "use_te_activation_func": _KERNEL,
         "use_grouped_gemm_for_shared_expert": _KERNEL,
         "use_grouped_gemm_for_dense_mlp": _KERNEL,
-        "moe_permute_fusion": _KERNEL,
-        "moe_router_fusion": _KERNEL,
         "gradient_accumulation_fusion": _KERNEL,
         "disable_jit_fuser": _KERNEL,
         "mla_down_proj_fusion": "the two down projections are computed, stored and saved one by one",

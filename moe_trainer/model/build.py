@@ -14,7 +14,7 @@ from arguments import Arguments
 from moe_trainer.backends import Backends
 from moe_trainer.layers.kit import choose
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher, connect_dispatcher
+from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher, choose_fused_topk, connect_dispatcher
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
@@ -52,7 +52,8 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
         chunks.append(chunk)
     if args.moe.num_experts and device.type != "meta":
         dispatcher = choose_dispatcher(args.moe, ps, _dispatched_rows(args, ps, dtype, device), backends)
-        connect_dispatcher([layer for chunk in chunks for layer in chunk.moe_layers()], dispatcher)
+        layers = [layer for chunk in chunks for layer in chunk.moe_layers()]
+        connect_dispatcher(layers, dispatcher, choose_fused_topk(args.moe, backends))
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info("model: %s parameters on %s in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
     return chunks

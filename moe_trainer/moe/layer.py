@@ -3,10 +3,12 @@
 Under tensor parallelism every rank routes and dispatches tokens of its own. With sequence parallelism the rows that arrive are
 such already; without it all ranks of tp hold the same rows, so the layer takes its share of them first and gathers the results
 after. The shared experts are an ordinary feed-forward cut over tp and take the rows as they come; with
---moe-shared-expert-overlap they run while the rows of the routed experts are under way.
+--moe-shared-expert-overlap they run while the rows of the routed experts are under way. With --overlap-moe-expert-parallel-comm
+the pass of another microbatch runs meanwhile (parallel/baton.py).
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ from moe_trainer.layers.kit import Kit
 from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
 from moe_trainer.moe.router import TopKRouter
+from moe_trainer.parallel.baton import hand_over
 from moe_trainer.parallel.mappings import gather_rows_replicated, scatter_rows_to_group
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -41,6 +44,7 @@ class MoELayer(nn.Module):
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", kit, sequence_parallel)
         self.overlap_shared = self.shared_experts is not None and moe.moe_shared_expert_overlap
         self.dispatcher: TokenDispatcher | None = None
+        self.baton, self.queue = kit.baton, kit.queue
         # the group over which rows must be dealt out: all its ranks hold the same ones
         self.replicas = Group.single("tp", ps.tp.ranks[ps.tp.rank]) if sequence_parallel else ps.tp
 
@@ -56,9 +60,13 @@ class MoELayer(nn.Module):
         sent = dispatcher.start_exchange(dispatcher.preprocess(own_SBH.reshape(-1, own_SBH.shape[-1]), probs_TE, routing_TE))
         if self.overlap_shared:
             shared_SBH = self.shared_experts(x_SBH)
-        sent = dispatcher.postprocess(dispatcher.finish_exchange(sent))
+        x_RH, probs_R = hand_over(self.baton, self.queue, sent.x_RH, sent.probs_R)
+        sent = dispatcher.postprocess(dispatcher.finish_exchange(replace(sent, x_RH=x_RH, probs_R=probs_R)))
         y_RH = self.experts(sent.x_RH, sent.probs_R, sent.tokens_per_expert_e)
-        y_SBH = gather_rows_replicated(dispatcher.combine(y_RH, sent).view(own_SBH.shape), self.replicas)
+        y_RH, under_way = dispatcher.start_exchange_back(dispatcher.regroup(y_RH, sent), sent)
+        y_RH, = hand_over(self.baton, self.queue, y_RH)
+        y_TH = dispatcher.restore(dispatcher.finish_exchange_back(y_RH, under_way, sent), sent)
+        y_SBH = gather_rows_replicated(y_TH.view(own_SBH.shape), self.replicas)
         if self.shared_experts is None:
             return y_SBH
         return y_SBH + (self.shared_experts(x_SBH) if shared_SBH is None else shared_SBH)

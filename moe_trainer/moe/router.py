@@ -12,6 +12,7 @@ Shape letters: S sequence, B microbatch, H hidden, T tokens (= S*B, token s*B + 
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -197,6 +198,7 @@ class TopKRouter(nn.Module):
         self.coefficients = loss_coefficients(moe)
         self.per_token_loss = per_token_loss
         self.recorder: list | None = None
+        self.fused_topk: Callable | None = None  # set when the model is built; see dispatch/choose.py
         init, partial = hidden_init(model), ps.tp.size > 1  # every rank of tp routes rows of its own
         self.weight = make_parameter((self.num_experts, model.hidden_size), ParamInfo(
             (f"{name}.weight",), partial=partial, init=init.kind, init_std=init.std))
@@ -283,6 +285,11 @@ class TopKRouter(nn.Module):
         moe = self.moe
         if moe.moe_router_load_balancing_type == "sinkhorn":
             return sinkhorn_topk(logits_TE, self.topk, balance=self.training)
+        if self.fused_topk is not None:
+            return self.fused_topk(
+                logits_TE, self.topk, use_pre_softmax=moe.moe_router_pre_softmax, num_groups=moe.moe_router_num_groups,
+                group_topk=moe.moe_router_group_topk, scaling_factor=moe.moe_router_topk_scaling_factor,
+                score_function=moe.moe_router_score_function, expert_bias=self.expert_bias)
         return score_topk(
             logits_TE,
             self.topk,

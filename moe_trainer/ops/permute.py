@@ -17,6 +17,7 @@ Shape letters: T tokens, E experts, R rows (token, expert pairs), H hidden, S so
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,3 +150,17 @@ class _Reorder(torch.autograd.Function):
 def reorder(order_R: Tensor, inverse_R: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Row order_R[i] of every tensor becomes row i; inverse_R undoes it."""
     return _Reorder.apply(order_R, inverse_R, *tensors)
+
+
+class Permutation:
+    """Tokens into expert order and back, as a pair of calls. This one is made of the functions above; layers/te.py has one made of
+    fused kernels."""
+
+    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Returns: x_RH and probs_R, differentiable, and what `unpermute` needs, which has rows per expert as `counts_E`."""
+        routes = make_permute_map(routing_TE)
+        return permute(x_TH, routes), permute_probs(probs_TE, routes), routes
+
+    def unpermute(self, y_RH: Tensor, routes: Any) -> Tensor:
+        """Sum each token's rows. Returns: y_TH, differentiable; tokens without rows get zeros."""
+        return unpermute(y_RH, routes)

@@ -11,6 +11,7 @@ from moe.layers import HIDDEN, RankGrads, build_layer, sections, shard_of, total
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
+from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import Group, ParallelState
 
 DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
@@ -251,7 +252,7 @@ def _rows(rank, n, dispatcher):
     routing_TE = torch.rand(num_tokens, 6, generator=generator) < 0.5
     routing_TE[:, 3] = False  # an expert that nobody takes
     probs_TE = torch.where(routing_TE, torch.rand(num_tokens, 6, generator=generator), 0.0)
-    made = DISPATCHERS[dispatcher](ps)
+    made = DISPATCHERS[dispatcher](ps, Permutation())
     # two in flight, ended in the other order
     first, second = made.dispatch(x_TH, probs_TE, routing_TE), made.dispatch(x_TH + 0.5, probs_TE, routing_TE)
     sent_back = made.combine(second.x_RH, second), made.combine(first.x_RH, first)
@@ -265,7 +266,7 @@ def _rows(rank, n, dispatcher):
 def test_rows_come_by_expert_then_rank_then_token(n, dispatcher):
     results = run_ranks(_rows, n, dispatcher)
     x, probs, routing = (torch.cat([result[part] for result in results]) for part in range(3))
-    local = LocalDispatcher().dispatch(x, probs, routing)
+    local = LocalDispatcher(Permutation()).dispatch(x, probs, routing)
     assert torch.equal(torch.cat([result[3] for result in results]), local.x_RH)
     assert torch.equal(torch.cat([result[4] for result in results]), local.probs_R)
     assert sum((result[5] for result in results), []) == local.tokens_per_expert_e
@@ -277,9 +278,9 @@ def _exchange(rank, n, dtype):
     probs = torch.tensor([[0.5, 0.0, 0.0, 0.5]] * 4, dtype=torch.float32, requires_grad=True)
     results = []
     for kind in DISPATCHERS.values():
-        sent = kind(ps).dispatch(x, probs, probs > 0)
+        sent = kind(ps, Permutation()).dispatch(x, probs, probs > 0)
         assert sent.x_RH.dtype == dtype and sent.probs_R.dtype == torch.float32
-        y = kind(ps).combine((sent.x_RH * sent.probs_R.unsqueeze(1)).to(dtype), sent)
+        y = kind(ps, Permutation()).combine((sent.x_RH * sent.probs_R.unsqueeze(1)).to(dtype), sent)
         assert y.dtype == dtype
         y.float().sum().backward()
         assert x.grad.dtype == dtype and probs.grad.dtype == torch.float32

@@ -18,6 +18,7 @@ from moe_trainer.moe.dispatch import deepep, hybridep
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
+from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import Group, ParallelState
 
 # what is recorded of which version, and the qualified name of the class there
@@ -101,7 +102,7 @@ def _both(rank, n, recorded, version, topk, which, sizes, dtype):
     x, weight = torch.randn(2, sizes[rank], HIDDEN, generator=generator)
     changes = {"moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1, "moe_router_topk": topk}
     flex, _ = flex_dispatcher(recorded, version, ps, **changes)
-    return [run_dispatcher(dispatcher, x.to(dtype), probs, routing, weight) for dispatcher in (AllToAllDispatcher(ps), flex)]
+    return [run_dispatcher(dispatcher, x.to(dtype), probs, routing, weight) for dispatcher in (AllToAllDispatcher(ps, Permutation()), flex)]
 
 
 def assert_same(results, topk, tolerance=1e-6, sums_exact=True):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher, ep_ranks
-from moe_trainer.ops.permute import PermuteMap, make_permute_map, permute, permute_probs, unpermute
+from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all, reduce_scatter_rows
 from moe_trainer.parallel.state import ParallelState
 
@@ -39,13 +39,14 @@ class _Gathered:
     work: Any
     routing: Tensor
     sizes: tuple[int, ...] = ()
-    routes: PermuteMap | None = None
+    routes: Any = None
 
 
 class AllGatherDispatcher(TokenDispatcher):
     """Gather all tokens of the group of experts, keep the rows of the local experts, reduce-scatter the results."""
 
-    def __init__(self, ps: ParallelState):
+    def __init__(self, ps: ParallelState, permutation: Permutation):
+        self.permutation = permutation
         self.group = ps.tp_ep
         self.num_parts = ps.ep.size
         self.part_of = ep_ranks(ps)
@@ -80,15 +81,14 @@ class AllGatherDispatcher(TokenDispatcher):
     def postprocess(self, sent: Dispatched) -> Dispatched:
         """Copy the tokens of each local expert into its rows. The counts reach the host here."""
         gathered: _Gathered = sent.handle
-        routes = make_permute_map(gathered.routing)
-        return Dispatched(permute(sent.x_RH, routes), permute_probs(sent.probs_R, routes), routes.counts_E.tolist(),
-                          replace(gathered, routes=routes))
+        x_RH, probs_R, routes = self.permutation.permute(sent.x_RH, sent.probs_R, gathered.routing)
+        return Dispatched(x_RH, probs_R, routes.counts_E.tolist(), replace(gathered, routes=routes))
 
     def regroup(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum the local experts' rows of every token of the group. Returns y_GH in the dtype that ranks are summed in."""
-        return unpermute(y_RH, sent.handle.routes).to(torch.promote_types(y_RH.dtype, sent.probs_R.dtype))
+        return self.permutation.unpermute(y_RH, sent.handle.routes).to(torch.promote_types(y_RH.dtype, sent.probs_R.dtype))
 
-    def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
+    def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
         """Sum over ranks; every rank keeps its own tokens."""
         return reduce_scatter_rows(y_RH, sent.handle.sizes, self.group)
 

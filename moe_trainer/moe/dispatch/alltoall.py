@@ -19,19 +19,10 @@ import torch
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher
-from moe_trainer.ops.permute import (
-    PermuteMap,
-    block_order,
-    make_permute_map,
-    permute,
-    permute_probs,
-    reorder,
-    unpermute,
-)
+from moe_trainer.ops.permute import Permutation, block_order, reorder
 from moe_trainer.parallel.collectives import (
     all_gather_flat,
     all_gather_rows,
-    all_to_all,
     all_to_all_flat,
     finish_all_to_all,
     reduce_scatter_rows,
@@ -50,7 +41,7 @@ class _Trip:
     order_R, inverse_R: between blocks [source][expert] and [expert][source]; None if these are the same.
     """
 
-    routes: PermuteMap
+    routes: Any
     arrived_Se: Tensor
     work: Any
     send: tuple[int, ...] = ()
@@ -63,15 +54,15 @@ class _Trip:
 class AllToAllDispatcher(TokenDispatcher):
     """Sort by expert, exchange rows over ep, gather them over etp, sort what arrived by local expert."""
 
-    def __init__(self, ps: ParallelState):
-        self.ep, self.etp = ps.ep, ps.etp
+    def __init__(self, ps: ParallelState, permutation: Permutation):
+        self.ep, self.etp, self.permutation = ps.ep, ps.etp, permutation
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
         """Order the local tokens by expert; meanwhile tell every rank how many rows it will get."""
-        routes = make_permute_map(routing_TE)
+        x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE)
         arrived_Se = torch.empty_like(routes.counts_E).view(self.ep.size, -1)
         work = all_to_all_flat(arrived_Se.view(-1), routes.counts_E, self.ep, async_op=True)
-        return Dispatched(permute(x_TH, routes), permute_probs(probs_TE, routes), [], _Trip(routes, arrived_Se, work))
+        return Dispatched(x_RH, probs_R, [], _Trip(routes, arrived_Se, work))
 
     def start_exchange(self, sent: Dispatched) -> Dispatched:
         """Send the rows off. The counts reach the host here (one synchronisation on a GPU)."""
@@ -122,11 +113,20 @@ class AllToAllDispatcher(TokenDispatcher):
         return y_RH if trip.order_R is None else reorder(trip.inverse_R, trip.order_R, y_RH)[0]
 
     def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Sum the partial results over etp; send the rows home."""
+        """Bring the rows home."""
+        return self.finish_exchange_back(*self.start_exchange_back(y_RH, sent), sent)
+
+    def start_exchange_back(self, y_RH: Tensor, sent: Dispatched) -> tuple[Tensor, Any]:
+        """Sum the partial results over etp; send the rows off to where they came from."""
         trip: _Trip = sent.handle
         y_RH = reduce_scatter_rows(y_RH, trip.gathered, self.etp)
-        return all_to_all(self.ep, trip.receive, trip.send, y_RH)[0]
+        under_way, (y_RH,) = start_all_to_all(self.ep, trip.receive, trip.send, y_RH)
+        return y_RH, under_way
+
+    def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
+        """Receive the rows."""
+        return finish_all_to_all(under_way, (y_RH,))[0]
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum each token's rows."""
-        return unpermute(y_RH, sent.handle.routes)
+        return self.permutation.unpermute(y_RH, sent.handle.routes)

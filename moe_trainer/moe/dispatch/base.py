@@ -6,8 +6,8 @@ overlapping schedule can run them one by one (communication of one microbatch be
     preprocess -> exchange -> postprocess      (together: dispatch)
     regroup    -> exchange_back -> restore     (together: combine)
 
-Only `exchange` and `exchange_back` wait for other ranks; `preprocess` may start the exchange of a few counts. `exchange` itself is
-made of `start_exchange`, which returns while rows are under way where a dispatcher can do that, and `finish_exchange`. State travels in the
+Only `exchange` and `exchange_back` wait for other ranks; `preprocess` may start the exchange of a few counts. Both are made
+of a start, which returns while rows are under way where a dispatcher can do that, and a finish. State travels in the
 `Dispatched` value that preprocess makes and later phases receive: a dispatcher object holds constants only, so that recomputation and
 two microbatches in flight are safe.
 
@@ -88,6 +88,17 @@ class TokenDispatcher:
 
     def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Communicate back to the tokens' ranks. Nothing to do on one rank."""
+        return y_RH
+
+    def start_exchange_back(self, y_RH: Tensor, sent: Dispatched) -> tuple[Tensor, Any]:
+        """Begin to communicate back. Returns: what finish_exchange_back takes; the rows must not be touched before.
+
+        Here: all of it, for dispatchers that cannot return while rows are under way.
+        """
+        return self.exchange_back(y_RH, sent), None
+
+    def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
+        """Wait for the rows."""
         return y_RH
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:

@@ -1,17 +1,19 @@
-"""Choice of the dispatcher, once, when the model is built."""
+"""Choice of the dispatcher and of fused kernels, once, when the model is built."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from arguments.moe import MoEArgs
 from moe_trainer.backends import Backends
+from moe_trainer.layers import te
 from moe_trainer.moe.dispatch import deepep, hybridep
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
+from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -31,17 +33,47 @@ def choose_dispatcher(moe: MoEArgs, ps: ParallelState, rows: Rows | None = None,
 
     Collective where a communication buffer is made. Raises: MissingBackend; ValueError when the library cannot carry such rows.
     """
+    permutation = choose_permutation(moe, backends)
     if ps.tp_ep.size == 1:
-        return LocalDispatcher()
+        return LocalDispatcher(permutation)
     kind = moe.moe_token_dispatcher_type
     if kind == "allgather":
-        return AllGatherDispatcher(ps)
-    if kind == "flex" and (made := _flex(moe, ps, rows, backends)) is not None:
+        return AllGatherDispatcher(ps, permutation)
+    if kind == "flex" and (made := _flex(moe, ps, rows, backends, permutation)) is not None:
         return made
-    return AllToAllDispatcher(ps)
+    return AllToAllDispatcher(ps, permutation)
 
 
-def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends) -> TokenDispatcher | None:
+def _kernel(flag: str, dest: str, backends: Backends, module: str, *names: str, other: str | None = None) -> bool:
+    """Whether TransformerEngine's kernels behind a flag can be used."""
+    problem = te.problem(module, *names) if backends.cuda else "the kernels work on CUDA devices, and this rank computes on a CPU"
+    return backends.use((dest,), flag=flag, problem=problem or other, remedy=f"Install it ({te.INSTALL})",
+                        instead="plain torch, with the same results")
+
+
+def choose_permutation(moe: MoEArgs, backends: Backends) -> Permutation:
+    """The local reordering of tokens: fused kernels for --moe-permute-fusion where they are."""
+    if moe.moe_permute_fusion and _kernel(
+            "--moe-permute-fusion", "moe_permute_fusion", backends, "permutation", *te.FusedPermutation.NAMES):
+        return te.FusedPermutation()
+    return Permutation()
+
+
+def choose_fused_topk(moe: MoEArgs, backends: Backends) -> Callable | None:
+    """The fused kernel that scores and chooses experts for --moe-router-fusion where it is, else None."""
+    if not moe.moe_router_fusion:
+        return None
+    other = None
+    if moe.moe_router_dtype == "fp64":
+        other = "the kernel computes in fp32, and --moe-router-dtype is fp64"
+    elif moe.moe_router_load_balancing_type == "sinkhorn":
+        other = "the kernel does not know --moe-router-load-balancing-type sinkhorn"
+    found = _kernel("--moe-router-fusion", "moe_router_fusion", backends, "router", te.FUSED_TOPK, other=other)
+    return te.fused_topk() if found else None
+
+
+def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends,
+          permutation: Permutation) -> TokenDispatcher | None:
     """The flex dispatcher's backend, None where the all-to-all stands in for it."""
     name = moe.moe_flex_dispatcher_backend
     adapter = {"deepep": deepep, "hybridep": hybridep}.get(name)
@@ -62,7 +94,7 @@ def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends
         asked = not backends.typed.isdisjoint(("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"))
         return deepep.make_dispatcher(
             ps, topk=moe.moe_router_topk, hidden_size=rows.hidden_size, max_tokens=rows.max_tokens, num_sms=num_sms,
-            num_sms_asked=asked, deterministic=rows.deterministic, device=rows.device)
+            num_sms_asked=asked, deterministic=rows.deterministic, device=rows.device, permutation=permutation)
     return hybridep.make_dispatcher(
         ps, hidden_size=rows.hidden_size, num_experts=moe.num_experts, max_tokens=rows.max_tokens, num_sms=num_sms,
         num_sms_preprocessing=moe.moe_hybridep_num_sms_preprocessing, num_blocks_permute=moe.moe_hybridep_num_blocks_permute,
@@ -70,7 +102,8 @@ def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends
         pad_uneven=moe.moe_hybridep_pad_uneven_dispatch_inputs)
 
 
-def connect_dispatcher(layers: Iterable, dispatcher: TokenDispatcher) -> None:
-    """Give every MoE layer of a model the same dispatcher."""
+def connect_dispatcher(layers: Iterable, dispatcher: TokenDispatcher, fused_topk: Callable | None = None) -> None:
+    """Give every MoE layer of a model the same dispatcher, and its router the same kernel."""
     for layer in layers:
         layer.dispatcher = dispatcher
+        layer.router.fused_topk = fused_topk

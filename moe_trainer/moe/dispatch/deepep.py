@@ -6,8 +6,8 @@ the others, copies each row into the rows of its experts, and adds the results o
 from several ranks is added on the way home. So the rows that experts see are those of the all-to-all, bit for bit; a token's
 results are added rank by rank, which for two experts is the same sum.
 
-The backward of a dispatch is a combine of the gradients, and that of a combine a dispatch along the same way (the handle). Both
-halves of a dispatch are separate nodes, so that work between start and finish runs beside the exchange in backward, too.
+The backward of a dispatch is a combine of the gradients, and that of a combine a dispatch along the same way (the handle). Start
+and finish of each are separate nodes, so that work between them runs beside the exchange in backward, too.
 
 With expert tensor parallelism every rank that holds a piece of an expert counts as one that holds an expert of its own: tokens go to
 all of them, and combine adds their partial results.
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import Dispatched, Members, TokenDispatcher
-from moe_trainer.ops.permute import PermuteMap, make_permute_map, permute, permute_probs, unpermute
+from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -152,19 +152,33 @@ class _FinishDispatch(torch.autograd.Function):
         return None, grad_x, grad_weights
 
 
-class _Combine(torch.autograd.Function):
+class _StartCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, way, y_NH):
         ctx.way = way
-        y_TH, _, event = way.buffer.combine(y_NH, way.handle)
-        event.current_stream_wait()
+        y_TH, _, way.event = way.buffer.combine(y_NH, way.handle)
         return y_TH
 
     @staticmethod
-    def backward(ctx, grad_TH):
-        grad_NH, event = ctx.way.buffer.dispatch_again(grad_TH.contiguous(), ctx.way.handle)
-        event.current_stream_wait()
+    def backward(ctx, *_):
+        way = ctx.way  # _FinishCombine has sent the gradient
+        way.wait()
+        (grad_NH,), way.gradients = way.gradients, ()
         return None, grad_NH
+
+
+class _FinishCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, way, y_TH):
+        ctx.way = way
+        way.wait()
+        return y_TH.view_as(y_TH)
+
+    @staticmethod
+    def backward(ctx, grad_TH):
+        way = ctx.way
+        *way.gradients, way.event = way.buffer.dispatch_again(grad_TH.contiguous(), way.handle)
+        return None, grad_TH
 
 
 def choices(probs_TV: Tensor, routing_TV: Tensor, num_choices: int) -> tuple[Tensor, Tensor]:
@@ -197,13 +211,14 @@ class _Sent:
 
     idx_TK: Tensor
     way: _Way
-    routes: PermuteMap | None = None
+    routes: Any = None
 
 
 class DeepEPDispatcher(TokenDispatcher):
     """Tokens once to every rank of tp_ep that holds one of their experts."""
 
-    def __init__(self, ps: ParallelState, buffer: BufferV1 | BufferV2, topk: int):
+    def __init__(self, ps: ParallelState, buffer: BufferV1 | BufferV2, topk: int, permutation: Permutation):
+        self.permutation = permutation
         self.members = Members(ps)
         self.topk = topk * ps.etp.size
         self.buffer = buffer
@@ -230,16 +245,20 @@ class DeepEPDispatcher(TokenDispatcher):
         trip: _Sent = sent.handle
         counts_e = sent.tokens_per_expert_e
         probs_Ne, routing_Ne = dense(trip.way.idx_NK, sent.probs_R, len(counts_e))
-        routes = make_permute_map(routing_Ne)
-        return Dispatched(permute(sent.x_RH, routes), permute_probs(probs_Ne, routes), counts_e, replace(trip, routes=routes))
+        x_RH, probs_R, routes = self.permutation.permute(sent.x_RH, probs_Ne, routing_Ne)
+        return Dispatched(x_RH, probs_R, counts_e, replace(trip, routes=routes))
 
     def regroup(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Add the local experts' rows of every received token."""
-        return unpermute(y_RH, sent.handle.routes)
+        return self.permutation.unpermute(y_RH, sent.handle.routes)
 
-    def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Bring the tokens home; those that were on several ranks are added on the way."""
-        return _Combine.apply(sent.handle.way, y_RH.contiguous())
+    def start_exchange_back(self, y_RH: Tensor, sent: Dispatched) -> tuple[Tensor, Any]:
+        """Send the tokens home; those that were on several ranks are added on the way."""
+        return _StartCombine.apply(sent.handle.way, y_RH.contiguous()), None
+
+    def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
+        """Receive them."""
+        return _FinishCombine.apply(sent.handle.way, y_RH)
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Tokens are in their order already."""
@@ -252,7 +271,7 @@ def problem() -> str | None:
 
 
 def make_dispatcher(ps: ParallelState, *, topk: int, hidden_size: int, max_tokens: int, num_sms: int | None,
-                    num_sms_asked: bool, deterministic: bool, device: torch.device) -> DeepEPDispatcher:
+                    num_sms_asked: bool, deterministic: bool, device: torch.device, permutation: Permutation) -> DeepEPDispatcher:
     """A dispatcher with a communication buffer of its own. Collective over ps.tp_ep; on CUDA devices.
 
     max_tokens: the most tokens a rank dispatches at a time. num_sms: multiprocessors to occupy; version 2 estimates them
@@ -265,11 +284,11 @@ def make_dispatcher(ps: ParallelState, *, topk: int, hidden_size: int, max_token
         all_reduce(torch.zeros(1, device=device), group)
         buffer = deep_ep.ElasticBuffer(group.handle, num_max_tokens_per_rank=max_tokens, hidden=hidden_size,
                                        num_topk=topk * ps.etp.size, deterministic=deterministic)
-        return DeepEPDispatcher(ps, BufferV2(buffer, num_sms if num_sms_asked else 0), topk)
+        return DeepEPDispatcher(ps, BufferV2(buffer, num_sms if num_sms_asked else 0), topk, permutation)
     if num_sms is not None:
         deep_ep.Buffer.set_num_sms(num_sms)
     buffer = deep_ep.Buffer(group.handle, *_buffer_bytes(deep_ep.Buffer, group, 2 * hidden_size))
-    return DeepEPDispatcher(ps, BufferV1(buffer), topk)
+    return DeepEPDispatcher(ps, BufferV1(buffer), topk, permutation)
 
 
 def _buffer_bytes(library: Any, group: Group, row_bytes: int) -> tuple[int, int]:

@@ -103,7 +103,7 @@ class HybridEPDispatcher(TokenDispatcher):
         x_RH, probs_R = _Dispatch.apply(trip.way, sent.x_RH, sent.probs_R, trip.routing_TV)
         return Dispatched(x_RH, probs_R, trip.way.counts_e, trip)
 
-    def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
+    def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
         """Bring the rows home; those of one token are added."""
         return _Combine.apply(sent.handle.way, y_RH)
 
