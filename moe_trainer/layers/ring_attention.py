@@ -153,7 +153,7 @@ def _begin_backward(q_SBND: Tensor, grad_SBH: Tensor, out_SBH: Tensor, lse_BNS: 
     """q with heads first, what its blocks need to know, and a zero gradient of q."""
     q = q_SBND.permute(1, 2, 0, 3)
     wide = torch.promote_types(q.dtype, torch.float32)
-    grad, out = (x.unflatten(2, (q.shape[1], -1)).permute(1, 2, 0, 3) for x in (grad_SBH, out_SBH))
+    grad, out = (x.unflatten(2, (q.shape[1], -1)).permute(1, 2, 0, 3) for x in (grad_SBH.contiguous(), out_SBH))
     delta = (grad.to(wide) * out).sum(-1)
     return q, Final(grad, out, lse_BNS, delta), torch.zeros(q.shape, dtype=wide, device=q.device)
 

@@ -53,7 +53,8 @@ def documents(prefix, eod):
     return str(prefix)
 
 
-def test_per_token_loss_and_document_masks_reach_the_update(tmp_path):
+@pytest.mark.parametrize("mapping", ["", "--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"])
+def test_per_token_loss_and_document_masks_reach_the_update(tmp_path, mapping):
     """Two ranks, unequal numbers of tokens: the mean over all tokens, under the attention mask of the documents."""
     eod = build_tokenizer(arguments.parse_args([*TINY, *MOCK, "--train-iters", "1"], 1).data).eod
     argv = [*TINY, *PLAIN, "--data-path", documents(tmp_path / "docs", eod), "--split", "100,0,0", *MOCK[1:],
@@ -71,7 +72,7 @@ def test_per_token_loss_and_document_masks_reach_the_update(tmp_path):
         for param in hand.chunks[0].parameters():
             param.sub_(param.grad)
     expected = hand.weights()
-    records, weights = pretrain(argv, tmp_path, 2)
+    records, weights = pretrain([*argv, *mapping.split()], tmp_path, 2)
     assert records[0]["lm loss"] == pytest.approx(loss.item(), rel=2e-6)
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=2e-6, atol=2e-7, msg=name)
