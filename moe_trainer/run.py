@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import Parameter
 
 from arguments import Arguments
 from moe_trainer.checkpoint.checkpoint import AsyncSaver, check_writable, latest_iteration, load
@@ -29,10 +30,11 @@ from moe_trainer.errors import InputError, user_input
 from moe_trainer.guard.places import name_layers
 from moe_trainer.initialize import Runtime
 from moe_trainer.model.block import TransformerLayer
-from moe_trainer.model.build import build_chunks
+from moe_trainer.model.build import DTYPES, build_chunks
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.optim.build import build_optimizer
+from moe_trainer.optim.fully_sharded import ShardedGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.schedule_record import resume_schedules
@@ -45,6 +47,7 @@ from moe_trainer.optim.schedules import (
     build_weight_decay_schedule,
 )
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.fsdp import FullSharding
 from moe_trainer.parallel.params import info_of
 from moe_trainer.pipeline.schedule import Schedule, choose
 from moe_trainer.report.metrics import LogOptions, MetricsLogger
@@ -76,7 +79,7 @@ class Run:
     padded_vocab_size: int
     chunks: list[Transformer]
     schedule: Schedule
-    grads: DataParallelGrads
+    grads: DataParallelGrads | ShardedGrads
     optimizer: Optimizer
     learning_rate: LrSchedule
     weight_decay: WeightDecaySchedule
@@ -125,12 +128,11 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
             with user_input(f"--init-from {args.output.init_from}"):
                 load_named_weights(chunks, read_weights(args.output.init_from), ps, strict=True)
             logger.info("initial weights from %s", args.output.init_from)
-        params = [param for chunk in chunks for param in chunk.parameters()]
-        count = sum(param.numel() for param in params)
+        count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
         if ps.dp_cp.rank == 0:
             print(f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank "
                   f"({ps.tp.rank}, 0, {ps.pp.rank}): {count}", flush=True)
-        grads = DataParallelGrads(params, ps, args.parallel, args.precision, per_token_loss=args.training.calculate_per_token_loss)
+        grads = keep_gradients(args, runtime, chunks)
         optimizer = build_optimizer(
             chunks, grads, args.optimizer, args.precision, args.parallel, ps, device=runtime.device,
             check_for_nan=args.training.check_for_nan_in_loss_and_grad,
@@ -163,6 +165,40 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         timers=timers,
         profiler=Profiler(args.output, runtime.place.rank),
     )
+
+
+def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> DataParallelGrads | ShardedGrads:
+    """Where the gradients of the model are kept; shards the model first where that is asked for. Collective."""
+    ps, parallel, per_token = runtime.ps, args.parallel, args.training.calculate_per_token_loss
+    strategy = parallel.data_parallel_sharding_strategy if parallel.use_megatron_fsdp else "optim_grads_params"
+    if (parallel.use_torch_fsdp2 or parallel.use_megatron_fsdp) and strategy in ("optim_grads", "optim_grads_params") and ps.dp_cp.size > 1:
+        shard_model(args, runtime, chunks, strategy)
+        return ShardedGrads(parameters(chunks), ps, per_token_loss=per_token)
+    if parallel.use_megatron_fsdp and strategy == "no_shard":
+        parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
+    return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token)
+
+
+def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer], strategy: str) -> None:
+    """Cut all parameters over the data-parallel ranks, layer by layer."""
+    parallel, precision = args.parallel, args.precision
+    wire = parallel.megatron_fsdp_grad_comm_dtype if parallel.use_megatron_fsdp else "auto"
+    if wire == "auto":
+        wire = "bf16" if precision.grad_reduce_in_bf16 else "fp32"
+    sharding = FullSharding(
+        runtime.ps, runtime.device, param_dtype=dict(DTYPES)[precision.params_dtype_name], reduce_dtype=dict(DTYPES)[wire],
+        keep_gathered=strategy == "optim_grads" or (parallel.use_torch_fsdp2 and not parallel.torch_fsdp2_reshard_after_forward),
+    )
+    layers = list(layers_of(chunks))
+    for chunk in chunks:
+        inside = set(chunk.modules())
+        sharding.shard(chunk, [layer for _, layer in layers if layer in inside])
+    logger.info("parameters, gradients and optimizer state are sharded over %d data-parallel ranks", runtime.ps.dp_cp.size)
+
+
+def parameters(chunks: list[Transformer]) -> list[Parameter]:
+    """All parameters in order of use."""
+    return [param for chunk in chunks for param in chunk.parameters()]
 
 
 def layers_of(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
+from moe_trainer.parallel.shards import whole as whole_tensor
 from moe_trainer.parallel.state import ParallelState
 
 _SHOWN = 10
@@ -70,7 +71,7 @@ def export_named_weights(chunks: Iterable[Transformer], ps: ParallelState) -> It
     Collective over ps.world: every rank must run through the whole iteration.
     """
     chunks = list(chunks)
-    yield from gather_named(chunks, ps, lambda param: param.data)
+    yield from gather_named(chunks, ps, whole_tensor)
     buffers = [_Held((stage, position), ParamInfo((name,)), tuple(buffer.shape), lambda buffer=buffer: buffer)
                for stage, chunk in _stages(chunks, ps) for position, (name, buffer) in enumerate(chunk.named_state_buffers())]
     yield from _gather(buffers, ps, _device(chunks))

@@ -21,6 +21,7 @@ from moe_trainer.initialize import Runtime
 from moe_trainer.model.weights import export_named_weights, gather_named
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of, unique_params
+from moe_trainer.parallel.shards import whole
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.place import Place
 from moe_trainer.proof.text import batches, tokenizer
@@ -90,7 +91,7 @@ def train(
         state.iteration += 1
     run.optimizer.wait_params()
     weights = {name: tensor.clone() for name, tensor in export_named_weights(run.chunks, ps)}
-    for name, value in _fingerprints(run, lambda param: param.data).items():
+    for name, value in _fingerprints(run, whole).items():
         prints[name] = [*prints.get(name, []), value[0]]
     return Outcome(
         losses=[result.losses for result in results],

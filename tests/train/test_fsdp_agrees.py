@@ -1,0 +1,48 @@
+"""Fully sharded data parallelism equals one process: losses, every gradient, norms, weights after three steps."""
+
+import pytest
+from harness import run_ranks
+from train.layouts import FP32, argv_of, compare, train, train_ranks
+
+from moe_trainer.parallel.state import ParallelState
+
+TORCH = "--use-torch-fsdp2"
+MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
+CASES = {
+    2: [
+        ("plain", TORCH),
+        ("plain", f"{TORCH} --torch-fsdp2-no-reshard-after-forward"),
+        ("accumulation", TORCH),
+        ("per-token loss", TORCH),
+        ("deepseek", TORCH),
+        ("biases, tied head", TORCH),
+        ("plain", f"{MEGATRON} --expert-model-parallel-size 2"),
+        ("plain", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"),
+        ("plain", f"{MEGATRON} --data-parallel-sharding-strategy optim"),
+        ("plain", f"{MEGATRON} --data-parallel-sharding-strategy no_shard"),
+    ],
+    4: [
+        ("deepseek", f"{MEGATRON} --expert-model-parallel-size 2"),
+        ("accumulation", f"{MEGATRON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+        ("per-token loss", f"{MEGATRON} --expert-model-parallel-size 4"),
+        ("plain", f"{MEGATRON} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+        ("plain", f"{MEGATRON} --tensor-model-parallel-size 2"),
+        ("accumulation", f"{MEGATRON} --pipeline-model-parallel-size 2"),
+        ("biases, tied head", f"{MEGATRON} --pipeline-model-parallel-size 2"),
+        ("plain", f"{MEGATRON} --context-parallel-size 2"),
+        ("plain", f"{MEGATRON} --num-distributed-optimizer-instances 2"),
+    ],
+}
+
+
+@pytest.mark.parametrize("n", CASES)
+def test_sharded_equals_one_process(n):
+    argvs = [[*argv_of(kind), *flags.split()] for kind, flags in CASES[n]]
+    found = run_ranks(train_ranks, n, argvs, timeout=600.0)[0]
+    wrong = {}
+    for (kind, flags), outcome in zip(CASES[n], found, strict=True):
+        one = train(argv_of(kind), 0, ParallelState.single())
+        differences = compare(one, outcome, FP32)
+        if differences:
+            wrong[kind, flags] = [str(difference) for difference in differences[:3]]
+    assert not wrong, wrong
