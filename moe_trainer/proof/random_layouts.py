@@ -6,6 +6,7 @@ refuse is drawn again. So nothing here knows what goes with what beyond what mak
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -26,6 +27,16 @@ def draw_cases(count: int, ranks: int, seed: int) -> list[Case]:
         found = next(filter(None, (draw(dice, mapping) for _ in range(_TRIES))), None)
         if found is not None and found not in cases:
             cases.append(found)
+    return cases
+
+
+def matrix(world: int, models: int) -> list[Case]:
+    """For every factorisation of `world` ranks `models` cases, always the same ones."""
+    cases = []
+    for mapping in factorisations(world):
+        dice = random.Random(str(mapping))
+        drawn = filter(None, (draw(dice, mapping) for _ in range(models * _TRIES)))
+        cases += itertools.islice(drawn, models)
     return cases
 
 

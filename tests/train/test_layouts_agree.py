@@ -1,15 +1,24 @@
-"""Parallel training equals one process: losses, every gradient, the norm, the expert bias, the weights after three steps."""
+"""Parallel training equals one process: losses, every gradient, the norm, the expert bias, the weights after three steps.
+
+The ordinary suite proves few cases of 2 to 4 ranks that exercise every feature (features.py). The full matrix - every
+factorisation of 2, 4 and 8 ranks, two models each with their options - takes minutes and has a command of its own:
+
+    OMP_NUM_THREADS=1 python -m pytest tests/train/test_layouts_agree.py -m slow
+"""
 
 import functools
 
 import pytest
 from harness import run_ranks
+from train.features import FEATURES, covering, features
 from train.layouts import KINDS, Outcome, argv_of, compare, train, train_ranks
 
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.proof.pool import Pool
+from moe_trainer.proof.prove import prove
+from moe_trainer.proof.random_layouts import matrix
 
-# (ranks, expert-parallel ranks)
-LAYOUTS = ((2, 2), (4, 4), (4, 2))
+MODELS = 2
 GLOBAL_LOSS = ["--moe-router-load-balancing-type", "global_aux_loss", "aux_loss", "--moe-aux-loss-coeff", "1e-1", "1e-2"]
 
 
@@ -27,16 +36,39 @@ def assert_equal(outcome: Outcome, expected: Outcome, what: str) -> None:
     assert not differences, f"{what}: {len(differences)} quantities part, first\n" + "\n".join(map(str, differences[:8]))
 
 
+def assert_all_equal(cases, ranks: int) -> None:
+    """Prove cases in one pool and tell of all that part."""
+    parted = []
+    with Pool(max(ranks, 3), timeout_s=300.0) as pool:
+        for number, case in enumerate(cases):
+            verdict = prove(pool, case)
+            if not verdict.equal:
+                first = str(verdict.differences[0]) if verdict.differences else verdict.failure[-2000:]
+                parted.append(f"{number}, {case.mapping}: {first}\n    {' '.join(case.argv)}")
+    assert not parted, f"{len(parted)} of {len(cases)} cases part from one process:\n" + "\n".join(parted)
+
+
+def test_every_feature_on_few_ranks():
+    cases = covering([*matrix(2, MODELS), *matrix(4, MODELS)])
+    assert frozenset().union(*map(features, cases)) == FEATURES.keys() and len(cases) <= 15
+    assert_all_equal(cases, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_factorisation(world):
+    cases = matrix(world, MODELS)
+    assert len(cases) >= {2: 22, 4: 112, 8: 340}[world], "the rules allow two models for nearly every factorisation"
+    assert_all_equal(cases, world)
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize(("n", "ep"), LAYOUTS)
-def test_expert_parallel_training_equals_one_process(n, ep, dispatcher):
-    argvs = [[*argv_of(kind), *spread(ep, dispatcher)] for kind in KINDS]
-    ranks = run_ranks(train_ranks, n, argvs, timeout=300.0)
+def test_every_kind_of_model_over_expert_ranks(dispatcher):
+    ranks = run_ranks(train_ranks, 4, [[*argv_of(kind), *spread(2, dispatcher)] for kind in KINDS], timeout=300.0)
     for kind, outcome, *others in zip(KINDS, *ranks, strict=True):
-        what = f"{kind}, {n} ranks, EP {ep}, {dispatcher}"
-        assert_equal(outcome, one_process(kind), what)
+        assert_equal(outcome, one_process(kind), f"{kind}, {dispatcher}")
         for other in others:  # every rank logs and clips alike
-            assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, what
+            assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, kind
 
 
 def test_the_cases_do_what_they_are_named_for():
