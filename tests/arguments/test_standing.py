@@ -174,7 +174,7 @@ def test_refused_with_what_to_use_instead(argv, text):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--moe-permute-fusion"],
+        ["--no-rope-fusion"],
         ["--use-flash-attn"],
         ["--tp-comm-overlap"],
         ["--no-gradient-accumulation-fusion"],

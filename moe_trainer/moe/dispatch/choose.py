@@ -46,9 +46,13 @@ def choose_dispatcher(moe: MoEArgs, ps: ParallelState, rows: Rows | None = None,
 
 def _kernel(flag: str, dest: str, backends: Backends, module: str, *names: str, other: str | None = None) -> bool:
     """Whether TransformerEngine's kernels behind a flag can be used."""
-    problem = te.problem(module, *names) if backends.cuda else "the kernels work on CUDA devices, and this rank computes on a CPU"
-    return backends.use((dest,), flag=flag, problem=problem or other, remedy=f"Install it ({te.INSTALL})",
-                        instead="plain torch, with the same results")
+    if not backends.cuda:
+        problem, remedy = "the kernels work on CUDA devices, and this rank computes on a CPU", f"Drop {flag}"
+    elif problem := te.problem(module, *names):
+        remedy = f"Install it ({te.INSTALL})"
+    else:
+        problem, remedy = other, f"Drop {flag}"
+    return backends.use((dest,), flag=flag, problem=problem, remedy=remedy, instead="plain torch, with the same results")
 
 
 def choose_permutation(moe: MoEArgs, backends: Backends) -> Permutation:
@@ -79,11 +83,13 @@ def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends
     adapter = {"deepep": deepep, "hybridep": hybridep}.get(name)
     if adapter is None:
         raise ValueError(f"--moe-flex-dispatcher-backend {name} is not available yet; use deepep or hybridep")
+    problem, remedy = "the library works on CUDA devices, and this rank computes on a CPU", "Use --moe-token-dispatcher-type alltoall"
+    if backends.cuda:
+        problem, remedy = adapter.problem(), f"Install it ({adapter.INSTALL})"
     found = backends.use(
         ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_enable_deepep"),
-        flag=f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {name}",
-        problem=adapter.problem() if backends.cuda else "the library works on CUDA devices, and this rank computes on a CPU",
-        remedy=f"Install it ({adapter.INSTALL})", instead="the alltoall dispatcher, with the same results")
+        flag=f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {name}", problem=problem, remedy=remedy,
+        instead="the alltoall dispatcher, with the same results")
     if not found:
         return None
     if rows.dtype != torch.bfloat16:
