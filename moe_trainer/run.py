@@ -216,7 +216,8 @@ def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer])
     return choose(
         parallel.pipeline_schedule, runtime.ps.pp, len(chunks), runtime.device,
         group_size=parallel.microbatch_group_size_per_vp_stage, overlap=parallel.overlap_p2p_comm,
-        queues=[chunk.weight_grads for chunk in chunks] if parallel.pipeline_schedule == "zero-bubble" else None,
+        queues=None if chunks[0].weight_grads is None else [chunk.weight_grads for chunk in chunks],
+        baton=chunks[0].baton if parallel.overlap_moe_expert_parallel_comm else None,
     )
 
 

@@ -15,6 +15,7 @@ from moe_trainer.backends import Backends
 from moe_trainer.layers.kit import choose
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher, choose_fused_topk, connect_dispatcher
+from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
@@ -40,12 +41,15 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     layouts = chunk_layouts(args.model, args.parallel)
     assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
     shared = len(embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights)) > 1
-    deferred = args.parallel.pipeline_schedule == "zero-bubble" or args.parallel.delay_wgrad_compute
+    parallel = args.parallel
+    beside = parallel.delay_wgrad_compute or parallel.overlap_dispatch_backward_with_experts_wgrad
+    deferred = parallel.pipeline_schedule == "zero-bubble" or beside
+    baton = Baton() if parallel.overlap_moe_expert_parallel_comm or beside else None
     chunks = []
     for layout in layouts[ps.pp.rank]:
         with torch.device("meta"):
             chunk = Transformer(args, ps, padded_vocab_size, kit, layout, shared_embedding=shared,
-                                params_dtype=dtype, device=device, queue=WeightGradQueue() if deferred else None)
+                                params_dtype=dtype, device=device, queue=WeightGradQueue() if deferred else None, baton=baton)
         _materialize(chunk, device, dtype, args.training.seed)
         if device.type != "meta":
             _check(chunk)

@@ -24,6 +24,7 @@ from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -82,10 +83,11 @@ class Transformer(nn.Module):
 
     def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, kit: Kit, layout: ChunkLayout,
                  *, shared_embedding: bool, params_dtype: torch.dtype, device: torch.device,
-                 queue: WeightGradQueue | None = None):
+                 queue: WeightGradQueue | None = None, baton: Baton | None = None):
         """shared_embedding: other pipeline stages hold the word embeddings too. params_dtype, device: where it is going to be.
 
-        queue: where its weight gradients can wait, for schedules that compute them apart.
+        queue: where its weight gradients can wait, for schedules that compute them apart. baton: of this rank, for schedules that
+        run two passes in turns; also where gradients that wait are computed beside the exchange of tokens.
         """
         super().__init__()
         model = args.model
@@ -95,8 +97,8 @@ class Transformer(nn.Module):
         if ps.tp.size > 1:
             place = (f"pp {ps.pp.rank}", f"first layer {layout.layers[:1]}", f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank}")
             self.stream = ShardStream(args.training.seed, "dropout", *place)
-        self.weight_grads = queue
-        kit = kit.for_chunk(queue, self.stream)
+        self.weight_grads, self.baton = queue, baton
+        kit = kit.for_chunk(queue, self.stream, baton)
         self.sequence = SequenceShard(ps.cp)
         self.rows_cut = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
         self.hidden_size = model.hidden_size

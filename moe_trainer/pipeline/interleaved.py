@@ -11,13 +11,12 @@ from moe_trainer.pipeline.one_f_one_b import alternate
 from moe_trainer.pipeline.plan import BACKWARD, FORWARD, Action, Order
 
 
-def order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int, more_warmup: int = 0) -> Order:
-    """The actions of one rank. more_warmup: forwards that run ahead beyond what the pipeline needs."""
+def order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int, pairs: bool = False) -> Order:
+    """The actions of one rank. pairs: see one_f_one_b.alternate."""
     table = _table(num_chunks, num_microbatches, group_size)
     forwards = [Action(FORWARD, chunk, microbatch) for chunk, microbatch in table]
     backwards = [Action(BACKWARD, num_chunks - 1 - chunk, microbatch) for chunk, microbatch in table]
-    warmup = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group_size + more_warmup
-    return alternate(forwards, backwards, warmup)
+    return alternate(forwards, backwards, 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group_size, pairs)
 
 
 def _table(num_chunks: int, num_microbatches: int, group_size: int) -> list[tuple[int, int]]:

@@ -6,20 +6,24 @@ holds the activations of more than (stages behind it) + 1 microbatches.
 Source: PipeDream-Flush as Megatron-LM runs it (Narayanan et al. 2021, arXiv:2104.04473).
 """
 
-from moe_trainer.pipeline.plan import BACKWARD, FORWARD, Action, Order
+from moe_trainer.pipeline.plan import BACKWARD, FORWARD, Action, Order, Pair
 
 
-def order(rank: int, num_ranks: int, num_microbatches: int) -> Order:
-    """The actions of one rank."""
+def order(rank: int, num_ranks: int, num_microbatches: int, pairs: bool = False) -> Order:
+    """The actions of one rank. pairs: see alternate."""
     forwards = [Action(FORWARD, 0, index) for index in range(num_microbatches)]
     backwards = [Action(BACKWARD, 0, index) for index in range(num_microbatches)]
-    return alternate(forwards, backwards, num_ranks - rank - 1)
+    return alternate(forwards, backwards, num_ranks - rank - 1, pairs)
 
 
-def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> Order:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that remain."""
-    warmup = min(warmup, len(forwards))
-    found = forwards[:warmup]
+def alternate(forwards: list[Action], backwards: list[Action], warmup: int, pairs: bool) -> Order:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that remain.
+
+    pairs: the two in turn run as one step; with one more forward in the warm-up, for on the last stage of the pipeline a backward
+    would else need the forward of its own pair.
+    """
+    warmup = min(warmup + pairs, len(forwards))
+    found: list[Action | Pair] = [*forwards[:warmup]]
     for forward, backward in zip(forwards[warmup:], backwards):
-        found += [forward, backward]
+        found += [Pair(forward, backward)] if pairs else [forward, backward]
     return (*found, *backwards[len(forwards) - warmup:])

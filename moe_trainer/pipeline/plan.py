@@ -33,6 +33,13 @@ class Action(NamedTuple):
     microbatch: int
 
 
+class Pair(NamedTuple):
+    """A forward and a backward that run together (overlap.py): both have what they need before either begins."""
+
+    forward: Action
+    backward: Action
+
+
 class Launch(NamedTuple):
     """Messages to start together. sends: the actions whose results leave; receives: the actions that what arrives is for."""
 
@@ -40,7 +47,7 @@ class Launch(NamedTuple):
     receives: tuple[Action, ...]
 
 
-Order = tuple[Action, ...]
+Order = tuple[Action | Pair, ...]
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,15 @@ class Costs:
     backward: float = 2.0
     weight: float = 1.0
 
-    def of(self, kind: str) -> float:
-        """Time of an action of this kind."""
-        return {FORWARD: self.forward, BACKWARD: self.backward, WEIGHT: self.weight}[kind]
+    def of(self, actions: tuple[Action, ...]) -> float:
+        """Time of these actions."""
+        by_kind = {FORWARD: self.forward, BACKWARD: self.backward, WEIGHT: self.weight}
+        return sum(by_kind[action.kind] for action in actions)
+
+
+def actions_of(step: Action | Pair) -> tuple[Action, ...]:
+    """The one or two actions of a step of an order."""
+    return tuple(step) if isinstance(step, Pair) else (step,)
 
 
 def source(rank: int, action: Action, num_ranks: int, num_chunks: int) -> tuple[int, Action] | None:
@@ -99,12 +112,13 @@ def timetable(orders: Sequence[Order], num_chunks: int, costs: Costs | None = No
         for rank in waiting:
             before = done[rank]
             while done[rank] < len(orders[rank]):
-                action = orders[rank][done[rank]]
-                needed = source(rank, action, num_ranks, num_chunks)
-                if needed is not None and needed[1] not in ends[needed[0]]:
+                actions = actions_of(orders[rank][done[rank]])
+                needed = [found for action in actions if (found := source(rank, action, num_ranks, num_chunks)) is not None]
+                if any(action not in ends[other] for other, action in needed):
                     break
-                start = clock[rank] if needed is None else max(clock[rank], ends[needed[0]][needed[1]])
-                clock[rank] = ends[rank][action] = start + costs.of(action.kind)
+                start = max([clock[rank], *(ends[other][action] for other, action in needed)])
+                clock[rank] = start + costs.of(actions)
+                ends[rank].update(dict.fromkeys(actions, clock[rank]))
                 done[rank] += 1
             if done[rank] > before:
                 moved.append(rank)
@@ -116,16 +130,16 @@ def timetable(orders: Sequence[Order], num_chunks: int, costs: Costs | None = No
 
 
 def program(orders: Sequence[Order], num_chunks: int, rank: int, ahead: int,
-            costs: Costs | None = None) -> list[Action | Launch]:
+            costs: Costs | None = None) -> list[Action | Pair | Launch]:
     """What one rank does, in order: its actions, and before them the messages to start.
 
     ahead: how many actions before its use a message's reception is started; 0 leaves no room for overlap.
     """
     ends = timetable(orders, num_chunks, costs)
     order, num_ranks = orders[rank], len(orders)
-    index = {action: place for place, action in enumerate(order)}
+    index = {action: place for place, step in enumerate(order) for action in actions_of(step)}
     messages = []  # (when it exists, who makes it, is it a send, the action at this end)
-    for action in order:
+    for action in index:
         coming = source(rank, action, num_ranks, num_chunks)
         if coming is not None:
             messages.append((ends[coming[0]][coming[1]], coming[0], coming[1], False, action))
@@ -143,7 +157,7 @@ def program(orders: Sequence[Order], num_chunks: int, rank: int, ahead: int,
         slot = max(slot, min(wanted, limit))
         assert slot <= limit, f"rank {rank}: the message of {action} cannot be placed"
         slots.setdefault(slot, ([], []))[0 if is_send else 1].append(action)
-    found: list[Action | Launch] = []
+    found: list[Action | Pair | Launch] = []
     for place in range(len(order) + 1):
         if place in slots:
             sends, receives = slots[place]

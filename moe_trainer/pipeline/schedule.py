@@ -30,10 +30,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moe_trainer.parallel import collectives, p2p
+from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import PendingGrads, WeightGradQueue
 from moe_trainer.pipeline import interleaved, one_f_one_b
-from moe_trainer.pipeline.plan import BACKWARD, FORWARD, WEIGHT, Action, Costs, Launch, Order, program, source, target
+from moe_trainer.pipeline.overlap import Pairs
+from moe_trainer.pipeline.plan import BACKWARD, FORWARD, Action, Costs, Launch, Order, Pair, actions_of, program, source, target
 from moe_trainer.pipeline.zero_bubble import split_backward
 
 Result = TypeVar("Result")
@@ -67,18 +69,21 @@ class Schedule:
     """The way one rank works; see the module's head.
 
     orders: (number of microbatches) -> by rank, what it does.
-    queues: by local chunk, where its layers leave weight gradients, when the orders contain W actions.
+    queues: by local chunk, where its layers leave weight gradients in backward; W actions compute them (apart), or the end of the
+    backward that left them. pairs: runs the pairs of the orders.
     """
 
     def __init__(self, orders: Callable[[int], list[Order]], pp: Group, num_chunks: int, device: torch.device, *,
-                 overlap: bool = False, queues: Sequence[WeightGradQueue] | None = None):
+                 overlap: bool = False, queues: Sequence[WeightGradQueue] | None = None,
+                 apart: bool = False, pairs: Pairs | None = None):
         self.orders = orders
         self.pp = pp
         self.num_chunks = num_chunks
         self.device = device
         self.overlap = overlap
-        self.queues = queues
-        self._programs: dict[tuple[int, bool], list[Action | Launch]] = {}
+        self.queues, self.apart = queues, apart
+        self.pairs = pairs
+        self._programs: dict[tuple[int, bool], list[Action | Pair | Launch]] = {}
         self._met = False
 
     def run(self, work: Work[Result]) -> list[Result]:
@@ -93,6 +98,8 @@ class Schedule:
         for step in self.program(work.num_microbatches, work.forward_only):
             if isinstance(step, Launch):
                 execution.launch(step)
+            elif isinstance(step, Pair):
+                execution.pair(step)
             elif step.kind == FORWARD:
                 execution.forward(step)
             elif step.kind == BACKWARD:
@@ -101,15 +108,15 @@ class Schedule:
                 execution.weight_grads(step)
         return execution.finish()
 
-    def program(self, num_microbatches: int, forward_only: bool) -> list[Action | Launch]:
+    def program(self, num_microbatches: int, forward_only: bool) -> list[Action | Pair | Launch]:
         """This rank's actions and messages, in order."""
         assert num_microbatches >= 1, f"num_microbatches {num_microbatches}"
         key = (num_microbatches, forward_only)
         if key not in self._programs:
             orders = self.orders(num_microbatches)
             if forward_only:
-                orders = [tuple(action for action in order if action.kind == FORWARD) for order in orders]
-            costs = Costs(backward=2.0 if self.queues is None else 1.0)
+                orders = [tuple(action for step in order for action in actions_of(step) if action.kind == FORWARD) for order in orders]
+            costs = Costs(backward=1.0 if self.apart else 2.0)
             # a batch-size schedule walks through many numbers; only the last two (training, evaluation) are kept
             self._programs = dict([*self._programs.items()][-1:])
             self._programs[key] = program(orders, self.num_chunks, self.pp.rank, int(self.overlap), costs)
@@ -169,12 +176,27 @@ class _Execution(Generic[Result]):
 
     def forward(self, action: Action) -> None:
         """Run a chunk forward."""
-        work, key = self.work, (action.chunk, action.microbatch)
         x = self._arrived(action)
+        with self.work.timer("forward-compute"):
+            self._forward(action, x)
+
+    def backward(self, action: Action) -> None:
+        """Run a chunk backward; with queues and apart, all but the weight gradients."""
+        grad = self._arrived(action)
+        with self.work.timer("backward-compute"):
+            self._backward(action, grad)
+
+    def pair(self, step: Pair) -> None:
+        """Run one chunk forward and one backward, taking turns."""
+        x, grad = self._arrived(step.forward), self._arrived(step.backward)
+        with self.work.timer("forward-backward-compute"):
+            self.schedule.pairs.run(lambda: self._forward(step.forward, x), lambda: self._backward(step.backward, grad))
+
+    def _forward(self, action: Action, x: Tensor | None) -> None:
+        work, key = self.work, (action.chunk, action.microbatch)
         if x is not None and not work.forward_only:
             self.leaves[key] = x.requires_grad_()
-        with work.timer("forward-compute"):
-            output, result = work.forward_step(action.chunk, action.microbatch, x)
+        output, result = work.forward_step(action.chunk, action.microbatch, x)
         if self._sends(action):
             self.outgoing[action] = output.detach().contiguous()
         else:
@@ -182,18 +204,19 @@ class _Execution(Generic[Result]):
         if not work.forward_only:
             self.edges[key] = get_gradient_edge(output), (tuple(output.shape), output.dtype)
 
-    def backward(self, action: Action) -> None:
-        """Run a chunk backward; with a queue, all but the weight gradients."""
+    def _backward(self, action: Action, grad: Tensor | None) -> None:
         work, key = self.work, (action.chunk, action.microbatch)
-        grad = self._arrived(action)
         edge, (shape, dtype) = self.edges.pop(key)
         if grad is None:
             grad = torch.as_tensor(work.grad_scale, dtype=dtype, device=self.schedule.device).expand(shape)
         queue = None if self.schedule.queues is None else self.schedule.queues[action.chunk]
-        with self._reduction(action), work.timer("backward-compute"), _active(queue):
-            torch.autograd.backward((edge,), (grad,))
-        if queue is not None:
-            self.pending[key] = queue.take()
+        with self._reduction(action):
+            with _active(queue):
+                torch.autograd.backward((edge,), (grad,))
+            if queue is not None and self.schedule.apart:
+                self.pending[key] = queue.take()
+            elif queue is not None:
+                queue.run()
         leaf = self.leaves.pop(key, None)
         if leaf is not None:
             self.outgoing[action] = leaf.grad.contiguous()
@@ -233,20 +256,24 @@ def _active(queue: WeightGradQueue | None):
 
 
 def choose(kind: str | None, pp: Group, num_chunks: int, device: torch.device, *, group_size: int | None = None,
-           overlap: bool = False, queues: Sequence[WeightGradQueue] | None = None) -> Schedule:
+           overlap: bool = False, queues: Sequence[WeightGradQueue] | None = None, baton: Baton | None = None) -> Schedule:
     """Build a schedule: "1f1b", "interleaved" or "zero-bubble"; None: by the number of chunks per rank.
 
     group_size: microbatches that a virtual stage runs in a row; None: the pipeline size. queues: needed by "zero-bubble".
+    baton: that the model's layers pass; forwards and backwards run in pairs.
     """
     kind = kind or ("1f1b" if num_chunks == 1 else "interleaved")
     assert kind == "zero-bubble" or (kind == "interleaved") == (num_chunks > 1), f"{kind} with {num_chunks} chunks on a rank"
 
     def orders(num_microbatches: int) -> list[Order]:
         if num_chunks == 1:
-            found = [one_f_one_b.order(rank, pp.size, num_microbatches) for rank in range(pp.size)]
+            found = [one_f_one_b.order(rank, pp.size, num_microbatches, baton is not None) for rank in range(pp.size)]
         else:
-            found = [interleaved.order(rank, pp.size, num_chunks, num_microbatches, group_size or pp.size) for rank in range(pp.size)]
-        return [split_backward(order, rank) for rank, order in enumerate(found)] if kind == "zero-bubble" else found
+            found = [interleaved.order(rank, pp.size, num_chunks, num_microbatches, group_size or pp.size, baton is not None)
+                     for rank in range(pp.size)]
+        return [split_backward(order, rank) for rank, order in enumerate(found)] if apart else found
 
-    assert (kind == "zero-bubble") == (queues is not None), f"{kind}: queues {queues}"
-    return Schedule(orders, pp, num_chunks, device, overlap=overlap, queues=queues)
+    apart = kind == "zero-bubble"
+    assert not apart or (queues is not None and baton is None), f"{kind}: queues {queues}, baton {baton}"
+    pairs = None if baton is None else Pairs(baton, device)
+    return Schedule(orders, pp, num_chunks, device, overlap=overlap, queues=queues, apart=apart, pairs=pairs)

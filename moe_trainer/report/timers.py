@@ -21,7 +21,7 @@ LEVELS = (
          "params-all-gather", "optimizer-copy-to-main-grad", "optimizer-unscale-and-check-inf",
          "optimizer-clip-main-grad", "optimizer-count-zeros", "optimizer-inner-step",
          "optimizer-copy-main-to-model-params", "optimizer")),
-    (2, ("batch-generator", "forward-compute", "backward-compute", "forward-recv", "backward-recv")),
+    (2, ("batch-generator", "forward-compute", "backward-compute", "forward-backward-compute", "forward-recv", "backward-recv")),
 )
 
 

@@ -5,18 +5,18 @@ import itertools
 import pytest
 
 from moe_trainer.pipeline import interleaved, one_f_one_b
-from moe_trainer.pipeline.plan import BACKWARD, FORWARD, WEIGHT, Action, Costs, Launch, program, source, target, timetable
+from moe_trainer.pipeline.plan import BACKWARD, FORWARD, WEIGHT, Action, Costs, Launch, Pair, actions_of, program, source, target, timetable
 from moe_trainer.pipeline.zero_bubble import split_backward
 
 SPLIT = Costs(1.0, 1.0, 1.0)
 
 
-def plain(pp, m):
-    return [one_f_one_b.order(rank, pp, m) for rank in range(pp)]
+def plain(pp, m, pairs=False):
+    return [one_f_one_b.order(rank, pp, m, pairs) for rank in range(pp)]
 
 
-def virtual(pp, vpp, m, group=None, more=0):
-    return [interleaved.order(rank, pp, vpp, m, group or pp, more) for rank in range(pp)]
+def virtual(pp, vpp, m, group=None, pairs=False):
+    return [interleaved.order(rank, pp, vpp, m, group or pp, pairs) for rank in range(pp)]
 
 
 def split(orders):
@@ -28,17 +28,23 @@ CASES = {
     **{f"interleaved pp{pp} vpp{vpp} m{m} group {group}": (virtual(pp, vpp, m, group), vpp)
        for pp, vpp, m, group in ((2, 2, 2, 2), (2, 3, 4, 2), (2, 2, 5, 3), (4, 2, 8, 4), (4, 3, 4, 4), (4, 2, 11, 6), (8, 4, 16, 8), (2, 2, 8, 8))},
 }
+PAIRED = {
+    **{f"pairs pp{pp} m{m}": (plain(pp, m, True), 1) for pp in (1, 2, 4) for m in (1, 2, 3, 7, 16)},
+    **{f"pairs pp{pp} vpp{vpp} m{m} group {group}": (virtual(pp, vpp, m, group, True), vpp)
+       for pp, vpp, m, group in ((2, 2, 2, 2), (2, 3, 4, 2), (2, 2, 5, 3), (4, 2, 8, 4), (4, 2, 11, 6), (2, 2, 8, 8))},
+}
 CASES.update({f"zero bubble {name}": (split(orders), chunks) for name, (orders, chunks) in CASES.items()})
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *PAIRED])
 def test_every_action_once_and_in_a_possible_order(name):
-    orders, chunks = CASES[name]
+    orders, chunks = (CASES | PAIRED)[name]
     ends = timetable(orders, chunks)
     for rank, order in enumerate(orders):
-        assert len(set(order)) == len(order) == len(ends[rank])
+        actions = [action for step in order for action in actions_of(step)]
+        assert len(set(actions)) == len(actions) == len(ends[rank])
         seen = set()
-        for action in order:
+        for action in actions:
             if action.kind == BACKWARD:
                 assert action._replace(kind=FORWARD) in seen
             if action.kind == WEIGHT:
@@ -83,9 +89,9 @@ def rendezvous(programs, pp, chunks):
                 if isinstance(step, Launch):
                     unlaunched[rank].append({ident(rank, a, True) for a in step.sends} | {ident(rank, a, False) for a in step.receives})
                 else:
-                    needed = source(rank, step, pp, chunks)
                     pending = [*unlaunched[rank], *open_batches[rank]]
-                    if needed is not None and (needed not in started[rank] or any(needed in batch for batch in pending)):
+                    needed = {source(rank, action, pp, chunks) for action in actions_of(step)} - {None}
+                    if needed - started[rank] or any(needed & batch for batch in pending):
                         break
                 place[rank] += 1
                 moved = True
@@ -94,25 +100,32 @@ def rendezvous(programs, pp, chunks):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *PAIRED])
 def test_blocking_messages_never_deadlock(name, ahead):
-    orders, chunks = CASES[name]
+    orders, chunks = (CASES | PAIRED)[name]
     pp = len(orders)
     programs = [program(orders, chunks, rank, ahead) for rank in range(pp)]
     for rank, steps in enumerate(programs):
-        assert tuple(step for step in steps if isinstance(step, Action)) == orders[rank]
+        assert tuple(step for step in steps if not isinstance(step, Launch)) == orders[rank]
         done = set()
         for step in steps:
             if isinstance(step, Launch):
                 assert set(step.sends) <= done and not set(step.receives) & done
             else:
-                done.add(step)
+                done.update(actions_of(step))
     for a, b in itertools.permutations(range(pp), 2):  # both ends of a channel see one sequence
         sent = [target(a, x, pp, chunks)[1] for step in programs[a] if isinstance(step, Launch) for x in step.sends
                 if target(a, x, pp, chunks)[0] == b]
         received = [x for step in programs[b] if isinstance(step, Launch) for x in step.receives if source(b, x, pp, chunks)[0] == a]
         assert sent == received
     assert rendezvous(programs, pp, chunks)
+
+
+def test_pairs_fill_the_steady_state():
+    for rank, order in enumerate(plain(2, 9, True)):
+        assert sum(isinstance(step, Pair) for step in order) == 9 - (2 - rank)
+    alone = plain(1, 4, True)[0]
+    assert [len(actions_of(step)) for step in alone] == [1, 2, 2, 2, 1]
 
 
 def makespan(orders, chunks, costs):
