@@ -28,6 +28,7 @@ Megatron-Core defines them, and a one-process oracle has to compute them for the
   the micro-batch size and on the number of data ranks, seq_aux_loss (per sequence) does not;
 * global_aux_loss: its counts are a running mean over the microbatches so far of sums over tp, cp and dp, so it depends on how many
   data ranks share the global batch and in which order microbatches come;
+* sinkhorn: its iteration runs over each rank's own tokens, so it depends on tp, cp, the micro-batch size and the data ranks;
 * multi-token prediction under cp (model/mtp.py): each cp rank divides its loss by its own number of valid tokens;
 * --moe-input-jitter-eps and the forced routings of benchmarks: every rank draws its own random numbers.
 

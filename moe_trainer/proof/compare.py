@@ -25,14 +25,15 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 class Tolerances:
     """How far two trainings may be apart in fp32.
 
-    loss, norm: relative. grad: norm of the difference relative to the norm of the gradient, plus `tiny`. weight: absolute. copies:
+    loss, norm: relative. grad: norm of the difference relative to the norm of the gradient, plus `tiny`. weight: absolute, some thousandths of
+    what three steps move it (Adam divides by the gradient, so a weight that is hardly used is moved by rounding too). copies:
     fingerprints of one piece on several ranks, relative to its norm.
     """
 
     loss: float = 2e-6
     norm: float = 2e-6
     grad: float = 1e-5
-    weight: float = 2e-6
+    weight: float = 5e-6
     copies: float = 1e-6
     tiny: float = 1e-9
 

@@ -5,6 +5,7 @@ of data ranks):
 
 * expert capacity: ceil(T * k / E * factor) with the T tokens of one sequence shard. With tensor parallelism (MoE layers always see
   sequence shards then) and with context parallelism a shard is 1 / (tp * cp) of the sequence, and each drops for itself.
+* sinkhorn balancing: its iteration runs over the tokens of one sequence shard.
 * multi-token prediction: each context rank takes the mean over the valid tokens it holds, and these means are averaged.
 """
 
@@ -40,10 +41,11 @@ def emulate(run: Run, topology: Topology) -> None:
         return
     training, length = run.args.training, run.args.data.seq_length
     rows = [shard_rows(topology, index, length, training.micro_batch_size) for index in range(topology.shards)]
-    if run.args.moe.moe_expert_capacity_factor is not None:
-        for chunk in run.chunks:
-            for layer in chunk.moe_layers():
-                layer.router._drop = by_shard(layer.router._drop, rows)
+    for chunk in run.chunks:
+        for layer in chunk.moe_layers():
+            layer.router._drop = by_shard(layer.router._drop, rows)
+            if run.args.moe.moe_router_load_balancing_type == "sinkhorn":
+                layer.router._route = by_shard(layer.router._route, rows)
     losses = run.chunks[-1].mtp_losses
     if topology.cp > 1 and losses is not None:
         whole = Topology(1, topology.cp)
@@ -64,15 +66,15 @@ def shard_rows(topology: Topology, index: int, length: int, batch: int) -> Tenso
     return (positions(topology, index, length)[:, None] * batch + torch.arange(batch)).flatten()
 
 
-def by_shard(drop: Callable, rows: list[Tensor]) -> Callable:
-    """The dropping of a router, applied to every shard for itself."""
+def by_shard(decide: Callable, rows: list[Tensor]) -> Callable:
+    """A router's decision over tokens (tensors [T, E] to probs_TE and routing_TE), taken for every shard by itself."""
 
-    def dropped(probs_TE: Tensor, routing_TE: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [drop(probs_TE[index], routing_TE[index]) for index in rows]
+    def decided(*tensors_TE: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [decide(*(tensor[index] for tensor in tensors_TE)) for index in rows]
         back = torch.argsort(torch.cat(rows))
         return torch.cat([probs for probs, _ in parts])[back], torch.cat([routing for _, routing in parts])[back]
 
-    return dropped
+    return decided
 
 
 def by_context_rank(losses: MTPLosses, held: list[Tensor]) -> Callable:

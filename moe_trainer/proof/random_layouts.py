@@ -111,9 +111,9 @@ def _router(dice: random.Random) -> dict[str, object]:
         values["moe_router_topk_scaling_factor"] = dice.choice((None, 2.5))
     if _chance(dice, 0.3):
         values |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-    balance = dice.choice((["aux_loss"], ["seq_aux_loss"], ["global_aux_loss"], ["aux_loss", "seq_aux_loss"], ["none"]))
+    balance = dice.choice((["aux_loss"], ["seq_aux_loss"], ["global_aux_loss"], ["aux_loss", "seq_aux_loss"], ["none"], ["sinkhorn"]))
     values["moe_router_load_balancing_type"] = balance
-    values["moe_aux_loss_coeff"] = [0.0 if kind == "none" else 1e-2 for kind in balance]
+    values["moe_aux_loss_coeff"] = [0.0 if kind in ("none", "sinkhorn") else 1e-2 for kind in balance]
     values["moe_z_loss_coeff"] = dice.choice((None, 1e-3))
     if _chance(dice, 0.25):
         values["moe_expert_capacity_factor"] = dice.choice((0.7, 1.5))
