@@ -112,10 +112,6 @@ class AllToAllDispatcher(TokenDispatcher):
         trip: _Trip = sent.handle
         return y_RH if trip.order_R is None else reorder(trip.inverse_R, trip.order_R, y_RH)[0]
 
-    def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Bring the rows home."""
-        return self.finish_exchange_back(*self.start_exchange_back(y_RH, sent), sent)
-
     def start_exchange_back(self, y_RH: Tensor, sent: Dispatched) -> tuple[Tensor, Any]:
         """Sum the partial results over etp; send the rows off to where they came from."""
         trip: _Trip = sent.handle

@@ -88,17 +88,14 @@ class TokenDispatcher:
 
     def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Communicate back to the tokens' ranks. Nothing to do on one rank."""
-        return y_RH
+        return self.finish_exchange_back(*self.start_exchange_back(y_RH, sent), sent)
 
     def start_exchange_back(self, y_RH: Tensor, sent: Dispatched) -> tuple[Tensor, Any]:
-        """Begin to communicate back. Returns: what finish_exchange_back takes; the rows must not be touched before.
-
-        Here: all of it, for dispatchers that cannot return while rows are under way.
-        """
-        return self.exchange_back(y_RH, sent), None
+        """Begin to communicate back. Returns: what finish_exchange_back takes; the rows must not be touched before."""
+        return y_RH, None
 
     def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
-        """Wait for the rows."""
+        """Wait for the rows. Dispatchers that cannot return while rows are under way do all of it here."""
         return y_RH
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
