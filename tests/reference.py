@@ -180,49 +180,143 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x_SD: Tensor, base: float) -> Tensor:
-    """Rotary embedding of one head, halves convention."""
+def rotate(x_SD: Tensor, base: float, pairs: bool = False) -> Tensor:
+    """Rotary embedding of one head: the two halves are the parts of complex numbers, or neighbours are (pairs)."""
     length, dim = x_SD.shape
     angles = torch.outer(torch.arange(length, dtype=x_SD.dtype), base ** (-torch.arange(0, dim, 2, dtype=x_SD.dtype) / dim))
-    first, second = x_SD[:, :dim // 2], x_SD[:, dim // 2:]
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+    first, second = (x_SD[:, ::2], x_SD[:, 1::2]) if pairs else (x_SD[:, :dim // 2], x_SD[:, dim // 2:])
+    turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+    return torch.stack(turned, -1).flatten(-2) if pairs else torch.cat(turned, -1)
+
+
+def causal(query_SD: Tensor, key_SD: Tensor, value_SD: Tensor) -> Tensor:
+    """Causal softmax attention of one head."""
+    scores = query_SD @ key_SD.t() / math.sqrt(query_SD.shape[1])
+    mask = torch.ones(len(scores), len(scores)).tril() == 0
+    return scores.masked_fill(mask, -math.inf).softmax(-1) @ value_SD
 
 
 def attention(x_SH: Tensor, params: dict[str, Tensor], name: str, model) -> Tensor:
     """Causal grouped-query attention of one sequence. The qkv rows are [q .. q, k, v] per key-value group."""
     heads, groups, dim = model.num_attention_heads, model.query_groups, model.kv_channels
     per_group = heads // groups
-    qkv = (x_SH @ params[f"{name}.linear_qkv.weight"].t()).view(len(x_SH), groups, per_group + 2, dim)
-    mask = torch.ones(len(x_SH), len(x_SH)).tril() == 0
+    qkv = x_SH @ params[f"{name}.linear_qkv.weight"].t()
+    if f"{name}.linear_qkv.bias" in params:
+        qkv = qkv + params[f"{name}.linear_qkv.bias"]
+    qkv = qkv.view(len(x_SH), groups, per_group + 2, dim)
+
+    def ready(head_SD: Tensor, kind: str) -> Tensor:
+        if model.qk_layernorm:
+            head_SD = rms_norm(head_SD, params[f"{name}.{kind}_layernorm.weight"], model.layernorm_epsilon)
+        return rotate(head_SD, model.rotary_base)
+
     out = []
     for g in range(groups):
-        key, value = rotate(qkv[:, g, per_group], model.rotary_base), qkv[:, g, per_group + 1]
-        for h in range(per_group):
-            scores = rotate(qkv[:, g, h], model.rotary_base) @ key.t() / math.sqrt(dim)
-            out.append(scores.masked_fill(mask, -math.inf).softmax(-1) @ value)
+        key, value = ready(qkv[:, g, per_group], "k"), qkv[:, g, per_group + 1]
+        out += [causal(ready(qkv[:, g, h], "q"), key, value) for h in range(per_group)]
     return torch.cat(out, -1) @ params[f"{name}.linear_proj.weight"].t()
 
 
+def latent_attention(x_SH: Tensor, params: dict[str, Tensor], name: str, model) -> Tensor:
+    """Multi-head latent attention of one sequence (plain rotary): low-rank queries and key-values, one rotary key for all heads."""
+    heads, nope, rope, width = model.num_attention_heads, model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
+
+    def times(x: Tensor, leaf: str) -> Tensor:
+        return x @ params[f"{name}.{leaf}.weight"].t()
+
+    def normed(x: Tensor, leaf: str) -> Tensor:
+        return rms_norm(x, params[f"{name}.{leaf}.weight"], model.layernorm_epsilon) if model.qk_layernorm else x
+
+    if model.q_lora_rank is None:
+        queries = times(x_SH, "linear_q_proj")
+    else:
+        queries = times(normed(times(x_SH, "linear_q_down_proj"), "q_layernorm"), "linear_q_up_proj")
+    down = times(x_SH, "linear_kv_down_proj")
+    shared_key = rotate(down[:, model.kv_lora_rank:], model.rotary_base, pairs=True)
+    kv = times(normed(down[:, :model.kv_lora_rank], "kv_layernorm"), "linear_kv_up_proj")
+    out = []
+    for query, key_value in zip(queries.split(nope + rope, 1), kv.split(nope + width, 1)):
+        query = torch.cat([query[:, :nope], rotate(query[:, nope:], model.rotary_base, pairs=True)], 1)
+        out.append(causal(query, torch.cat([key_value[:, :nope], shared_key], 1), key_value[:, nope:]))
+    assert len(out) == heads
+    return times(torch.cat(out, -1), "linear_proj")
+
+
+@dataclass
+class Plain:
+    """One microbatch on its way through the plain transformer: weights, flags, and what has come together so far.
+
+    counts: per layer name, those of this iteration's earlier microbatches (global_aux_loss); biases: per layer name, the expert bias.
+    """
+
+    params: dict[str, Tensor]
+    args: object
+    balance: Balance
+    counts: dict[str, list[Tensor]]
+    biases: dict[str, Tensor]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, self.params[f"{name}.weight"], self.args.model.layernorm_epsilon)
+
+    def layer(self, x_SBH: Tensor, name: str) -> Tensor:
+        """A transformer layer: attention and a feed-forward or MoE layer, each behind its norm and beside the residual."""
+        model = self.args.model
+        attend = latent_attention if model.multi_latent_attention else attention
+        normed = self.norm(x_SBH, f"{name}.input_layernorm")
+        columns = [attend(normed[:, b], self.params, f"{name}.self_attention", model) for b in range(normed.shape[1])]
+        x_SBH = x_SBH + torch.stack(columns, 1)
+        normed, mlp = self.norm(x_SBH, f"{name}.pre_mlp_layernorm"), f"{name}.mlp"
+        if f"{mlp}.router.weight" in self.params:
+            counts = self.counts.setdefault(mlp, [])
+            return x_SBH + moe_layer(normed, self.params, mlp, self.args, self.balance, self.biases.get(mlp), counts)
+        w1, w2 = (self.params[f"{mlp}.linear_{leaf}.weight"] for leaf in ("fc1", "fc2"))
+        rows = [feed_forward(row, w1, w2, model) for row in normed.reshape(-1, normed.shape[-1])]
+        return x_SBH + torch.stack(rows).view_as(normed)
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        return self.params["embedding.word_embeddings.weight"][tokens_BS.t()]
+
+    def token_loss(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
+        """Cross-entropy of every token, [B, S]; the head may be the embedding."""
+        head = self.params.get("output_layer.weight", self.params["embedding.word_embeddings.weight"])
+        logits_BSV = (x_SBH @ head.t()).transpose(0, 1)
+        return torch.log(torch.exp(logits_BSV).sum(-1)) - logits_BSV.gather(-1, labels_BS.unsqueeze(-1)).squeeze(-1)
+
+    def further_tokens(self, x_SBH: Tensor, tokens_BS: Tensor, labels_BS: Tensor, mask_BS: Tensor) -> list[Tensor]:
+        """Mean loss of every depth of multi-token prediction; x_SBH is the decoder's normed output."""
+        losses = []
+        for depth in range(self.args.model.mtp_num_layers or 0):
+            tokens_BS, labels_BS, mask_BS = (next_position(each) for each in (tokens_BS, labels_BS, mask_BS))
+            name = f"mtp.layers.{depth}"
+            joined = torch.cat([self.norm(self.embed(tokens_BS), f"{name}.enorm"), self.norm(x_SBH, f"{name}.hnorm")], -1)
+            x_SBH = self.layer(joined @ self.params[f"{name}.eh_proj.weight"].t(), f"{name}.mtp_model_layer")
+            x_SBH = self.norm(x_SBH, f"{name}.final_layernorm")
+            losses.append((self.token_loss(x_SBH, labels_BS) * mask_BS).sum() / mask_BS.sum())
+        return losses
+
+
+def next_position(x_BS: Tensor) -> Tensor:
+    """What stands one position further; zero at the end."""
+    return torch.cat([x_BS[:, 1:], torch.zeros_like(x_BS[:, :1])], 1)
+
+
 def transformer(
-    tokens_BS: Tensor, labels_BS: Tensor, params: dict[str, Tensor], args, earlier_counts: dict[str, list[Tensor]] | None = None
+    tokens_BS: Tensor, labels_BS: Tensor, params: dict[str, Tensor], args, earlier_counts: dict[str, list[Tensor]] | None = None,
+    biases: dict[str, Tensor] | None = None, mask_BS: Tensor | None = None,
 ) -> tuple[Tensor, Balance]:
-    """Per-token loss_BS of a decoder whose layers are all MoE layers (RMSNorm, rotary, untied head), and its balance.
+    """Per-token loss_BS of a decoder (RMSNorm, rotary, dense or MoE layers), and its balance.
 
     earlier_counts: per layer name, the counts of this iteration's earlier microbatches (global_aux_loss); appended to.
+    biases: expert bias by layer name. The weighted losses of multi-token prediction are in the balance's total.
     """
-    model, balance = args.model, Balance()
-    eps = model.layernorm_epsilon
-    earlier_counts = {} if earlier_counts is None else earlier_counts
-    x_SBH = params["embedding.word_embeddings.weight"][tokens_BS.t()]
+    model = args.model
+    run = Plain(params, args, Balance(), {} if earlier_counts is None else earlier_counts, biases or {})
+    x_SBH = run.embed(tokens_BS)
     for index in range(model.num_layers):
-        layer = f"decoder.layers.{index}"
-        normed = rms_norm(x_SBH, params[f"{layer}.input_layernorm.weight"], eps)
-        x_SBH = x_SBH + torch.stack(
-            [attention(normed[:, b], params, f"{layer}.self_attention", model) for b in range(normed.shape[1])], 1)
-        normed = rms_norm(x_SBH, params[f"{layer}.pre_mlp_layernorm.weight"], eps)
-        name = f"{layer}.mlp"
-        x_SBH = x_SBH + moe_layer(normed, params, name, args, balance, earlier_counts=earlier_counts.setdefault(name, []))
-    x_SBH = rms_norm(x_SBH, params["decoder.final_layernorm.weight"], eps)
-    logits_BSV = (x_SBH @ params["output_layer.weight"].t()).transpose(0, 1)
-    picked = logits_BSV.gather(-1, labels_BS.unsqueeze(-1)).squeeze(-1)
-    return torch.log(torch.exp(logits_BSV).sum(-1)) - picked, balance
+        x_SBH = run.layer(x_SBH, f"decoder.layers.{index}")
+    x_SBH = run.norm(x_SBH, "decoder.final_layernorm")
+    mask_BS = torch.ones_like(tokens_BS, dtype=x_SBH.dtype) if mask_BS is None else mask_BS
+    for depth, loss in enumerate(run.further_tokens(x_SBH, tokens_BS, labels_BS, mask_BS), start=1):
+        run.balance.values["mtp", depth] = loss.item()
+        run.balance.total = run.balance.total + model.mtp_loss_scaling_factor / model.mtp_num_layers * loss
+    return run.token_loss(x_SBH, labels_BS), run.balance
