@@ -45,20 +45,20 @@ class Later:
         return value != default and value not in self.harmless
 
 
-_FSDP = "fully sharded data parallelism"
+_FSDP_OUTER = "sharding over the instances of fully sharded data parallelism"
 _OFFLOAD = "activation offload"
 _GRAPHS = "CUDA graphs"
 
 LATER = MappingProxyType(
     {
         # ---- parallel dimensions
-        "overlap_moe_expert_parallel_comm": Later("overlapped token exchange", PARALLEL),
-        "overlap_dispatch_backward_with_experts_wgrad": Later("overlapped token exchange", PARALLEL),
         "overlap_param_gather_with_optimizer_step": Later("gathering during the optimizer step", PARALLEL),
         "tensor_parallel_num_weight_shards": Later("weight-sharded tensor parallelism", PARALLEL, harmless=(1,)),
         "expert_tensor_parallel_num_weight_shards": Later("weight-sharded tensor parallelism", PARALLEL, harmless=(1,)),
-        "use_megatron_fsdp": Later(_FSDP, PARALLEL),
-        "use_torch_fsdp2": Later(_FSDP, PARALLEL),
+        "outer_dp_sharding_strategy": Later(_FSDP_OUTER, PARALLEL),
+        "enable_full_sharding_in_hsdp": Later(_FSDP_OUTER, PARALLEL),
+        "megatron_fsdp_main_params_dtype": Later("main parameters in another format than fp32", MEMORY),
+        "megatron_fsdp_main_grads_dtype": Later("main gradients in another format than fp32", MEMORY, harmless=("fp32",)),
         "moe_flex_dispatcher_backend": Later("NCCL's own token exchange", MEMORY, values=("ncclep",)),
         # ---- memory, precision and kernels
         "recompute_granularity": Later(
@@ -123,7 +123,7 @@ LATER = MappingProxyType(
         "hybrid_context_parallel": Later("hybrid context parallelism", MODELS),
         "phase_transition_iterations": Later("data blends that change during the run", MODELS),
         "position_embedding_type": Later("this kind of positions", MODELS, values=("mrope", "relative")),
-        "ckpt_format": Later("this checkpoint format", MODELS, values=("torch", "torch_dcp", "fsdp_dtensor")),
+        "ckpt_format": Later("this checkpoint format", MODELS, values=("torch", "torch_dcp")),
         "ckpt_convert_format": Later("checkpoint conversion", MODELS),
         "ckpt_convert_save": Later("checkpoint conversion", MODELS),
         "override_ckpt_iteration": Later("another iteration number for a checkpoint", MODELS),
@@ -138,23 +138,11 @@ LATER = MappingProxyType(
 PART_OF = MappingProxyType(
     {
         "hybrid_context_parallel": "max_seqlen_per_dp_cp_rank",
-        "overlap_moe_expert_parallel_comm": (
-            "delay_wgrad_compute ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
-        ),
         "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy moe_dispatch_fwd_dtype moe_combine_bwd_dtype",
         "moe_expert_rank_capacity_factor": (
             "moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
             "moe_paged_stash_buffer_size_factor_cpu"
         ),
-        "use_megatron_fsdp": (
-            "megatron_fsdp_version data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer "
-            "megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype "
-            "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer "
-            "fsdp_db_use_persist_buf_on_alloc_fail fsdp_manual_registration suggested_communication_unit_size "
-            "keep_fp8_transpose_cache enable_full_sharding_in_hsdp create_all_gather_group strict_fsdp_dtensor_load "
-            "init_model_with_meta_device gradient_reduce_div_fusion"
-        ),
-        "use_torch_fsdp2": "torch_fsdp2_reshard_after_forward",
         "recompute_granularity": (
             "recompute_method recompute_num_layers recompute_modules distribute_saved_activations"
         ),
@@ -214,6 +202,7 @@ PART_OF = MappingProxyType(
 _KERNEL = "this version computes the same without that kernel"
 _NCCL = "a transport setting of NCCL; results do not depend on it"
 _SHAPE = "a storage layout of TransformerEngine; results and checkpoint names do not depend on it"
+_FSDP = "a buffer setting of Megatron's FSDP; torch's fully_shard manages its own, and results do not depend on it"
 _READ = "reading is planned by the checkpoint library"
 _OVERLAP = "a setting of TransformerEngine's own overlap; results do not depend on it"
 _ASYNC = "the background writer needs no such tuning here"
@@ -263,6 +252,8 @@ IDLE = MappingProxyType(
         "tp_comm_split_rs": _OVERLAP,
         "tp_comm_bootstrap_backend": _OVERLAP,
         "clone_scatter_output_in_embedding": "each rank's rows of the embedding are a tensor of their own in any case",
+        "ep_overlap_early_attn_memory_release": "attention's memory is freed as its backward runs; nothing holds it longer",
+        "high_priority_a2a_comm_stream": "token exchange runs on the stream of its communicator; results do not depend on it",
         "mtp_standalone": "where the multi-token-prediction layers stand is drawn in --pipeline-model-parallel-layout",
         "use_ring_exchange_p2p": "stages exchange the same messages by sending and receiving",
         "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication covers warm-up and flush here",
@@ -280,6 +271,19 @@ IDLE = MappingProxyType(
         "use_sharp": _NCCL,
         "sharp_enabled_group": _NCCL,
         "high_priority_stream_groups": _NCCL,
+        # ---- fully sharded data parallelism
+        "megatron_fsdp_version": "there is one implementation, torch's fully_shard",
+        "fsdp_double_buffer": _FSDP,
+        "megatron_fsdp_max_pool_double_buffer": _FSDP,
+        "fsdp_db_use_persist_buf_on_alloc_fail": _FSDP,
+        "fsdp_manual_registration": _FSDP,
+        "suggested_communication_unit_size": _FSDP,
+        "create_all_gather_group": _FSDP,
+        "megatron_fsdp_enable_fine_grained_param_gather": "parameters are gathered layer by layer, experts apart",
+        "keep_fp8_transpose_cache": "gathered parameters are not kept in fp8",
+        "strict_fsdp_dtensor_load": "--dist-ckpt-strictness says what a checkpoint may lack",
+        "init_model_with_meta_device": "a model is always laid out on the meta device first",
+        "gradient_reduce_div_fusion": "the mean is taken in one pass over the reduced shards",
         # ---- the run
         "rerun_mode": "a loss or gradient that is not finite stops the run; nothing is run twice",
         "test_mode": "it adds checks of Megatron-LM's own test suite",
@@ -385,6 +389,8 @@ NEEDS = (
         ("num_experts",),
         "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff",
     ),
+    (("use_torch_fsdp2",), "torch_fsdp2_reshard_after_forward"),
+    (("use_megatron_fsdp",), "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype"),
     (("fp16",), "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
     (("decoupled_lr",), "decoupled_min_lr"),
     (("context_parallel_size",), "cp_comm_type hierarchical_context_parallel_sizes"),

@@ -44,6 +44,14 @@ def fsdp_shards_the_optimizer(s: Settings, _f: Facts) -> None:
         s.set_derived("use_distributed_optimizer", True, "Megatron-FSDP")
 
 
+def one_checkpoint_format(s: Settings, _f: Facts) -> None:
+    if s.ckpt_format == "fsdp_dtensor":
+        s.note(
+            f"{s.shown('ckpt_format')}: checkpoints are written in the layout-free format torch_dist, which sharded and "
+            "other runs resume alike."
+        )
+
+
 def constant_weight_decay(s: Settings, _f: Facts) -> None:
     if (
         s.weight_decay_incr_style == "constant"
@@ -162,6 +170,28 @@ def torch_fsdp_fits(s: Settings, f: Facts) -> Iterator[Violation]:
         )
 
 
+def shards_need_whole_backwards(s: Settings, f: Facts) -> Iterator[Violation]:
+    """Ours: weight gradients put off are computed when fully_shard has cut the parameters again; see parallel/fsdp.py."""
+    sharded = s.use_megatron_fsdp and s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    if not (sharded or s.use_torch_fsdp2):
+        return
+    parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
+    for dest, put_off in (
+        ("pipeline_schedule", s.pipeline_schedule == "zero-bubble"),
+        ("delay_wgrad_compute", s.delay_wgrad_compute),
+        ("overlap_moe_expert_parallel_comm", s.overlap_moe_expert_parallel_comm),
+        ("overlap_dispatch_backward_with_experts_wgrad", s.overlap_dispatch_backward_with_experts_wgrad),
+    ):
+        if put_off:
+            yield broken(
+                s,
+                f"{s.flag(parent)} cannot be combined with {say(s, dest)}: a layer's parameters are gathered for its "
+                "forward and backward as a whole only, and this takes them apart.",
+                parent,
+                dest,
+            )
+
+
 def average_in_collective_needs_means(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.ddp_average_in_collective and s.calculate_per_token_loss:
         yield broken(
@@ -176,6 +206,7 @@ def average_in_collective_needs_means(s: Settings, _f: Facts) -> Iterator[Violat
 RESOLVE = (
     old_dist_muon,
     fsdp_shards_the_optimizer,
+    one_checkpoint_format,
     layer_wise_optimizer,
     constant_weight_decay,
     weight_decay_of_qk_norm,
@@ -189,5 +220,6 @@ CHECKS = (
     one_kind_of_fsdp,
     megatron_fsdp_fits,
     torch_fsdp_fits,
+    shards_need_whole_backwards,
     average_in_collective_needs_means,
 )

@@ -256,13 +256,15 @@ def schedule_fits_stages(s: Settings, f: Facts) -> Iterator[Violation]:
             "pipeline_schedule",
             VIRTUAL,
         )
-    if schedule == "zero-bubble" and s.overlap_moe_expert_parallel_comm:
+    others = ("overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad")
+    other = next((dest for dest in others if getattr(s, dest)), None)
+    if schedule == "zero-bubble" and other is not None:
         yield broken(
             s,
-            f"{say(s, 'pipeline_schedule')} cannot be combined with {s.flag('overlap_moe_expert_parallel_comm')}: both "
-            "decide when weight gradients are computed.",
+            f"{say(s, 'pipeline_schedule')} cannot be combined with {s.flag(other)}: both decide when weight gradients are "
+            "computed.",
             "pipeline_schedule",
-            "overlap_moe_expert_parallel_comm",
+            other,
         )
 
 

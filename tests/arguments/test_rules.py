@@ -47,6 +47,9 @@ BROKEN = (
     ("--num-distributed-optimizer-instances 2 --expert-model-parallel-size 8", "", "--num-distributed-optimizer-instances"),
     ("--fake-process-group --moe-token-dispatcher-type flex", "", "--fake-process-group"),
     # pipeline
+    ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule 1f1b", "", "--pipeline-schedule"),
+    ("--pipeline-model-parallel-size 2 --pipeline-schedule interleaved", "", "--pipeline-schedule"),
+    ("--pipeline-schedule zero-bubble --overlap-dispatch-backward-with-experts-wgrad", "", "--pipeline-schedule"),
     ("--pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split", "", "--num-layers"),
     ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", "",
      "--num-virtual-stages-per-pipeline-rank"),
@@ -195,6 +198,8 @@ BROKEN = (
     ("--use-megatron-fsdp --use-torch-fsdp2 --ckpt-format fsdp_dtensor", "", "--use-megatron-fsdp"),
     ("--use-megatron-fsdp", "", "--ckpt-format"),
     ("--use-torch-fsdp2 --expert-model-parallel-size 2", "", "--expert-model-parallel-size"),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "",
+     "--pipeline-schedule"),
     ("--ddp-average-in-collective --calculate-per-token-loss", "", "--ddp-average-in-collective"),
     # batches and length
     ("--global-batch-size 12", "--global-batch-size", "--global-batch-size"),

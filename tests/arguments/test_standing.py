@@ -57,7 +57,8 @@ def test_defaults_ask_for_nothing():
 def test_what_comes_later_is_refused_by_name(dest):
     option = OPTIONS[dest]
     settings = Settings(OPTIONS)
-    value = True if option.takes == 0 else option.choices[-1] if option.choices else [2] if option.is_list else 2
+    refused = [choice for choice in option.choices or () if standing.LATER[dest].refuses(choice, settings.default(dest))]
+    value = True if option.takes == 0 else refused[-1] if refused else [2] if option.is_list else 2
     settings.set_given(dest, value, "command line", option.spellings[0])
     found = verdict.check(settings)
     assert [violation.kind for violation in found] == ["later"]
@@ -102,7 +103,6 @@ def test_experts_spread_over_data_ranks(size, world_size, dispatcher):
     ("argv", "flag"),
     [
         (["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "ncclep"], "--moe-flex-dispatcher-backend"),
-        (["--overlap-moe-expert-parallel-comm"], "--overlap-moe-expert-parallel-comm"),
     ],
 )
 def test_spread_experts_with_what_comes_later_are_refused_by_that_name(argv, flag):
