@@ -306,7 +306,6 @@ IDLE = MappingProxyType(
         "async_ckpt_cpu_priority": _ASYNC,
         "async_ckpt_io_priority": _ASYNC,
         "async_ckpt_use_cpu_shm": _ASYNC,
-        "ckpt_fully_parallel_load": _READ,
         "ckpt_fully_parallel_load_exchange_algo": _READ,
         "ckpt_fully_parallel_load_per_rank_objects": _READ,
         "ckpt_fully_parallel_load_process_group": _READ,

@@ -71,7 +71,8 @@ def check_format(folder: Path, ckpt_format: str, auto_detect: bool) -> None:
     # an index without a completion mark: judged by check_whole, for it may be a save that did not finish
     if found not in (None, "torch_dist", "torch_dcp"):
         raise CheckpointError(f"{folder} is {_OTHER_FORMATS.get(found, f'in the format {found!r}, which is not supported')}")
-    if ckpt_format != "torch_dist" and not auto_detect:
+    # runs with --ckpt-format fsdp_dtensor write torch_dist here (arguments/rules/optimizer.py says so)
+    if ckpt_format not in ("torch_dist", "fsdp_dtensor") and not auto_detect:
         raise CheckpointError(f"--ckpt-format {ckpt_format}: only torch_dist is supported in this version")
 
 
