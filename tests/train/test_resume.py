@@ -37,6 +37,9 @@ VARIANTS = {
     "global-aux-validation": (["--moe-router-load-balancing-type", "global_aux_loss", "--eval-interval", "3", "--eval-iters", "2"], 1),
     "dp2": (["--overlap-grad-reduce"], 2),
     "dp2-distributed-optimizer": (["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"], 2),
+    "tp2-dropout-validation": (
+        "--tensor-model-parallel-size 2 --sequence-parallel --hidden-dropout 0.1 --attention-dropout 0.1 --eval-interval 3 "
+        "--eval-iters 1 --use-distributed-optimizer".split(), 2),
     "async": (["--async-save", "--use-persistent-ckpt-worker"], 1),
 }
 
