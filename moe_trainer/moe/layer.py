@@ -37,7 +37,8 @@ class MoELayer(nn.Module):
         """name: e.g. "decoder.layers.3.mlp". layer_number: from 1; MTP layers follow the decoder's."""
         super().__init__()
         self.layer_number = layer_number
-        self.router = TopKRouter(model, moe, ps, f"{name}.router", layer_number, per_token_loss=per_token_loss)
+        self.router = TopKRouter(model, moe, ps, f"{name}.router", layer_number, per_token_loss=per_token_loss,
+                                 stream=kit.stream)
         self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue)
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:

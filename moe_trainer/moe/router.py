@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
+from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, make_parameter
 from moe_trainer.moe.balancing import LOSS_NAMES, BalancingLosses, attach_gradient, balancing_losses, loss_coefficients
 from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
 
 ROUTER_DTYPES = (("fp32", torch.float32), ("fp64", torch.float64))
@@ -190,8 +192,10 @@ class TopKRouter(nn.Module):
     """
 
     def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, layer_number: int, *,
-                 per_token_loss: bool = False):
+                 per_token_loss: bool = False, stream: ShardStream | None = None):
+        """stream: random numbers of this rank of tp, whose rows are its own; None for torch's global ones."""
         super().__init__()
+        self.stream = stream
         self.moe, self.ps, self.name, self.layer_number = moe, ps, name, layer_number
         self.num_experts, self.topk = moe.num_experts, moe.moe_router_topk
         self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype)
@@ -261,7 +265,8 @@ class TopKRouter(nn.Module):
     def _logits(self, x_TH: Tensor, active: bool) -> Tensor:
         eps = self.moe.moe_input_jitter_eps
         if eps is not None and active:
-            x_TH = x_TH * torch.empty_like(x_TH).uniform_(1.0 - eps, 1.0 + eps)
+            with drawing(self.stream, x_TH.device):
+                x_TH = x_TH * torch.empty_like(x_TH).uniform_(1.0 - eps, 1.0 + eps)
         if self.dtype is None or self.dtype == x_TH.dtype == self.weight.dtype:
             logits_TE = F.linear(x_TH, self.weight)
         else:
@@ -275,7 +280,8 @@ class TopKRouter(nn.Module):
     def _force(self, logits_TE: Tensor) -> Tensor:
         """Benchmark modes: random logits (balanced), or an expert bias of the asked spread (unbalanced)."""
         if self.moe.moe_router_force_load_balancing:
-            logits_TE = _StraightThrough.apply(logits_TE, torch.randn_like(logits_TE))
+            with drawing(self.stream, logits_TE.device):
+                logits_TE = _StraightThrough.apply(logits_TE, torch.randn_like(logits_TE))
         if self.moe.moe_router_force_biased is not None:
             bias_E = self._draw_bias() if self.fixed_bias is None else self.fixed_bias
             logits_TE = logits_TE + bias_E.to(logits_TE)

@@ -11,8 +11,11 @@ from harness import run_ranks
 from moe.layers import HIDDEN, Chunk, RankGrads, build_layer, metrics_of, sections, shard_of, total_grads
 from moe.test_dispatch_ranks import Layout
 
+from moe_trainer.layers.kit import LOCAL
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
 
 S, SCALE = 8, 0.7
@@ -189,3 +192,23 @@ def test_what_is_partial_is_declared():
 
     assert run_ranks(declared, 2, False)[0] == {"router.weight", "router.bias"}
     assert run_ranks(declared, 2, True)[0] == {"router.weight", "router.bias", "shared_experts.gate_weight"}
+
+
+def _noise(rank, n, changes):
+    """Logits of equal rows on two tensor ranks, and where the global generator stands afterwards."""
+    ps = ParallelState.create(n, rank, tp=n)
+    args = sections(sequence_parallel=True, **changes)
+    kit = LOCAL.for_chunk(stream=ShardStream(5, "here", rank))
+    router = TopKRouter(args.model, args.moe, ps, "router", 1, stream=kit.stream)
+    torch.nn.init.constant_(router.weight, 0.1)
+    router.recorder = []
+    torch.manual_seed(1)
+    router(torch.ones(4, 1, HIDDEN), 1.0)
+    return router.recorder[0]["logits"], torch.rand(1)
+
+
+@pytest.mark.parametrize("changes", [{"moe_input_jitter_eps": 0.1}, {"moe_router_force_load_balancing": True}])
+def test_rows_of_different_tensor_ranks_get_different_noise(changes):
+    """And the global stream, which replicated tensors share, stays in step."""
+    (first, after), (second, other) = run_ranks(_noise, 2, changes)
+    assert not torch.equal(first, second) and torch.equal(after, other)
