@@ -177,6 +177,7 @@ def set_seeds(args: Arguments, ps: ParallelState) -> None:
     """Seed every generator; ranks differ by pipeline stage (Megatron-LM: seed + 100 * stage).
 
     Dropout must differ between data-parallel ranks, so the torch generator of the forward pass also gets the data rank.
+    Tensor-parallel ranks share it: what they all hold loses the same elements (what is cut: parallel/rng.py, ShardStream).
     Initial weights do not depend on these generators (parallel/rng.py).
     """
     seed = args.training.seed + 100 * ps.pp.rank

@@ -39,7 +39,13 @@ def _rows_of(group: Group, num_rows: int, name: str) -> tuple[int, dict]:
 
 
 def _local_rows(ids: Tensor, group: Group, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row numbers in this rank's table of `num_rows` rows (0 where another rank holds it), and whether it is here."""
+    """Row numbers in this rank's table of `num_rows` rows (0 where another rank holds it), and whether it is here.
+
+    An id that no rank holds is an error on all of them (on CUDA when the device gets there), as it is with one rank: it would
+    pass for a row of zeros.
+    """
+    total = group.size * num_rows
+    torch._assert_async(((ids >= 0) & (ids < total)).all(), f"a token or label is not one of the vocabulary's {total} rows")
     local = ids - group.rank * num_rows
     mine = (local >= 0) & (local < num_rows)
     return local.masked_fill(~mine, 0), mine

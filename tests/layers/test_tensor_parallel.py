@@ -340,6 +340,19 @@ def test_what_does_not_divide_is_refused_by_name(make, message):
         make(Group("tp", (0, 1, 2, 3), 0, 4))
 
 
+def _unknown_token(rank, n, token):
+    ps = ParallelState.create(n, rank, tp=n)
+    for layer in (VocabParallelEmbedding(V, H, **_options(ps, False)), _head(ps, False)):
+        ids = torch.full((B, S), token)
+        with pytest.raises(RuntimeError, match=f"not one of the vocabulary's {V} rows"):
+            layer(ids) if isinstance(layer, VocabParallelEmbedding) else layer.loss_BS(torch.ones(S, B, H), ids)
+
+
+@pytest.mark.parametrize("token", [-1, V])
+def test_a_token_that_no_rank_holds_is_an_error_on_every_rank(token):
+    run_ranks(_unknown_token, 2, token)
+
+
 @pytest.mark.parametrize("change", [{"num_attention_heads": 6, "num_query_groups": 2}, {"num_attention_heads": 12, "num_query_groups": 3}])
 def test_heads_that_cannot_be_dealt_out_are_refused(change):
     four = replace(ParallelState.single(), tp=Group("tp", (0, 1, 2, 3), 0, 4))

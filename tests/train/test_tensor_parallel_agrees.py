@@ -45,7 +45,8 @@ HALVES = (tuple(MODELS)[::2], tuple(MODELS)[1::2])
 
 
 @pytest.mark.parametrize(("n", "tp", "sp", "half"), [
-    (2, 2, True, 0), (2, 2, False, 1), (4, 4, True, 1), (4, 4, False, 0), (4, 2, True, 0), (4, 2, False, 1)])
+    (2, 2, True, 0), (2, 2, False, 1), (4, 2, True, 1), (4, 2, False, 0),
+    *(pytest.param(4, 4, sp, half, marks=pytest.mark.slow) for sp in (True, False) for half in (0, 1))])
 def test_tensor_parallel_training_equals_one_process(n, tp, sp, half):
     names = HALVES[half]
     ranks = run_ranks(train_ranks, n, [_argv(name, *_mapping(tp, sp)) for name in names], timeout=400.0)
