@@ -12,7 +12,7 @@ names) and in products.py (flags of other products).
   is refused.
 * OTHER: will not come; the text says what to use instead.
 * OLD: old spellings that are still fields, because rules judge them; the text says what they became.
-* NEEDS: flags that act, but only together with another one.
+* NEEDS, NEEDS_VALUE: flags that act, but only together with another one, or with one value of another one.
 
 The tables are read by verdict.py.
 """
@@ -430,3 +430,14 @@ def standing_of(dest: str) -> tuple[str, str]:
     if dest in OTHER and dest not in OTHER_VALUES:
         return "refused", OTHER[dest]
     return "acts", ""
+
+NEEDS_VALUE = (
+    ("moe_token_dispatcher_type", "flex", "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),
+    (
+        "moe_flex_dispatcher_backend",
+        "hybridep",
+        "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
+        "moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep",
+    ),
+)
+"""(destination, value, flags that have an effect only with that value)."""

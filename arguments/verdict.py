@@ -53,10 +53,16 @@ def announce(s: Settings) -> None:
     for parents, dests in standing.NEEDS:
         if any(_is_on(s, parent) for parent in parents):
             continue
-        wanted = " or ".join(_parent_text(s, parent) for parent in parents)
-        for dest in dests.split():
-            if s.given(dest) and s.values[dest] != s.default(dest):
-                s.say_idle(s.shown(dest), f"no effect without {wanted}")
+        _say_without(s, dests, " or ".join(_parent_text(s, parent) for parent in parents))
+    for parent, value, dests in standing.NEEDS_VALUE:
+        if s.values[parent] != value:
+            _say_without(s, dests, f"{s.flag(parent)} {value}")
+
+
+def _say_without(s: Settings, dests: str, wanted: str) -> None:
+    for dest in dests.split():
+        if s.given(dest) and s.values[dest] != s.default(dest):
+            s.say_idle(s.shown(dest), f"no effect without {wanted}")
 
 
 def _is_on(s: Settings, parent: str) -> bool:

@@ -24,6 +24,7 @@ def violations(*argv, world_size=1):
 def test_tables_name_flags():
     children = [dest for text in standing.PART_OF.values() for dest in text.split()]
     needs = [dest for parents, text in standing.NEEDS for dest in (*parents, *text.split())]
+    needs += [dest for parent, _, text in standing.NEEDS_VALUE for dest in (parent, *text.split())]
     tables = [standing.LATER, standing.PART_OF, standing.IDLE, standing.OTHER, standing.OLD, children, needs]
     assert [dest for table in tables for dest in table if dest not in OPTIONS] == []
     assert [dest for dest, _ in standing.VALUES if dest not in OPTIONS] == []
@@ -188,6 +189,16 @@ def test_idle_flags_say_why_once(argv):
     name = next(token for token in reversed(argv) if token.startswith("--"))
     lines = [line for line in args.notes if name in line]
     assert len(lines) == len(set(lines)) >= 1
+
+
+def test_options_of_the_flex_dispatcher_need_it():
+    """A buffer's option without that buffer says so; with it, it does not."""
+    notes = parse("--moe-flex-dispatcher-num-sms", "8", "--moe-hybridep-num-blocks-permute", "3").notes
+    assert any("--moe-flex-dispatcher-num-sms 8 is idle: no effect without --moe-token-dispatcher-type flex" in line for line in notes)
+    assert any("no effect without --moe-flex-dispatcher-backend hybridep" in line for line in notes)
+    notes = parse("--moe-flex-dispatcher-num-sms", "8", "--moe-token-dispatcher-type", "flex", "--expert-model-parallel-size", "2",
+                  "--global-batch-size", "8", world_size=2).notes
+    assert not any("num-sms" in line for line in notes)
 
 
 def test_the_kind_of_context_parallelism_needs_context_ranks():
