@@ -115,7 +115,10 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
     with_optim = optimizer is not None and options.load_optim and not options.finetune
     with_main = optimizer is not None and options.load_main_params and not with_optim
     loader = Loader(folder, index, options, state.args)
-    _together(lambda: _read(loader, chunks, optimizer, with_optim, with_main), ps)
+    _together(lambda: _want(loader, chunks, optimizer, with_optim, with_main), ps)
+    loader.divide(ps)
+    _together(loader.read, ps)
+    loader.exchange()
     if with_optim:
         optimizer.load_scalars(scalars)
     if optimizer is not None:
@@ -144,13 +147,12 @@ def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -
         logger.warning("    will not load any checkpoints and will start from random")
 
 
-def _read(loader: Loader, chunks: Sequence[Any], optimizer: Any | None, with_optim: bool, with_main: bool) -> None:
-    """Read all tensors in place. Does not communicate."""
+def _want(loader: Loader, chunks: Sequence[Any], optimizer: Any | None, with_optim: bool, with_main: bool) -> None:
+    """Ask for all tensors, and judge whether they are there."""
     loader.want_model(chunks)
     loader.check()
     if with_optim or with_main:
         loader.want_optimizer(optimizer, None if with_optim else ("fp32_param",))
-    loader.read()
 
 
 def _restore_random(loader: Loader, chunks: Sequence[Any], iteration: int, ps: ParallelState, options: LoadOptions) -> bool:

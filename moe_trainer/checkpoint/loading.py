@@ -21,6 +21,8 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.reading import fill, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme, Piece, Placement, pieces, rng_key
+from moe_trainer.checkpoint.share import KINDS, Batch, Shared, share_out
+from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
 from moe_trainer.parallel.shards import held_part
 from moe_trainer.parallel.state import ParallelState
@@ -49,7 +51,10 @@ class Loader:
         self._stored = {key: entry for key, entry in index.state_dict_metadata.items()
                         if isinstance(entry, TensorStorageMetadata)}
         self._schemes = list(dict.fromkeys(KeyScheme.from_record(options.args).alternatives()))
-        self._wanted: dict[str, list[Piece]] = {}
+        # by (kind, weights or moments): these are held alike by other ranks, or not
+        self._wanted: dict[tuple[str, str], dict[str, list[Piece]]] = {
+            (kind, what): {} for kind in KINDS for what in ("weights", "moments")}
+        self._shared: dict[tuple[str, str], Shared] = {}
         self._runs: dict[int, list[Placement]] = {}
         self._missing: list[str] = []
         self._mismatched: list[str] = []
@@ -61,12 +66,12 @@ class Loader:
                 runs = self._find(info_of(param), tuple(param.shape))
                 if runs is not None:
                     self._runs[id(param)] = runs
-                    self._want(pieces(runs, *held_part(param)),
+                    self._want((info_of(param).kind, "weights"), pieces(runs, *held_part(param)),
                                {run.key: self._best_weight(run.key, param.dtype) for run in runs})
             for name, buffer in chunk.named_state_buffers():
                 runs = self._find(ParamInfo((name,)), tuple(buffer.shape))
                 if runs is not None:
-                    self._want(pieces(runs, buffer, 0, buffer.numel()), {run.key: run.key for run in runs})
+                    self._want(("dense", "weights"), pieces(runs, buffer, 0, buffer.numel()), {run.key: run.key for run in runs})
 
     def want_optimizer(self, optimizer: Any, state_names: tuple[str, ...] | None = None) -> None:
         """Ask for the optimizer's tensors; state_names: only these.
@@ -83,7 +88,7 @@ class Loader:
             if lost:
                 missing += lost
                 continue
-            self._want(pieces(runs, held.tensor, held.start, held.stop), source)
+            self._want((info_of(held.param).kind, "moments"), pieces(runs, held.tensor, held.start, held.stop), source)
         if missing:
             self._refuse_optimizer(sorted(set(missing)))
 
@@ -130,12 +135,33 @@ class Loader:
         if differing and not self._options.finetune:
             logger.warning("flags differ from those of the checkpoint:\n%s", _flags(differing, title="").rstrip())
 
+    def divide(self, ps: ParallelState) -> None:
+        """With --ckpt-fully-parallel-load: settle which rank reads what for all that hold the same; collective."""
+        if self._options.fully_parallel:
+            batches = [Batch(place[0], self._asked(place)) for place in self._wanted]
+            found = zip(self._wanted, share_out(batches, ps, True))
+            self._shared = {place: shared for place, shared in found if len(shared.peers) == shared.group.size > 1}
+
     def read(self) -> None:
-        """Fill everything that was asked for.
+        """Fill everything that was asked for, but for what others read for this rank.
 
         Raises: CheckpointError when a file turns out damaged.
         """
-        fill(self._folder, self._index, self._wanted)
+        wanted: dict[str, list[Piece]] = {}
+        for place in self._wanted:
+            for piece in self._shared[place].mine if place in self._shared else self._asked(place):
+                wanted.setdefault(piece.key, []).append(piece)
+        fill(self._folder, self._index, wanted)
+
+    def _asked(self, place: tuple[str, str]) -> list[Piece]:
+        """The pieces wanted, under the stored keys."""
+        return [replace(piece, key=key) for key, local in self._wanted[place].items() for piece in local]
+
+    def exchange(self) -> None:
+        """Hand on what this rank has read for others, and take what they have; collective."""
+        for shared in self._shared.values():
+            for piece, owner in zip(shared.pieces, shared.owners):
+                collectives.broadcast(piece.data, shared.group, owner)
 
     def random_states(self, ps: ParallelState) -> dict[str, Any] | None:
         """The random states saved for this rank's place (pp, tp, position in dp x cp), or None.
@@ -188,7 +214,7 @@ class Loader:
         return (vocab is not None and key.startswith(_VOCAB_KEYS) and saved[1:] == here[1:]
                 and min(saved[0], here[0]) >= vocab)
 
-    def _want(self, found: Iterator[Piece], source: Mapping[str, str]) -> None:
+    def _want(self, place: tuple[str, str], found: Iterator[Piece], source: Mapping[str, str]) -> None:
         """Ask for pieces; source: the stored key of each key."""
         for piece in found:
             key = source[piece.key]
@@ -198,7 +224,7 @@ class Loader:
                 if kept <= 0:
                     continue
                 piece = replace(piece, sizes=(kept, *piece.sizes[1:]), data=piece.data[:kept])
-            self._wanted.setdefault(key, []).append(piece)
+            self._wanted[place].setdefault(key, []).append(piece)
 
     def _best_weight(self, key: str, dtype: torch.dtype) -> str:
         """Read fp32 weights from the fp32 main parameters of a mixed-precision run, if there are any."""
@@ -216,7 +242,8 @@ class Loader:
         return next((name for name in names if name in self._stored), None)
 
     def _unexpected(self) -> list[str]:
-        return [key for key in self._stored if key not in self._wanted and not key.startswith(_OPTIMIZER_KEYS)]
+        return [key for key in self._stored if not key.startswith(_OPTIMIZER_KEYS)
+                and not any(key in wanted for wanted in self._wanted.values())]
 
     def _differing_flags(self) -> dict[str, str]:
         here = self._options.args

@@ -77,6 +77,7 @@ class SaveOptions:
 class LoadOptions:
     """What to load. `from_args` fills it from the flags.
 
+    fully_parallel: ranks that hold the same share the reading and send it to each other.
     args: this run's flags by destination, as in CheckpointState.
     vocab_size: the tokenizer's size. If given, checkpoints whose embedding is padded differently are accepted.
     """
@@ -93,6 +94,7 @@ class LoadOptions:
     auto_detect: bool = False
     verify_integrity: bool = False
     vocab_size: int | None = None
+    fully_parallel: bool = False
 
     @classmethod
     def from_args(cls, output: OutputArgs, args: Mapping[str, Any], vocab_size: int | None = None) -> "LoadOptions":
@@ -109,6 +111,7 @@ class LoadOptions:
             auto_detect=output.auto_detect_ckpt_format,
             verify_integrity=output.verify_integrity,
             vocab_size=vocab_size,
+            fully_parallel=output.ckpt_fully_parallel_load,
         )
 
 

@@ -198,6 +198,7 @@ def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
     """All that this rank holds and that counts, optimizer state (which may be cut already) before weights."""
     scheme = KeyScheme.from_record(state.args)
     weights, moments = ({kind: Batch(kind) for kind in KINDS} for _ in range(2))
+    buffers = Batch("dense")  # by themselves: they are whole on every rank even where the weights are fully sharded
     runs = {}
     for chunk in chunks:
         for param in unique_params(chunk.parameters()):
@@ -208,12 +209,12 @@ def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
         for name, buffer in chunk.named_state_buffers():
             info = ParamInfo((name,))
             if is_counted(info, ps):
-                weights[info.kind].pieces += pieces(scheme.placements(info, tuple(buffer.shape)), buffer, 0, buffer.numel())
+                buffers.pieces += pieces(scheme.placements(info, tuple(buffer.shape)), buffer, 0, buffer.numel())
     for held in optimizer.tensors() if optimizer is not None else ():
         if id(held.param) in runs:
             moments[info_of(held.param).kind].pieces += pieces(runs[id(held.param)], held.tensor, held.start, held.stop,
                                                                f"optimizer.state.{held.state_name}.")
-    return [*moments.values(), *weights.values()]
+    return [*moments.values(), *weights.values(), buffers]
 
 
 def _objects(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState,

@@ -1,4 +1,4 @@
-"""Which of several ranks that hold the same box writes it (or reads it for the others).
+"""Which of several ranks that hold the same box writes it, or (--ckpt-fully-parallel-load) reads it for the others.
 
 A tensor's replicas stand in its data-parallel group (dp x cp; edp for experts); a tensor that is not cut over tp (etp) also
 has one on every tensor-parallel rank, of which the first one's count. Whether two members of a group hold the same boxes they

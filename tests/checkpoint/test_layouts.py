@@ -7,7 +7,7 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, fake_chunks, layer_shapes, moment
 from harness import run_ranks
 
-from moe_trainer.checkpoint import share
+from moe_trainer.checkpoint import reading, share
 from moe_trainer.checkpoint.checkpoint import (
     AsyncSaver,
     CheckpointError,
@@ -265,3 +265,45 @@ def test_ranks_beyond_those_that_saved_do_not_repeat_their_masks(tmp_path):
     read = run_ranks(_streams, 2, tmp_path, dict(), 3, True)
     assert read[0][:2] == wrote[0][:2] and read[0][2] and not read[1][2]
     assert read[1][0] != read[0][0] and read[1][1]["tensor_parallel"] != read[0][1]["tensor_parallel"]
+
+
+# ---- who reads what
+
+def _read_in_parallel(rank, n, folder, sizes, distributed, damaged):
+    """Load with --ckpt-fully-parallel-load; returns the bytes of tensors that this rank has read from files."""
+    ps = ParallelState.create(n, rank, **sizes)
+    chunks, optimizer = make(ps, 1, distributed, seed=2)
+    count, original = [], reading.decode
+
+    def counted(*args):
+        found = original(*args)
+        count.append(found.numel() * found.element_size())
+        return found
+
+    reading.decode = counted
+    options = LoadOptions(FLAGS, fully_parallel=True)
+    if damaged:
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load(folder, chunks, optimizer, ps, options)
+        return 0
+    load(folder, chunks, optimizer, ps, options)
+    _, expected = make(ps, 1, distributed, seed=1)
+    for chunk, other in zip(chunks, fake_chunks(ps, 1, seed=1, **HOW), strict=True):
+        found = chunk.tensors()
+        assert all(torch.equal(found[name], value) for name, value in other.tensors().items())
+    assert all(torch.equal(a, b) for a, b in zip(optimizer.values(), expected.values(), strict=True))
+    return sum(count)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_ranks_that_hold_the_same_share_the_reading(tmp_path, distributed):
+    run_ranks(_save, 1, tmp_path, dict(), 1, False, SaveOptions())
+    whole = sum(_bytes_by_rank(tmp_path, 1))
+    for sizes, cut in ((dict(), 4), (dict(tp=2, ep=2, etp=1), 4)):
+        counts = run_ranks(_read_in_parallel, 4, tmp_path, sizes, distributed, False)
+        assert max(counts) < 1.3 * whole / cut, "every rank reads its share and no more"
+    path = tmp_path / "iter_0000003/__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 0xFF
+    path.write_bytes(content)
+    run_ranks(_read_in_parallel, 4, tmp_path, dict(), distributed, True)  # refused on all ranks, and nobody waits for ever
