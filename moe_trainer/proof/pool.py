@@ -15,6 +15,7 @@ import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -65,6 +66,10 @@ class Pool:
         Raises: RanksFailed as `run`.
         """
         return self._call([(work, 0, 1, args) for args in arguments])
+
+    def refresh(self) -> None:
+        """Give the next job new processes: torch's device meshes remember the groups of an earlier one."""
+        self._stop()
 
     def _call(self, calls: list[tuple]) -> list:
         world_size = len(calls)
@@ -128,6 +133,7 @@ def _serve(pipe: Connection, inherited: list[Connection]) -> None:
         other.close()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     while True:

@@ -68,6 +68,8 @@ def prove(pool: Pool, case: Case, seed: int = 0) -> Verdict:
         seed, one = steady_reference(pool, case, seed)
     except RanksFailed as error:
         return verdict([], f"the reference itself failed\n{error}")
+    if any(word.endswith(("-fsdp", "-fsdp2")) for word in case.argv):
+        pool.refresh()
     try:
         many = pool.run(_many, case.world_size, case, seed)
     except RanksFailed as error:

@@ -45,8 +45,9 @@ def draw(dice: random.Random, mapping: Mapping) -> Case | None:
     values = _model(dice, mapping) | _router(dice) | _machinery(dice, mapping) | _batch(dice, mapping)
     values |= _stages(dice, mapping, values)
     values |= _context(dice, mapping, values["num_layers"])
+    values |= _sharded(dice, mapping, values) or _overlapped(dice, mapping, values)
     try:
-        return make_case(mapping, {dest: value for dest, value in values.items() if value is not None})
+        return make_case(mapping, {dest: value for dest, value in values.items() if value is not None}, bool(values.get("bf16")))
     except ShrinkError:
         return None
 
@@ -186,3 +187,24 @@ def _context(dice: random.Random, mapping: Mapping, layers: int) -> dict[str, ob
     chosen = [dice.choice(kinds)] if _chance(dice, 0.7) else [dice.choice(kinds) for _ in range(layers)]
     nested = {"hierarchical_context_parallel_sizes": [2, mapping.cp // 2]} if "a2a+p2p" in chosen else {}
     return {"cp_comm_type": chosen, **nested}
+
+
+def _sharded(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    """Now and then fully sharded data parallelism."""
+    if mapping.dp == 1 or not _chance(dice, 0.2):
+        return {}
+    values = {"use_distributed_optimizer": False, "overlap_param_gather": False, "num_distributed_optimizer_instances": None}
+    if _chance(dice, 0.4):
+        return {**values, "use_torch_fsdp2": True, "overlap_grad_reduce": False, "ddp_bucket_size": None}
+    strategy = dice.choice(("optim", "optim_grads", "optim_grads_params"))
+    return {**values, "use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy, "ckpt_format": "fsdp_dtensor"}
+
+
+def _overlapped(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    """Now and then the overlapped token exchange (its rules ask for --bf16; the proof computes in fp32 all the same)."""
+    if mapping.ep == 1 or values["moe_token_dispatcher_type"] == "allgather" or not _chance(dice, 0.3):
+        return {}
+    found: dict[str, object] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
+    if _chance(dice, 0.5):
+        found |= {"delay_wgrad_compute": True, "transformer_impl": "transformer_engine"}
+    return found

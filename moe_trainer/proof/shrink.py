@@ -59,7 +59,8 @@ _KEPT_DATA = frozenset(
 )
 _MACHINE = frozenset(
     "distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init local_rank world_size on_missing_backend "
-    "fake_process_group pipeline_model_parallel_comm_backend grad_reduce_in_bf16 ddp_pad_buckets_for_high_nccl_busbw".split()
+    "fake_process_group pipeline_model_parallel_comm_backend grad_reduce_in_bf16 ddp_pad_buckets_for_high_nccl_busbw "
+    "megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype".split()
 )
 _NOT_IN_REFERENCE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations bf16 ckpt_format "
@@ -136,7 +137,7 @@ def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Sh
 
 
 def as_is(argv: list[str], world_size: int | None = None) -> Case:
-    """Take a command line that is small already as a case, unchanged.
+    """Take a command line that is small already as a case, unchanged but for half precision.
 
     Raises: ShrinkError when it is wrong, or leaves open what a proof must fix (vocabulary, batch, number of steps).
     """
@@ -152,7 +153,9 @@ def as_is(argv: list[str], world_size: int | None = None) -> Case:
         raise ShrinkError(wrong)
     values = {dest: settings.values[dest] for dest in settings.given_dests() if OPTIONS[dest].section != "output"}
     values |= {dest: settings.values[dest] for dest in ("global_batch_size", "expert_tensor_parallel_size")}
-    return make_case(_mapping(settings, world_size), {**values, "train_iters": STEPS, "world_size": None, "mock_data": True})
+    force_fp32 = bool(settings.overlap_moe_expert_parallel_comm)  # its rules ask for --bf16
+    fixed = {"train_iters": STEPS, "world_size": None, "mock_data": True, "bf16": force_fp32, "fp16": False}
+    return make_case(_mapping(settings, world_size), {**values, **fixed}, force_fp32)
 
 
 def _world_size(argv: list[str]) -> int | None:
@@ -312,7 +315,8 @@ def _steady(s: Settings) -> dict[str, object]:
 
 def _note_changes(s: Settings, notes: list[str]) -> None:
     """Say what the small runs do otherwise than the user's."""
-    half = [s.flag(dest) for dest in ("bf16", "fp16", "fp8", "fp4", "grad_reduce_in_bf16") if s.given(dest) and s.values[dest]]
+    narrow = ("bf16", "fp16", "fp8", "fp4", "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype")
+    half = [s.flag(dest) for dest in narrow if s.given(dest) and s.values[dest] not in (None, False, "fp32", "auto")]
     if half:
         notes.append(f"{', '.join(half)}: the proof computes in fp32, where a difference is a mistake and not rounding")
     noise = [s.shown(dest) for dest, still in _NOISE.items() if s.values[dest] not in (still, 0.0, None, False)]
