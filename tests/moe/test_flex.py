@@ -12,8 +12,10 @@ import torch
 from harness import run_ranks
 from moe.deep_ep_double import Signatures, make_hybrid, make_v1, make_v2
 from moe.layers import HIDDEN, sections, shard_of
+from train.layouts import argv_of, compare, train
 
 from moe_trainer.backends import Backends, MissingBackend
+from moe_trainer.model import build
 from moe_trainer.moe.dispatch import deepep, hybridep
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher
@@ -310,3 +312,24 @@ def test_rows_the_library_cannot_carry(recorded, monkeypatch):
 def test_one_expert_rank_has_nothing_to_send(without_deep_ep):
     made = choose_dispatcher(sections(**FLEX).moe, ParallelState.single(), BF16, Backends("error", TYPED, True))
     assert type(made) is LocalDispatcher
+
+
+def _train_with(rank, n, recorded, version, argv):
+    ps = ParallelState.create(n, rank, ep=n)
+
+    def flex(moe, ps, rows, backends):
+        return flex_dispatcher(recorded, version, ps, max_tokens=rows.max_tokens)[0]
+
+    build.choose_dispatcher = flex  # in a forked process
+    return train(argv, rank, ps, 2)
+
+
+@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+def test_whole_models_train_like_one_process(recorded, version):
+    """Several layers share the buffer; gradients accumulate over microbatches; buffers are made for the microbatch's tokens."""
+    argv = [*argv_of("accumulation"), "--moe-shared-expert-intermediate-size", "16"]
+    spread = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "flex"]
+    expected = train(argv, 0, ParallelState.single(), 2)
+    outcome = run_ranks(_train_with, 2, recorded, version, [*argv, *spread], timeout=300.0)[0]
+    differences = compare(expected, outcome)
+    assert not differences, "\n".join(map(str, differences[:8]))
