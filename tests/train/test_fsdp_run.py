@@ -1,0 +1,117 @@
+"""Runs with fully sharded parameters: checkpoints that any layout resumes, evaluation, export, bf16, and what a rank holds."""
+
+import pytest
+import torch
+from harness import run_ranks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from train.forked import pretrain
+from train.layouts import argv_of, groups_of, make_run
+from train.tiny import MOCK, TINY
+
+from moe_trainer.checkpoint.checkpoint import load, save
+from moe_trainer.checkpoint.inspect import differences
+from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
+from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.shards import held_part
+from moe_trainer.run import TrainState, parameters
+from moe_trainer.train import train_step
+
+MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
+
+
+def steps(run, first, count):
+    microbatches = run.args.training.global_batch_size // (run.args.training.micro_batch_size * run.ps.dp.size)
+    results = [train_step(run, TrainState(iteration=number), microbatches) for number in range(first, first + count)]
+    run.optimizer.wait_params()
+    return [(result.losses, result.grad_norm) for result in results]
+
+
+def keep(run, folder):
+    save(folder, CheckpointState(iteration=2, args=run.args.as_dict()), run.chunks, run.optimizer, run.ps, SaveOptions(save_rng=False))
+
+
+def begin(rank, n, argv, folder):
+    run = make_run(argv, rank, groups_of(argv, rank, n), 4)
+    steps(run, 0, 2)
+    keep(run, folder)
+    return steps(run, 2, 2)
+
+
+def resume(rank, n, argv, source, target):
+    run = make_run([*argv, "--seed", "99"], rank, groups_of(argv, rank, n), 2, skip=2)
+    assert load(source, run.chunks, run.optimizer, run.ps, LoadOptions(run.args.as_dict(), load_rng=False)).optim_loaded
+    keep(run, target)
+    return steps(run, 2, 2)
+
+
+CHAIN = ((4, f"{MEGATRON} --expert-model-parallel-size 2"), (1, ""), (2, "--use-torch-fsdp2"),
+         (4, "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel"),
+         (4, f"{MEGATRON} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2"))
+
+
+def test_state_moves_between_sharded_and_other_layouts_unchanged(tmp_path):
+    first = tmp_path / "first"
+    expected = run_ranks(begin, 2, [*argv_of("deepseek"), *MEGATRON.split()], first)[0]
+    source = first
+    for number, (n, flags) in enumerate(CHAIN):
+        target = tmp_path / str(number)
+        found = run_ranks(resume, n, [*argv_of("deepseek"), *flags.split()], source, target, timeout=120.0)[0]
+        assert differences(first / "iter_0000002", target / "iter_0000002") == [], flags
+        for (losses, norm), (other_losses, other_norm) in zip(found, expected, strict=True):
+            assert losses == pytest.approx(other_losses, rel=1e-6), flags
+            assert norm == pytest.approx(other_norm, rel=3e-6), flags
+        source = target
+
+
+def hold(rank, n, argv):
+    """What a rank holds before, between and after: elements, and of what."""
+    run = make_run(argv, rank, groups_of(argv, rank, n), 3)
+    params = parameters(run.chunks)
+    units = sum(isinstance(module, FSDPModule) for module in run.chunks[0].modules())
+    for param in params:
+        assert isinstance(param, DTensor) and param.dtype == torch.float32, info_of(param).names
+    before = sum(held_part(param)[0].numel() for param in params)
+    whole = sum(param.numel() for param in params)
+    steps(run, 0, 1)
+    with torch.no_grad():
+        batch = next(run.train_batches)
+        run.chunks[0](batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS)
+    after = parameters(run.chunks)
+    assert all(a is b for a, b in zip(params, after, strict=True)), "gathered parameters were left behind"
+    return before, whole, units
+
+
+@pytest.mark.parametrize("flags", ["--use-torch-fsdp2", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"])
+def test_a_rank_holds_its_part_of_everything(flags):
+    parts = run_ranks(hold, 4, [*argv_of("deepseek"), *flags.split()])
+    whole = parts[0][1]
+    assert sum(held for held, _, _ in parts) == whole
+    assert max(held for held, _, _ in parts) < 0.3 * whole
+    assert parts[0][2] == 5 + 4 + 1  # layers with that of MTP, their experts (one layer is dense), the rest
+
+
+JOB = [*TINY, *MOCK, "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "2", "--global-batch-size", "8"]
+
+
+def losses_of(records):
+    return {record["iteration"]: record["lm loss"] for record in records if "lm loss" in record and "learning_rate" in record}
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16"])
+def test_a_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
+    argv = [*JOB, *flags.split()]
+    plain, weights = pretrain(argv, tmp_path / "plain", 2)
+    sharding = [*MEGATRON.split(), "--expert-model-parallel-size", "2", "--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
+    whole, sharded_weights = pretrain([*argv, *sharding], tmp_path / "sharded", 2)
+    near = 1e-5 if not flags else 2e-2
+    assert losses_of(whole) == pytest.approx(losses_of(plain), rel=near)
+    assert set(weights) == set(sharded_weights)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(sharded_weights[name].float(), tensor.float(), rtol=near, atol=near)
+    # two iterations, then the other two by another process: as in one go
+    pretrain([*argv, *sharding, "--exit-interval", "2"], tmp_path / "halves", 2)
+    second, resumed_weights = pretrain([*argv, *sharding], tmp_path / "halves", 2)
+    assert losses_of(second) == losses_of(whole)
+    for name, tensor in sharded_weights.items():
+        assert torch.equal(resumed_weights[name], tensor), name
