@@ -152,15 +152,17 @@ def sequence_divides_over_context_ranks(s: Settings, f: Facts) -> Iterator[Viola
 
 def sequence_divides_over_tensor_ranks(s: Settings, f: Facts) -> Iterator[Violation]:
     even_pieces = f.cp == 1 or divides(2 * f.cp, s.seq_length)
-    if s.sequence_parallel and f.tp > 1 and even_pieces and not divides(f.tp * f.cp, s.seq_length):
-        yield broken(
-            s,
-            f"{say(s, 'seq_length')} must be a multiple of {f.tp * f.cp} ({say(s, 'tensor_model_parallel_size')} * "
-            f"{say(s, 'context_parallel_size')}) with {s.flag('sequence_parallel')}: tokens are dealt out evenly.",
-            "seq_length",
-            "tensor_model_parallel_size",
-            "sequence_parallel",
-        )
+    if not (s.sequence_parallel or f.experts) or f.tp == 1 or not even_pieces or divides(f.tp * f.cp, s.seq_length):
+        return
+    cause = "sequence_parallel" if s.sequence_parallel else "num_experts"
+    yield broken(
+        s,
+        f"{say(s, 'seq_length')} must be a multiple of {f.tp * f.cp} ({say(s, 'tensor_model_parallel_size')} * "
+        f"{say(s, 'context_parallel_size')}) with {s.flag(cause)}: tokens are dealt out evenly.",
+        "seq_length",
+        "tensor_model_parallel_size",
+        cause,
+    )
 
 
 def cp_comm_type_fits(s: Settings, f: Facts) -> Iterator[Violation]:

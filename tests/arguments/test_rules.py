@@ -27,6 +27,7 @@ BROKEN = (
     (f"{SP2} --group-query-attention --num-query-groups 3 --num-attention-heads 6 --kv-channels 64",
      "--num-attention-heads", "--num-query-groups"),
     (f"{SP2} --seq-length 1023", "--seq-length", "--sequence-parallel"),
+    ("--tensor-model-parallel-size 2 --seq-length 1023", "--seq-length", "--num-experts"),
     ("--context-parallel-size 2 --seq-length 1022", "--seq-length", "--context-parallel-size"),
     ("--context-parallel-size 2 --cp-comm-type p2p a2a", "", "--cp-comm-type"),
     ("--context-parallel-size 2 --cp-comm-type ring", "", "--cp-comm-type"),
