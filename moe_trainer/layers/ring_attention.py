@@ -112,8 +112,7 @@ def _runs(rank: int, size: int, length: int) -> tuple[Run, ...]:
 
 def _blocks(mine: tuple[Run, ...], theirs: tuple[Run, ...], rule: Rule) -> Iterator[tuple[Run, slice, Run, slice]]:
     """Blocks with something to see: queries, their rows in my tensors, keys, their rows in theirs."""
-    first_row = 0
-    for queries in mine:
+    for queries, rows in _parts(mine, rule):
         first_column = 0
         for run in theirs:
             keys = rule.clip(queries, run)
@@ -122,10 +121,17 @@ def _blocks(mine: tuple[Run, ...], theirs: tuple[Run, ...], rule: Rule) -> Itera
             for part in () if keys is None else (Run(keys.start, border), Run(border, keys.stop)):
                 if part.size:
                     columns = part.within(run)
-                    yield (queries, slice(first_row, first_row + queries.size), part,
-                           slice(first_column + columns.start, first_column + columns.stop))
+                    yield queries, rows, part, slice(first_column + columns.start, first_column + columns.stop)
             first_column += run.size
-        first_row += queries.size
+
+
+def _parts(mine: tuple[Run, ...], rule: Rule) -> Iterator[tuple[Run, slice]]:
+    """Queries that are looked at together, with their rows in my tensors."""
+    row = 0
+    for run in mine:
+        for queries in rule.split(run):
+            yield queries, slice(row, row + queries.size)
+            row += queries.size
 
 
 def _blocks_of_all(group: Group, length: int, rule: Rule) -> Iterator[tuple[Run, slice, Run, slice]]:

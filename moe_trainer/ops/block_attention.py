@@ -17,6 +17,7 @@ Shapes: B sequences, N query heads, G key-value heads (n = N / G queries each), 
 width.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,12 +52,14 @@ class Documents:
     """Documents packed into sequences, one after the other.
 
     ids_BS: document of every position. earliest, latest: per position, where its document begins, the smallest and the
-    largest over B; with them blocks between documents are left out and blocks inside one need no mask.
+    largest over B; with them blocks between documents are left out and blocks inside one need no mask. begins: where
+    documents begin, if that is the same in all B sequences, else nothing.
     """
 
     ids_BS: Tensor
     earliest: Sequence[int]
     latest: Sequence[int]
+    begins: Sequence[int]
 
     @staticmethod
     def of(ids_BS: Tensor) -> "Documents":
@@ -66,7 +69,8 @@ class Documents:
         begins_BS = torch.zeros_like(ids_BS)
         begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
         begins_BS = (begins_BS * torch.arange(ids_BS.shape[1], device=ids_BS.device)).cummax(1).values
-        return Documents(ids_BS, begins_BS.amin(0).tolist(), begins_BS.amax(0).tolist())
+        earliest, latest = begins_BS.amin(0).tolist(), begins_BS.amax(0).tolist()
+        return Documents(ids_BS, earliest, latest, sorted(set(earliest)) if earliest == latest else ())
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,14 @@ class Rule:
             start = max(start, self.documents.earliest[queries.start])
         stop = min(keys.stop, queries.stop)
         return Run(start, stop) if start < stop else None
+
+    def split(self, queries: Run) -> list[Run]:
+        """Cut queries between documents, where those are long: each is a block by itself then, without a mask."""
+        begins = () if self.documents is None else self.documents.begins
+        inside = [place for place in begins if queries.start < place < queries.stop]
+        if (len(inside) + 1) * flash_attention.CPU_LENGTH > queries.size:
+            return [queries]
+        return [Run(*ends) for ends in itertools.pairwise([queries.start, *inside, queries.stop])]
 
     def by_kernel(self, queries: Run, keys: Run) -> bool | None:
         """None: the block needs the tiles. Else a flash kernel can do it, with a causal mask (True) or none."""

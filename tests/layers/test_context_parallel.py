@@ -110,6 +110,19 @@ def test_packed_documents_of_one_rank_equal_the_explicit_mask(widths, window):
     assert_equal(run(core, *qkv, grad, Visible.of(None, documents())), one_process(widths, window, True))
 
 
+def test_long_documents_with_equal_borders_are_done_by_a_flash_kernel(monkeypatch):
+    length, calls = 4 * flash_attention.CPU_LENGTH, []
+    original = flash_attention.flash_block
+    monkeypatch.setattr(flash_attention, "flash_block", lambda *args: calls.append(args[4]) or original(*args))
+    *qkv, grad = inputs("grouped queries", length)
+    places = torch.arange(length).expand(B, length)
+    ids = (places >= length // 3).int() + (places >= length - 300).int()
+    core = CoreAttention(model(), 1, head_dim=6)
+    results = run(core, *qkv, grad, Visible.of(None, ids))
+    assert calls == [True, True, True], "one square block per document"
+    assert_equal(results, run(core, *qkv, grad, Visible(mask=explicit(ids, None))))
+
+
 def test_half_precision_keeps_fp32_sums():
     *qkv, grad = (x.bfloat16() for x in inputs("grouped queries", dtype=torch.float32))
     core = CoreAttention(model(), 1, head_dim=6)

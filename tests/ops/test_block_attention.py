@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_trainer.ops import flash_attention
 from moe_trainer.ops.attention import attention
 from moe_trainer.ops.block_attention import Documents, Final, Rule, Run, attend, attend_backward
 
@@ -88,6 +89,18 @@ def test_a_mask_is_made_only_where_it_hides_something():
     assert Rule(left=3).hidden(Run(4, 6), Run(1, 4), cpu)[0, 0].tolist() == [[False] * 3, [True, False, False]]
     assert documents.hidden(Run(5, 8), Run(3, 5), cpu) is None, "inside one document in both sequences"
     assert documents.hidden(Run(5, 7), Run(2, 4), cpu)[:, 0].tolist() == [[[True, False]] * 2, [[False, False]] * 2]
+
+
+def test_queries_are_cut_between_long_documents_of_equal_borders():
+    size = 3 * flash_attention.CPU_LENGTH
+    ids = torch.zeros(2, size, dtype=torch.int64)
+    ids[:, 300:] = 1
+    assert Rule(documents=Documents.of(ids)).split(Run(0, size)) == [Run(0, 300), Run(300, size)]
+    assert Rule(documents=Documents.of(ids)).split(Run(400, size)) == [Run(400, size)]
+    assert Rule(documents=Documents.of(torch.arange(size)[None] // 10)).split(Run(0, size)) == [Run(0, size)], "too short"
+    ids[1, 310] = 2
+    ids[1, 311:] = 3
+    assert Rule(documents=Documents.of(ids)).split(Run(0, size)) == [Run(0, size)], "borders differ"
 
 
 def test_documents_are_runs():
