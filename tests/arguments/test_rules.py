@@ -354,7 +354,7 @@ def test_all_violations_at_once():
 
 
 def test_unknown_ranks_leave_their_rules_out():
-    line = changed("--tensor-model-parallel-size 3 --num-attention-heads 6 --kv-channels 64", "--num-attention-heads")
+    line = changed("--tensor-model-parallel-size 3 --num-attention-heads 6 --kv-channels 64 --seq-length 1023", "--num-attention-heads --seq-length")
     settings, violations = findings(line, None)
     assert not violations
     assert sum("--world-size" in note for note in settings.notes) == 1
