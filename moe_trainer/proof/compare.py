@@ -17,6 +17,8 @@ from torch import Tensor
 
 from moe_trainer.proof.observe import Outcome, Piece
 
+_FORWARD = 1e-5
+"""From where on the sums of an output differ, relative to its norm."""
 _LAYER = re.compile(r"(?:^|\.)(decoder|mtp)\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
@@ -59,6 +61,8 @@ class Difference:
 def compare(one: Outcome, many: Outcome, tolerances: Tolerances = FP32) -> list[Difference]:
     """List what differs between one process and many ranks, in order of execution; empty: equal."""
     found = list(_step(one, many, 0, tolerances))
+    if found:
+        found = [*_forward(one, many), *found]
     found += _tensors("gradient (step 1)", one.grads, many, many.grads, tolerances)
     found += _number("gradient norm (step 1)", one.grad_norms[0], many.grad_norms[0], tolerances.norm)
     for step in range(1, len(one.losses)):
@@ -89,6 +93,26 @@ def _step(one: Outcome, many: Outcome, step: int, tolerances: Tolerances) -> Ite
     for name in dict.fromkeys([*theirs, *ours]):
         where = _layer_that_parts(one, many, step, name, tolerances)
         yield from _number(f"{name} {number}", theirs.get(name), ours.get(name), tolerances.loss, where)
+
+
+def _forward(one: Outcome, many: Outcome) -> list[Difference]:
+    """The first output of an attention or feed-forward part that differs, and the rank that computed it."""
+    whole = {place: sums for rank in one.forward for place, sums in rank.items()}
+    apart = []
+    for rank, mine in enumerate(many.forward):
+        for place, sums in mine.items():
+            for name in sums.keys() & whole.get(place, {}).keys():
+                (total, squares), (theirs, their_squares) = sums[name], whole[place][name]
+                scale = their_squares.sum().sqrt().item() + 1e-12
+                size = max((total - theirs).norm().item() / scale, (squares - their_squares).norm().item() / scale**2)
+                if not size <= _FORWARD:
+                    apart.append((execution_order(f"{name}."), rank, name, size))
+    if not apart:
+        return []
+    first = min(apart)[0]
+    ranks = [rank for order, rank, _, _ in sorted(apart) if order == first]
+    _, _, name, size = min(apart)
+    return [Difference("output (step 1)", name, size, _FORWARD, f"computed by rank {', '.join(map(str, ranks))}")]
 
 
 def _layer_that_parts(one: Outcome, many: Outcome, step: int, name: str, tolerances: Tolerances) -> str:
@@ -201,5 +225,5 @@ def execution_order(name: str) -> tuple:
 
 _INSIDE = (
     "enorm", "hnorm", "eh_proj", "input_layernorm", "linear_q_down", "linear_q_up", "linear_q_proj", "linear_kv_down", "linear_kv_up", "layernorm_qkv",
-    "linear_qkv", "q_layernorm", "k_layernorm", "linear_proj", "pre_mlp_layernorm", "router", "mlp",
+    "linear_qkv", "q_layernorm", "k_layernorm", "linear_proj", "self_attention", "pre_mlp_layernorm", "router", "mlp",
 )

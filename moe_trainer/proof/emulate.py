@@ -12,27 +12,14 @@ of data ranks):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_trainer.model.mtp import MTPLosses, shift_left
 from moe_trainer.ops.attach_loss import attach_loss
+from moe_trainer.proof.topology import Topology
 from moe_trainer.run import Run
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Ranks that share a sequence."""
-
-    tp: int = 1
-    cp: int = 1
-
-    @property
-    def shards(self) -> int:
-        """Into how many pieces a sequence is cut."""
-        return self.tp * self.cp
 
 
 def emulate(run: Run, topology: Topology) -> None:
@@ -40,7 +27,7 @@ def emulate(run: Run, topology: Topology) -> None:
     if topology.shards == 1:
         return
     training, length = run.args.training, run.args.data.seq_length
-    rows = [shard_rows(topology, index, length, training.micro_batch_size) for index in range(topology.shards)]
+    rows = [topology.rows(index, length, training.micro_batch_size) for index in range(topology.shards)]
     for chunk in run.chunks:
         for layer in chunk.moe_layers():
             layer.router._drop = by_shard(layer.router._drop, rows)
@@ -49,21 +36,7 @@ def emulate(run: Run, topology: Topology) -> None:
     losses = run.chunks[-1].mtp_losses
     if topology.cp > 1 and losses is not None:
         whole = Topology(1, topology.cp)
-        losses.forward = by_context_rank(losses, [positions(whole, index, length) for index in range(topology.cp)])
-
-
-def positions(topology: Topology, index: int, length: int) -> Tensor:
-    """Positions of the sequence that one (cp, tp) rank holds: context ranks take a piece from the front and its mirror from the back,
-    tensor ranks cut what their context rank holds."""
-    cp_rank, tp_rank = divmod(index, topology.tp)
-    pieces = torch.arange(length).chunk(2 * topology.cp) if topology.cp > 1 else (torch.arange(length),)
-    held = torch.cat([pieces[cp_rank], pieces[2 * topology.cp - 1 - cp_rank]]) if topology.cp > 1 else pieces[0]
-    return held.chunk(topology.tp)[tp_rank]
-
-
-def shard_rows(topology: Topology, index: int, length: int, batch: int) -> Tensor:
-    """Rows of x_TH (token s * B + b) that one (cp, tp) rank holds."""
-    return (positions(topology, index, length)[:, None] * batch + torch.arange(batch)).flatten()
+        losses.forward = by_context_rank(losses, [whole.positions(index, length) for index in range(topology.cp)])
 
 
 def by_shard(decide: Callable, rows: list[Tensor]) -> Callable:

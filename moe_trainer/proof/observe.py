@@ -23,7 +23,8 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of, unique_params
 from moe_trainer.parallel.shards import whole
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.place import Place
+from moe_trainer.place import Place as ProcessPlace
+from moe_trainer.proof.forward import Place, Watch, watch_rank
 from moe_trainer.proof.text import batches, tokenizer
 from moe_trainer.run import Run, TrainState, build_run
 from moe_trainer.train import train_step
@@ -47,7 +48,7 @@ class Outcome:
 
     Of every step: `losses` as the log names them, `per_layer` (loss name -> one value a layer), `grad_norms`, `dropped` tokens.
     `grads`: all gradients of the first step, reduced and not yet clipped; `weights`: parameters and expert bias after the last step.
-    `pieces`: by rank, what it holds; their fingerprints are those of the gradient of the first step and of the weight after the last.
+    `forward`: by rank, what its layers put out in the first step (see forward.py). `pieces`: by rank, what it holds; their fingerprints are those of the gradient of the first step and of the weight after the last.
     """
 
     losses: list[dict[str, float]]
@@ -57,22 +58,23 @@ class Outcome:
     weights: dict[str, Tensor]
     per_layer: list[dict[str, list[float]]] = field(default_factory=list)
     pieces: list[list[Piece]] = field(default_factory=list)
+    forward: list[dict[Place, dict[str, Tensor]]] = field(default_factory=list)
 
 
 def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: int = 0, seed: int = 0) -> Run:
     """Build a run whose batches need no files; `skip` leaves out those of the first steps. Collective."""
-    place = Place(rank, ps.world.size, rank, None, None, "proof")
+    place = ProcessPlace(rank, ps.world.size, rank, None, None, "proof")
     run = build_run(args, Runtime(place, torch.device("cpu"), ps), tokenizer(args))
     return replace(run, train_batches=iter(batches(args, ps, skip, steps, seed)))
 
 
 def train(
-    args: Arguments, rank: int, ps: ParallelState, steps: int = 3, seed: int = 0, prepare: Callable[[Run], None] | None = None
+    args: Arguments, rank: int, ps: ParallelState, steps: int = 3, seed: int = 0, prepare: Callable[[Run], Watch] = watch_rank
 ) -> Outcome:
-    """Train from the named initialisation. Collective over the world; seed chooses the batches, prepare sees the run first."""
+    """Train from the named initialisation. Collective over the world; seed chooses the batches, prepare sees the run first and
+    watches its first forward passes."""
     run, state, results = make_run(args, rank, ps, steps, seed=seed), TrainState(), []
-    if prepare is not None:
-        prepare(run)
+    watch = prepare(run)
     grads: dict[str, Tensor] = {}
     prints: dict[str, list] = {}
     microbatches = args.training.global_batch_size // (args.training.micro_batch_size * ps.dp.size)
@@ -89,6 +91,7 @@ def train(
     for _ in range(steps):
         results.append(train_step(run, state, microbatches))
         state.iteration += 1
+        watch.on = False
     run.optimizer.wait_params()
     weights = {name: tensor.clone() for name, tensor in export_named_weights(run.chunks, ps)}
     for name, value in _fingerprints(run, whole).items():
@@ -101,6 +104,7 @@ def train(
         weights=weights,
         per_layer=[result.per_layer for result in results],
         pieces=collectives.all_gather_object(list(_pieces(run, prints)), ps.world),
+        forward=collectives.all_gather_object(dict(watch.sums), ps.world),
     )
 
 

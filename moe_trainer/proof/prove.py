@@ -27,10 +27,12 @@ from arguments.precision import PrecisionArgs
 from moe_trainer.initialize import make_groups
 from moe_trainer.place import Place
 from moe_trainer.proof.compare import Difference, closeness, compare
-from moe_trainer.proof.emulate import Topology, emulate
+from moe_trainer.proof.emulate import emulate
+from moe_trainer.proof.forward import Watch, watch_rank, watch_whole
 from moe_trainer.proof.observe import Outcome, train
 from moe_trainer.proof.pool import Pool, RanksFailed
 from moe_trainer.proof.shrink import STEPS, Case
+from moe_trainer.proof.topology import Topology
 from moe_trainer.run import Run
 
 DISTURBANCE = 3e-6
@@ -114,19 +116,21 @@ def _one(rank: int, world_size: int, case: Case, seed: int, disturbance: float) 
     args = _parse(case.reference, world_size, False)
     records: list[dict] = []
 
-    def prepare(run: Run) -> None:
-        emulate(run, Topology(tp=case.mapping.tp, cp=case.mapping.cp))
+    def prepare(run: Run) -> Watch:
+        emulate(run, Topology(case.mapping.tp, case.mapping.cp))
         _disturb(run, disturbance)
         for chunk in run.chunks:
             for layer in chunk.moe_layers():
                 layer.router.recorder = records
+        rows_cut = case.mapping.tp if "--sequence-parallel" in case.argv else 1
+        return watch_whole(run, Topology(rows_cut, case.mapping.cp), case.mapping.dp)
 
     return _train(args, rank, world_size, seed, prepare), [record["map"] for record in records]
 
 
 def _many(rank: int, world_size: int, case: Case, seed: int) -> Outcome:
     """The case itself, in a rank of the pool."""
-    return _train(_parse(case.argv, world_size, case.force_fp32), rank, world_size, seed, None)
+    return _train(_parse(case.argv, world_size, case.force_fp32), rank, world_size, seed, watch_rank)
 
 
 def _parse(argv: tuple[str, ...], world_size: int, force_fp32: bool) -> Arguments:
@@ -134,7 +138,7 @@ def _parse(argv: tuple[str, ...], world_size: int, force_fp32: bool) -> Argument
     return replace(args, precision=PrecisionArgs(transformer_impl=args.precision.transformer_impl)) if force_fp32 else args
 
 
-def _train(args: Arguments, rank: int, world_size: int, seed: int, prepare: Callable[[Run], None] | None) -> Outcome:
+def _train(args: Arguments, rank: int, world_size: int, seed: int, prepare: Callable[[Run], Watch]) -> Outcome:
     place = Place(rank, world_size, rank, None, None, "proof")
     ps = make_groups(args, place, timedelta(seconds=120))
     return train(args, rank, ps, STEPS, seed, prepare)

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterable
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from arguments.container import OPTIONS
 from arguments.parse import understand
@@ -66,10 +67,10 @@ _NOT_IN_REFERENCE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations bf16 ckpt_format "
     "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm".split()
 )
-_NOISE = {
+_NOISE = MappingProxyType({
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,
     "moe_router_force_biased": None,
-}
+})  # fmt: skip
 # old spellings whose meaning stands in these, derived
 _FROM_OLD = frozenset("position_embedding_type moe_flex_dispatcher_backend apply_wd_to_qk_layernorm recompute_granularity".split())
 

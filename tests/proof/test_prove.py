@@ -3,8 +3,9 @@
 Each mistake is put into the program before the ranks are forked, and acts only where a group has several ranks.
 """
 
+import torch
 
-from moe_trainer.moe import balancing
+from moe_trainer.moe import balancing, layer
 from moe_trainer.optim import finalize
 from moe_trainer.parallel import sequence
 from moe_trainer.proof.pool import Pool
@@ -95,8 +96,26 @@ def test_a_sequence_cut_another_way_for_the_labels_is_found(monkeypatch):
         return real(self, x, dim) if x.is_floating_point() or self.cp.size == 1 else x.chunk(self.cp.size, dim)[self.cp.rank]
 
     monkeypatch.setattr(sequence.SequenceShard, "local", halves)
-    result = verdict(*CP)
-    assert not result.equal and result.differences[0].quantity == "lm loss (step 1)"
+    first, second, *_ = verdict(*CP).differences
+    assert str(first).startswith("output (step 1) of decoder.layers.0.self_attention") and "computed by rank 0, 1" in str(first)
+    assert second.quantity == "lm loss (step 1)"
+
+
+def test_an_expert_that_computes_something_else_is_found_at_its_layer_and_rank(monkeypatch):
+    real = layer.MoELayer.forward
+
+    def wrong(self, x_SBH, grad_scale):
+        y_SBH = real(self, x_SBH, grad_scale)
+        here = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+        return y_SBH * 1.001 if self.layer_number == 2 and here else y_SBH
+
+    monkeypatch.setattr(layer.MoELayer, "forward", wrong)
+    for flags in (TP, EP, [*TP[:2]]):
+        result = verdict(*flags)
+        assert result.differences, result.failure
+        first = result.differences[0]
+        assert str(first).startswith("output (step 1) of decoder.layers.1.mlp: apart by"), flags
+        assert "computed by rank 1" in first.detail
 
 
 def test_a_rank_that_raises_is_a_verdict_with_its_traceback(monkeypatch):
