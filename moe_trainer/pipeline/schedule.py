@@ -151,7 +151,7 @@ class _Execution(Generic[Result]):
                                 source(group.rank, action, group.size, chunks)[0])
                     for action in step.receives for shape, dtype in (self._incoming(action),)]
         if self.schedule.overlap:
-            works = [p2p.exchange([op], group) for op in (*sends, *receives)]
+            works = [*(p2p.isend(op.x, group, op.to) for op in sends), *(p2p.irecv(op.out, group, op.source) for op in receives)]
         else:
             works = [p2p.exchange([*sends, *receives], group)] * (len(sends) + len(receives))
         for op, work in zip(sends, works):

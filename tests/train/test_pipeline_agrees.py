@@ -54,6 +54,11 @@ CASES = {
     "zero bubble pp2 ep2": (4, "deepseek", [], [*PP2, *ZERO_BUBBLE, "--expert-model-parallel-size", "2"]),
     "pp2 tp2, tied head, MTP": (4, "biases, tied head", MTP2, [
         *PP2, *layout("Ettt|tmmL"), "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"]),
+    "pp3 tp2, sequence parallel, MTP apart": (6, "deepseek", [], [
+        "--pipeline-model-parallel-size", "3", *layout("Ett|ttm|L"), "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "pp3 tp2 vpp2, two MTP depths apart, tied": (6, "biases, tied head", [*EIGHT, *MTP2, "--global-batch-size", "12"], [
+        "--pipeline-model-parallel-size", "3", *layout("Et|t|tt|ttt|tmm|L"), "--tensor-model-parallel-size", "2",
+        "--expert-tensor-parallel-size", "1"]),
     "pp4, accumulation": (4, "accumulation", [], PP4),
     "pp2 dp2": (4, "plain", [], [*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]),
     "pp2 vpp2 ep2": (4, "plain", ["--global-batch-size", "16"], [
@@ -67,7 +72,7 @@ def one_process(kind: str, flags: tuple[str, ...]) -> Outcome:
     return train([*argv_of(kind), *flags], 0, ParallelState.single())
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, 4, 6])
 def test_stages_equal_one_process(n):
     cases = {name: case for name, case in CASES.items() if case[0] == n}
     ranks = run_ranks(train_ranks, n, [[*argv_of(kind), *model, *flags] for _, kind, model, flags in cases.values()], timeout=400.0)
