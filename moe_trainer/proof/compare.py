@@ -61,9 +61,9 @@ class Difference:
 def compare(one: Outcome, many: Outcome, tolerances: Tolerances = FP32) -> list[Difference]:
     """List what differs between one process and many ranks, in order of execution; empty: equal."""
     found = list(_step(one, many, 0, tolerances))
+    found += _tensors("gradient (step 1)", one.grads, many, many.grads, tolerances)
     if found:
         found = [*_forward(one, many), *found]
-    found += _tensors("gradient (step 1)", one.grads, many, many.grads, tolerances)
     found += _number("gradient norm (step 1)", one.grad_norms[0], many.grad_norms[0], tolerances.norm)
     for step in range(1, len(one.losses)):
         found += _step(one, many, step, tolerances)

@@ -2,7 +2,8 @@
 
 Each rank sums its rows of every output (the sums of values and of squares, one entry a channel). The one process holds all rows, so it
 sums those of every data, context and tensor rank apart, as the topology deals them out. The first part in order of execution whose
-sums differ is where to look, and the rank whose sums differ is who computed it. Only asked when a loss of the first step differs.
+sums differ is where to look, and the rank whose sums differ is who computed it. Only asked when a loss or gradient of the first step
+differs.
 """
 
 from __future__ import annotations
