@@ -5,7 +5,20 @@ import itertools
 import pytest
 
 from moe_trainer.pipeline import interleaved, one_f_one_b
-from moe_trainer.pipeline.plan import BACKWARD, FORWARD, WEIGHT, Action, Costs, Launch, Pair, actions_of, program, source, target, timetable
+from moe_trainer.pipeline.plan import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Action,
+    Costs,
+    Launch,
+    Pair,
+    actions_of,
+    program,
+    source,
+    target,
+    timetable,
+)
 from moe_trainer.pipeline.zero_bubble import split_backward
 
 SPLIT = Costs(1.0, 1.0, 1.0)

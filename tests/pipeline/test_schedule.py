@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 from harness import run_ranks
-from toy import Toy, loss_of, machinery
 from torch import nn
+from toy import Toy, loss_of, machinery
 
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
