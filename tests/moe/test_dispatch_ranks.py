@@ -1,7 +1,6 @@
 """MoE layers and dispatchers over all mappings of a layer against the local one on all tokens: outputs and every gradient."""
 
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -70,9 +69,13 @@ class Layout:
         return ParallelState.create(self.n, rank, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.etp, order=self.order)
 
 
-def _one_rank(rank, n, layout, kind, dispatcher, sizes, dtype, extra):
+def _one_rank(rank, n, layout, kind, dispatchers, sizes, dtype):
     ps = layout.state(rank)
-    args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **KINDS[kind], **extra)
+    return [_one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype) for dispatcher in dispatchers]
+
+
+def _one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype):
+    args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **KINDS[kind])
     layer = shard_of(args, ps, dtype)
     assert type(layer.dispatcher) is (DISPATCHERS[dispatcher] if ps.tp_ep.size > 1 else LocalDispatcher)
     xs, weights = tokens(sizes, dtype)
@@ -86,7 +89,8 @@ def _one_rank(rank, n, layout, kind, dispatcher, sizes, dtype, extra):
     return y[own:own + sizes[rank]], grad_x[own:own + sizes[rank]], RankGrads.of(layer, ps)
 
 
-def compare(layout, kind, dispatcher, sizes, dtype=torch.float64, tolerance=1e-12, extra=MappingProxyType({})):
+def compare(layout, kind, sizes, dtype=torch.float64, tolerance=1e-12):
+    """Every dispatcher on these ranks against one process."""
     sizes = (sizes * 2)[:layout.n]
     whole = build_layer(sections(moe_aux_loss_coeff=0.0, **KINDS[kind]), dtype=dtype)
     assert type(whole.dispatcher) is LocalDispatcher
@@ -94,37 +98,38 @@ def compare(layout, kind, dispatcher, sizes, dtype=torch.float64, tolerance=1e-1
     # rank by rank through the whole layer, as capacity is a rank's own; its gradients add up
     expected = [run_layer(whole, x, weight) for x, weight in zip(xs, weights)]
     grads = total_grads([RankGrads.of(whole, ParallelState.single())])
-    results = run_ranks(_one_rank, layout.n, layout, kind, dispatcher, sizes, dtype, dict(extra))
-    for (y, grad_x, _), (want_y, want_x) in zip(results, expected):
-        torch.testing.assert_close(y, want_y, atol=10 * tolerance, rtol=tolerance)
-        torch.testing.assert_close(grad_x, want_x, atol=10 * tolerance, rtol=tolerance)
-    totals = total_grads([named for _, _, named in results])
-    assert totals.keys() == grads.keys()
-    for name, grad in grads.items():
-        torch.testing.assert_close(totals[name], grad, atol=100 * tolerance, rtol=tolerance, msg=lambda text: f"{name}: {text}")
+    by_dispatcher = zip(*run_ranks(_one_rank, layout.n, layout, kind, tuple(DISPATCHERS), sizes, dtype), strict=True)
+    for dispatcher, results in zip(DISPATCHERS, by_dispatcher, strict=True):
+
+        def labelled(what, dispatcher=dispatcher):
+            return lambda text: f"{dispatcher}, {what}: {text}"
+
+        for (y, grad_x, _), (want_y, want_x) in zip(results, expected):
+            torch.testing.assert_close(y, want_y, atol=10 * tolerance, rtol=tolerance, msg=labelled("output"))
+            torch.testing.assert_close(grad_x, want_x, atol=10 * tolerance, rtol=tolerance, msg=labelled("gradient of x"))
+        totals = total_grads([named for _, _, named in results])
+        assert totals.keys() == grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(totals[name], grad, atol=100 * tolerance, rtol=tolerance, msg=labelled(name))
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_equal_one(kind, dispatcher):
-    compare(Layout(2, ep=2), kind, dispatcher, EVEN)
+def test_two_ranks_equal_one(kind):
+    compare(Layout(2, ep=2), kind, EVEN)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN, EMPTY, ONE, NONE])
-def test_four_ranks_with_uneven_empty_and_no_tokens_equal_one(sizes, dispatcher):
-    compare(Layout(4, ep=4), "plain", dispatcher, sizes)
+def test_four_ranks_with_uneven_empty_and_no_tokens_equal_one(sizes):
+    compare(Layout(4, ep=4), "plain", sizes)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("kind", ["sigmoid, bias, groups, shared", "padded"])
-def test_two_groups_of_two_equal_one(kind, dispatcher):
-    compare(Layout(4, ep=2), kind, dispatcher, EVEN)
+def test_two_groups_of_two_equal_one(kind):
+    compare(Layout(4, ep=2), kind, EVEN)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_single_precision(dispatcher):
-    compare(Layout(4, ep=4), "plain", dispatcher, UNEVEN, dtype=torch.float32, tolerance=2e-6)
+def test_single_precision():
+    compare(Layout(4, ep=4), "plain", UNEVEN, dtype=torch.float32, tolerance=2e-6)
 
 
 FOLDED = (
@@ -149,44 +154,38 @@ FOLDED = (
 )
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("layout", FOLDED, ids=str)
-def test_experts_folded_over_tensor_context_and_data_ranks_equal_one(layout, dispatcher):
-    compare(layout, "sigmoid, bias, groups, gated shared", dispatcher, EVEN)
+def test_experts_folded_over_tensor_context_and_data_ranks_equal_one(layout):
+    compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("layout", [Layout(8, tp=2, ep=4, etp=2, sp=True), Layout(8, tp=2, cp=2, ep=8)], ids=str)
-def test_eight_ranks_equal_one(layout, dispatcher):
-    compare(layout, "sigmoid, bias, groups, gated shared", dispatcher, EVEN)
+def test_eight_ranks_equal_one(layout):
+    compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("kind", ["drops", "padded", "biases", "gelu, biases", "probabilities on the input", "every expert"])
-def test_kinds_with_expert_tensor_ranks_equal_one(kind, dispatcher):
+def test_kinds_with_expert_tensor_ranks_equal_one(kind):
     """The second bias of an expert is not cut: it must be added once, and its gradient be whole."""
-    compare(Layout(4, tp=2, ep=2, etp=2, sp=True), kind, dispatcher, EVEN)
+    compare(Layout(4, tp=2, ep=2, etp=2, sp=True), kind, EVEN)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("sizes", [UNEVEN, EMPTY, ONE, NONE])
 @pytest.mark.parametrize("layout", [Layout(4, tp=2, ep=2, etp=2, sp=True), Layout(4, ep=1, etp=4)], ids=str)
-def test_uneven_empty_and_no_tokens_with_expert_tensor_ranks_equal_one(layout, sizes, dispatcher):
-    compare(layout, "plain", dispatcher, sizes)
+def test_uneven_empty_and_no_tokens_with_expert_tensor_ranks_equal_one(layout, sizes):
+    compare(layout, "plain", sizes)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_M1628_expert_tensor_ranks_without_expert_ranks(dispatcher):
+def test_M1628_expert_tensor_ranks_without_expert_ranks():
     """Megatron-LM issue 1628: with expert tensor parallelism and one expert rank, gradients were not synchronised rightly."""
     for layout in (Layout(2, etp=2), Layout(2, tp=2, etp=2), Layout(4, tp=2, etp=2, sp=True)):
-        compare(layout, "biases", dispatcher, EVEN)
+        compare(layout, "biases", EVEN)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(4, tp=2, ep=2), Layout(4, tp=4, etp=2)], ids=str)
-def test_tensor_ranks_without_sequence_parallelism_train(layout, dispatcher):
+def test_tensor_ranks_without_sequence_parallelism_train(layout):
     """Megatron-LM raises in training here."""
-    compare(layout, "drops", dispatcher, EVEN)
+    compare(layout, "drops", EVEN)
 
 
 def _overlapped(rank, n, layout):

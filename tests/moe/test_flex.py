@@ -97,58 +97,68 @@ def run_dispatcher(dispatcher, x, probs, routing, weight):
     return sent.x_RH.detach(), sent.probs_R.detach(), sent.tokens_per_expert_e, y.detach(), x.grad, probs.grad
 
 
-def _both(rank, n, recorded, version, topk, which, sizes, dtype):
+def _both(rank, n, recorded, version, cases, dtype):
+    """For every case (top-k, kind of routing, tokens of every rank) what the all-to-all and flex give."""
     ps = ParallelState.create(n, rank, ep=n)
-    probs, routing = random_routing(rank, sizes[rank], topk, which)
-    generator = torch.Generator().manual_seed(rank)
-    x, weight = torch.randn(2, sizes[rank], HIDDEN, generator=generator)
-    changes = {"moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1, "moe_router_topk": topk}
-    flex, _ = flex_dispatcher(recorded, version, ps, **changes)
-    return [run_dispatcher(dispatcher, x.to(dtype), probs, routing, weight) for dispatcher in (AllToAllDispatcher(ps, Permutation()), flex)]
+    results = []
+    for topk, which, sizes in cases:
+        probs, routing = random_routing(rank, sizes[rank], topk, which)
+        x, weight = torch.randn(2, sizes[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
+        changes = {"moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1, "moe_router_topk": topk}
+        flex, _ = flex_dispatcher(recorded, version, ps, **changes)
+        results.append([run_dispatcher(dispatcher, x.to(dtype), probs, routing, weight)
+                        for dispatcher in (AllToAllDispatcher(ps, Permutation()), flex)])
+    return results
 
 
-def assert_same(results, topk, tolerance=1e-6, sums_exact=True):
-    for (rows, *ours), (flex_rows, *theirs) in results:
+def assert_same(n, recorded, version, cases, dtype=torch.float32, tolerance=1e-6, sums_exact=True):
+    for rank in run_ranks(_both, n, recorded, version, cases, dtype):
+        for (topk, *_), pair in zip(cases, rank, strict=True):
+            assert_same_pair(*pair, tolerance, topk <= 2 and sums_exact)
+
+
+def assert_same_pair(plain, flex, tolerance, sums_exact):
+    for (rows, *ours), (flex_rows, *theirs) in [(plain, flex)]:
         assert torch.equal(rows, flex_rows), "dispatched rows"
         for name, one, other in zip(("probabilities", "counts", "combined", "gradient of x", "gradient of probs"), ours, theirs):
-            if name in ("probabilities", "counts") or topk <= 2 and sums_exact:
+            if name in ("probabilities", "counts") or sums_exact:
                 same = one == other if isinstance(one, list) else torch.equal(one, other)
                 assert same, name
             else:
                 torch.testing.assert_close(other, one, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("topk", [1, 2, 4])
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_rows_bit_for_bit_and_sums_of_two_bit_for_bit(recorded, version, n, topk):
+def test_rows_bit_for_bit_and_sums_of_two_bit_for_bit(recorded, version, n):
     """At top-k up to 2 the combined rows and all gradients too; beyond, within 1e-6: a token's results are added rank by rank."""
-    results = run_ranks(_both, n, recorded, version, topk, "plain", [6] * n, torch.float32)
-    assert_same(results, topk)
+    assert_same(n, recorded, version, [(topk, "plain", (6,) * n) for topk in (1, 2, 4)])
 
 
-@pytest.mark.parametrize("which", ["nothing for the last rank", "all to one expert", "an expert without tokens", "drops", "nobody"])
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
-def test_ranks_and_experts_that_get_nothing_and_dropped_tokens(recorded, version, which):
-    assert_same(run_ranks(_both, 2, recorded, version, 2, which, [6, 6], torch.float32), 2)
+def test_ranks_and_experts_that_get_nothing_and_dropped_tokens(recorded, version):
+    kinds = ("nothing for the last rank", "all to one expert", "an expert without tokens", "drops", "nobody")
+    assert_same(2, recorded, version, [(2, kind, (6, 6)) for kind in kinds])
 
 
-@pytest.mark.parametrize("sizes", [(5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0)])
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
-def test_uneven_numbers_of_tokens(recorded, version, sizes):
+def test_uneven_numbers_of_tokens(recorded, version):
     """HybridEP needs equal numbers: its option fills up, or it would hang (modelscope/ms-swift issue 8393)."""
-    assert_same(run_ranks(_both, 4, recorded, version, 2, "plain", sizes, torch.float32), 2)
+    assert_same(4, recorded, version, [(2, "plain", sizes) for sizes in ((5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0))])
 
 
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
 def test_half_precision_rows(recorded, version):
     """Rows bit for bit; sums within a bf16 step: the local sum's kernel on CPU rounds ties away, an addition to even."""
-    assert_same(run_ranks(_both, 2, recorded, version, 2, "plain", [6, 6], torch.bfloat16), 2, tolerance=2.0**-6, sums_exact=False)
+    assert_same(2, recorded, version, [(2, "plain", (6, 6))], torch.bfloat16, 2.0**-6, False)
 
 
-def _layers(rank, n, recorded, version, sizes_of_ps, changes):
+def _layers(rank, n, recorded, version, cases):
+    return [_layer(rank, ParallelState.create(n, rank, **sizes), recorded, version, changes) for sizes, changes in cases]
+
+
+def _layer(rank, ps, recorded, version, changes):
     """A whole layer with the all-to-all and with flex: two microbatches in flight, ended in the other order."""
-    ps = ParallelState.create(n, rank, **sizes_of_ps)
     args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=ps.tp.size > 1, moe_aux_loss_coeff=0.1, **changes)
     layer = shard_of(args, ps, torch.float32)
     flex, signatures = flex_dispatcher(recorded, version, ps, moe_router_topk=args.moe.moe_router_topk)
@@ -175,24 +185,23 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
-def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version, kind):
-    sizes_of_ps, changes = LAYERS[kind]
-    n = 4 if kind == "expert tensor ranks" else 2
-    for (ours, theirs), _ in run_ranks(_layers, n, recorded, version, sizes_of_ps, changes):
-        for one, other in zip(ours, theirs, strict=True):
-            # partial results of expert tensor ranks are added in another order
-            tight = kind not in ("top-4", "expert tensor ranks", "expert tensor ranks alone")
-            if tight:
-                assert torch.equal(one, other)
-            else:
-                assert (other - one).norm() <= 1e-6 * one.norm()
+def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version):
+    four = [name for name in LAYERS if name == "expert tensor ranks"]
+    two = [name for name in LAYERS if name not in four]
+    for n, names in ((2, two), (4, four)):
+        for rank in run_ranks(_layers, n, recorded, version, [LAYERS[name] for name in names]):
+            for name, ((ours, theirs), _) in zip(names, rank, strict=True):
+                # partial results of expert tensor ranks, and more than two experts' results, are added in another order
+                exact = name != "top-4" and "expert tensor" not in name
+                for one, other in zip(ours, theirs, strict=True):
+                    same = torch.equal(one, other) if exact else (other - one).norm() <= 1e-6 * one.norm()
+                    assert same, name
 
 
 def test_backward_is_the_mirror_of_forward(recorded):
     """One dispatch and one combine forward; backward the combine's dispatch along the same way, then the dispatch's combine."""
-    (_, calls), _ = run_ranks(_layers, 2, recorded, "DeepEP 1.0", {"ep": 2}, {})
+    [[(_, calls)], _] = run_ranks(_layers, 2, recorded, "DeepEP 1.0", [({"ep": 2}, {})])
     made = [name for name in calls if name in ("dispatch", "combine")]
     assert made == ["dispatch", "combine"] * 2 + ["dispatch", "combine"] * 2
 
