@@ -20,7 +20,15 @@ from collections.abc import Callable, Mapping
 from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
 from moe_trainer.guard.bulletin import Bulletin, Note, StoreGoneError
-from moe_trainer.parallel.trace import Call, CommunicationError, Trace, program_frames, shown_ranks
+from moe_trainer.parallel.trace import (
+    Call,
+    CommunicationError,
+    Trace,
+    backend_reason,
+    is_communication_failure,
+    program_frames,
+    shown_ranks,
+)
 
 EXIT_CODE = 3  # of a process that ends because of another rank
 _READ_ALL = 64  # world size up to which everybody's note is read; above, those of the call's group and of the first to end
@@ -62,9 +70,19 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if error is not None and self._bulletin is not None and self._world_size > 1:
-            self._leave(error)
+        told = self._as_told(error)
+        if told is not None and self._bulletin is not None and self._world_size > 1:
+            self._leave(told)
         self._stopped.set()
+        if told is not error:
+            raise told from error
+
+    def _as_told(self, error: BaseException | None) -> BaseException | None:
+        """A lost peer that no group's own call noticed, but something of torch's, as the CommunicationError that it is."""
+        if isinstance(error, CommunicationError) or not (isinstance(error, RuntimeError) and is_communication_failure(error)):
+            return error
+        where = ", ".join([self._trace.phase or "outside the phases of the loop", f"iteration {self._trace.iteration}"])
+        return CommunicationError(f"a collective of torch's own, {where}: failed ({backend_reason(error)})")
 
     def _leave(self, error: BaseException) -> None:
         """Tell the others why this rank ends; a CommunicationError learns from them what they were doing."""

@@ -1,6 +1,6 @@
 """A rank that meets with a mishap: `python mishap.py KIND RANK CALL FLAGS...`, else pretrain_moe.py as it is.
 
-On rank RANK the CALL-th forward of a router kills its process, stops it, sleeps, raises, or leaves out its layer's collectives.
+On rank RANK the CALL-th forward of a router kills its process, stops it, sleeps, raises, or waits for all in a barrier of its own.
 """
 
 import os
@@ -47,8 +47,12 @@ def install(kind: str, at: int) -> None:
     train.run_job, TopKRouter.forward = watched, patched
 
 
+def main(kind: str, victim: str, at: str, argv: list[str]) -> None:
+    """Run this process's rank, as its environment tells; does not return."""
+    if os.environ["RANK"] == victim:
+        install(kind, int(at))
+    pretrain_moe.leave(pretrain_moe.main(argv))
+
+
 if __name__ == "__main__":
-    kind, rank, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    if os.environ["RANK"] == rank:
-        install(kind, at)
-    pretrain_moe.leave(pretrain_moe.main(sys.argv[4:]))
+    main(*sys.argv[1:4], sys.argv[4:])

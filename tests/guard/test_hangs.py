@@ -1,29 +1,68 @@
-"""A rank that dies, stops, sleeps, raises or goes another way: every other rank ends in time, and says who waited where."""
+"""A rank that dies, stops, sleeps, raises or goes another way: every other rank ends in time, and says who waited where.
 
+The ranks run the whole of pretrain_moe.py with torchrun's variables: as forked processes (quick), and as commands of their own.
+"""
+
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from commands import environment, free_port
 from train.tiny import MOCK, TINY
 
+from tests.guard import mishap as script
+
 TIMEOUT = 3
-EXPERTS = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--global-batch-size", "8",
-           "--train-iters", "100000", "--distributed-timeout-seconds-after-init", str(TIMEOUT)]
+JOB = [*TINY, *MOCK, "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--global-batch-size", "8",
+       "--train-iters", "100000", "--distributed-timeout-seconds-after-init", str(TIMEOUT)]
 
 
-def start(kind: str, victim: int, call: int, n: int, folder: Path, argv: list[str]) -> list[subprocess.Popen]:
-    common = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    script = str(Path(__file__).with_name("mishap.py"))
-    return [subprocess.Popen([sys.executable, script, kind, str(victim), str(call), *TINY, *MOCK, *EXPERTS, *argv], cwd=folder,
-                             env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **common),
-                             stdout=(folder / f"out{rank}").open("w"), stderr=(folder / f"err{rank}").open("w"))
-            for rank in range(n)]
+class Forked:
+    """A rank forked from this process, with the face of Popen."""
+
+    def __init__(self, argv: list[str], folder: Path, env: dict[str, str]):
+        self._process = multiprocessing.get_context("fork").Process(target=self._main, args=(argv, folder, env))
+        self._process.start()
+
+    def _main(self, argv, folder, env):
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / f"{name}{env['RANK']}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        os.environ.update(env)
+        os.chdir(folder)
+        torch.set_num_threads(1)
+        try:
+            script.main(*argv[:3], argv[3:])
+        finally:
+            sys.stderr.flush()
+
+    def poll(self):
+        return self._process.exitcode
+
+    def kill(self):
+        self._process.kill()
+
+    def wait(self):
+        self._process.join()
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
 
 
-def ends(processes: list[subprocess.Popen], victim: int, patience: float = 240.0) -> list[float]:
+def command(argv: list[str], folder: Path, env: dict[str, str]) -> subprocess.Popen:
+    """A rank as a command."""
+    rank = env["RANK"]
+    return subprocess.Popen([sys.executable, script.__file__, *argv], cwd=folder, env=environment(**env),
+                            stdout=(folder / f"out{rank}").open("w"), stderr=(folder / f"err{rank}").open("w"))
+
+
+def ends(processes: list, victim: int, patience: float = 240.0) -> list[float]:
     """Wait until every rank but the victim has ended; returns when each did, in seconds since the first."""
     deadline, ended = time.monotonic() + patience, {}
     others = [rank for rank in range(len(processes)) if rank != victim]
@@ -41,13 +80,15 @@ def ends(processes: list[subprocess.Popen], victim: int, patience: float = 240.0
     return [moment - min(ended.values()) for moment in ended.values()]
 
 
-def mishap(tmp_path, kind: str, victim: int, n: int = 2, call: int = 9, argv: list[str] = ()) -> dict[int, str]:
-    """Let it happen; returns what each other rank said about it, checked for the site."""
-    processes = start(kind, victim, call, n, tmp_path, list(argv))
+def mishap(folder: Path, kind: str, victim: int, n: int = 2, start=Forked) -> dict[int, str]:
+    """Let it happen; returns what each other rank said about it."""
+    common = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [start([kind, str(victim), "9", *JOB], folder, {"RANK": str(rank), "LOCAL_RANK": str(rank), **common})
+                 for rank in range(n)]
     spread = ends(processes, victim)
     said = {}
     for rank, process in enumerate(processes):
-        text = (tmp_path / f"err{rank}").read_text()
+        text = (folder / f"err{rank}").read_text()
         if rank != victim:
             assert process.returncode == 3, text
             assert "Traceback" not in text, text
@@ -57,8 +98,9 @@ def mishap(tmp_path, kind: str, victim: int, n: int = 2, call: int = 9, argv: li
     return said
 
 
-def test_a_killed_rank(tmp_path):
-    said = mishap(tmp_path, "kill", 1)
+@pytest.mark.parametrize("start", [Forked, pytest.param(command, marks=pytest.mark.slow)])
+def test_a_killed_rank(tmp_path, start):
+    said = mishap(tmp_path, "kill", 1, start=start)
     assert "all_to_all number" in said[0] and "of group ep (ranks 0 1) in " in said[0] and "dispatch/alltoall.py:" in said[0]
     assert "decoder.layers.0" in said[0] and "iteration 3" in said[0] and "microbatch" in said[0]
     assert "rank 1: gives no sign of life (killed, stopped, or its node is gone); last seen: " in said[0]
@@ -82,8 +124,9 @@ def test_a_rank_that_sleeps(tmp_path):
     assert "rank 1: is alive and waits for nobody: now in " in said[0] and "forward (moe/layer.py:" in said[0]
 
 
-def test_a_rank_that_raises(tmp_path):
-    said = mishap(tmp_path, "raise", 1)
+@pytest.mark.parametrize("start", [Forked, pytest.param(command, marks=pytest.mark.slow)])
+def test_a_rank_that_raises(tmp_path, start):
+    said = mishap(tmp_path, "raise", 1, start=start)
     assert "rank 1: ended: KeyError: 'a mistake on one rank'" in said[0]
     theirs = (tmp_path / "err1").read_text()
     assert theirs.count("Traceback (most recent call last)") == 1
