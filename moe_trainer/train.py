@@ -1,7 +1,7 @@
 """The training loop: the one place where the model wing and the machinery wing meet.
 
-Read `pretrain` first: it is the order of everything. `train` is the loop, `train_step` one iteration (microbatches,
-gradient reduction, optimizer, router bookkeeping), `evaluate` the validation pass. Nothing here is a class with hooks:
+Read `pretrain` first: it is the order of everything. `train` is the loop, `train_step` (train_step.py) one iteration,
+`evaluate` the validation pass. Nothing here is a class with hooks:
 what always runs stands in the text. Whatever depends on flags was decided when `Run` was built.
 
 State that a checkpoint must carry is `TrainState` plus what model and optimizer hold; everything else (learning rate,
@@ -13,13 +13,10 @@ from __future__ import annotations
 import datetime
 import gc
 import logging
-import math
 import os
 import resource
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +27,6 @@ from arguments import Arguments
 from moe_trainer.checkpoint.checkpoint import save
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.data.build import AnyDataset
-from moe_trainer.data.loader import Batch
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import user_input
 from moe_trainer.guard.bulletin import Bulletin
@@ -38,19 +34,13 @@ from moe_trainer.guard.signals import ExitSignal
 from moe_trainer.guard.watchdog import Watchdog
 from moe_trainer.initialize import Runtime, communicator_timeout, initialize
 from moe_trainer.memory.host_allocator import keep_freed_memory
-from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.model.weights import export_named_weights, gather_named
-from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
-from moe_trainer.optim.finalize import finalize_grads
+from moe_trainer.model.weights import export_named_weights
 from moe_trainer.optim.schedule_record import schedule_record
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import close_groups
-from moe_trainer.pipeline.feed import MicrobatchFeed
-from moe_trainer.pipeline.schedule import Work
 from moe_trainer.place import Place
 from moe_trainer.report.console import arguments_block, memory_line
-from moe_trainer.report.dump import dump_gradients, dump_routing
 from moe_trainer.report.metrics import IterationRecord
 from moe_trainer.report.timers import format_report
 from moe_trainer.run import (
@@ -65,20 +55,9 @@ from moe_trainer.run import (
     resume,
 )
 from moe_trainer.shape.flops import training_flops
+from moe_trainer.train_step import run_microbatches, shared_sums, train_step
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one iteration produced; `losses` by the name the log line gives them."""
-
-    losses: dict[str, float]
-    updated: bool
-    grad_norm: float | None
-    num_zeros: int | None
-    dropped_tokens: int
-    per_layer: dict[str, list[float]]
 
 
 def pretrain(args: Arguments, place: Place) -> int:
@@ -243,109 +222,6 @@ def train_iteration(run: Run, state: TrainState) -> None:
     report_memory(run, number)
 
 
-def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult:
-    """Forward and backward over all microbatches, reduce, update, keep the router's books.
-
-    Communication: the gradient reductions of `grads`, two numbers per loss, the router's counts.
-    """
-    args, ps = run.args, run.ps
-    dump_now = args.output.dump_step is not None and int(args.output.dump_step[0]) == state.iteration + 1
-    records = attach_recorders(run.chunks, args.model.num_layers) if dump_now else {}
-    run.optimizer.zero_grad()
-    start_iteration(run.chunks)
-    # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
-    grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
-    with run.timers("forward-backward"):
-        sums = run_microbatches(run, run.train_batches, num_microbatches, args.training.micro_batch_size, grad_scale)
-    with run.timers("all-grads-sync"):
-        run.grads.finish()
-    finalize_grads(run.grads, ps, run.timers)
-    loss_sum, tokens = shared_sums(run, sums)
-    if run.per_token:
-        run.grads.scale(1.0 / max(tokens, 1.0))
-    if dump_now:
-        write_dumps(run, state, records)
-    # The books are read before the update: their small collectives must not queue behind the parameter gathers, and a
-    # loss that is not finite must not reach the weights.
-    update_expert_bias(run.chunks, ps)
-    num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
-    moe = collect_moe_metrics(run.chunks, ps, num_microbatches, args.moe, num_layers, run.runtime.device)
-    losses = {"lm loss": loss_sum / max(tokens, 1.0), **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
-    if args.training.check_for_nan_in_loss_and_grad:
-        refuse_nan(state.iteration + 1, losses)
-    with run.timers("optimizer"):
-        outcome = run.optimizer.step(
-            lr=run.learning_rate.lr(state.scheduled_samples),
-            decoupled_lr=run.learning_rate.decoupled_lr(state.scheduled_samples),
-            weight_decay=run.weight_decay.weight_decay(state.scheduled_samples),
-        )
-    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer)
-
-
-def run_microbatches(run: Run, batches: Iterator[Batch], num_microbatches: int, micro_batch_size: int,
-                     grad_scale: float = 1.0, forward_only: bool = False) -> list[Tensor]:
-    """Run the next microbatches through this rank's part of the model, as the schedule says.
-
-    Returns: of every microbatch [sum of token losses, number of tokens] of this cp rank, fp32; [] but on the last stage.
-    """
-    chunks, trace = run.chunks, run.ps.trace
-
-    def read() -> Batch:
-        with run.timers("batch-generator"), user_input("data"):
-            return next(batches).to(run.runtime.device)
-
-    feed = MicrobatchFeed(read, len(chunks))
-
-    def forward_step(index: int, microbatch: int, x_SBH: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        trace.microbatch, batch, chunk = microbatch + 1, feed(microbatch), chunks[index]
-        output = chunk(batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, grad_scale=grad_scale,
-                       x_SBH=x_SBH, document_ids_BS=batch.document_ids_BS)
-        return masked_loss(chunk, output, batch, run.per_token) if chunk.layout.has_loss else (output, None)
-
-    results = run.schedule.run(Work(
-        forward_step, num_microbatches,
-        specs=[chunk.input_spec(micro_batch_size, run.args.data.seq_length) for chunk in chunks],
-        grad_scale=grad_scale, accumulate=run.grads.accumulate, timer=run.timers, forward_only=forward_only,
-    ))
-    trace.microbatch = None
-    return results
-
-
-def masked_loss(chunk: Transformer, loss_BS: Tensor, batch: Batch, per_token: bool) -> tuple[Tensor, Tensor]:
-    """Reduce the token losses of a microbatch; loss_BS [B, S/cp] are those of this cp rank.
-
-    Returns: this rank's share of the loss to differentiate (mean over all the microbatch's tokens, or their sum with
-    per-token loss), and [sum of token losses, number of tokens] of this rank, fp32.
-    """
-    mask_BS = chunk.sequence.local(batch.loss_mask_BS, 1)
-    loss_sum = (loss_BS * mask_BS).sum()
-    loss = loss_sum if per_token else loss_sum / batch.loss_mask_BS.sum().clamp(min=1.0)
-    return loss, torch.stack([loss_sum.detach(), mask_BS.sum()])
-
-
-def shared_sums(run: Run, sums: list[Tensor]) -> tuple[float, float]:
-    """Sum of token losses and number of tokens over all microbatches and ranks, known to every rank.
-
-    Communication: two fp64 numbers, all-reduced over ps.dp_cp and broadcast from the last pipeline stage.
-    """
-    ps = run.ps
-    total = torch.stack(sums).double().sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
-    if ps.is_last_stage:
-        total = collectives.all_reduce(total, ps.dp_cp)
-    loss_sum, tokens = collectives.broadcast(total, ps.pp, src=ps.pp.size - 1).tolist()
-    return loss_sum, tokens
-
-
-def refuse_nan(iteration: int, losses: dict[str, float]) -> None:
-    """Stop on a loss that is not finite (on by default, --no-check-for-nan-in-loss-and-grad); see Optimizer.step for gradients."""
-    bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
-    if bad:
-        raise FloatingPointError(
-            f"iteration {iteration}: {', '.join(f'{name} is {value}' for name, value in bad.items())}; the last checkpoint "
-            "is untouched. --no-check-for-nan-in-loss-and-grad goes on regardless"
-        )
-
-
 def evaluation_is_due(run: Run, state: TrainState) -> bool:
     """Is this iteration followed by a validation?"""
     training = run.args.training
@@ -471,34 +347,6 @@ def save_checkpoint(run: Run, state: TrainState) -> None:
         run.saver.finish()
         writer = run.saver.start if output.async_save else save
         writer(output.save, content, run.chunks, run.optimizer, run.ps, run.save_options)
-
-
-def attach_recorders(chunks: list[Transformer], num_layers: int) -> dict[str, list]:
-    """Have every router record its microbatches; returns the lists by layer label."""
-    records: dict[str, list] = {}
-    for chunk in chunks:
-        for layer in chunk.moe_layers():
-            number, depth = layer.layer_number, layer.layer_number - num_layers
-            layer.router.recorder = records[f"mtp{depth}" if depth > 0 else f"layer{number}"] = []
-    return records
-
-
-def write_dumps(run: Run, state: TrainState, records: dict[str, list]) -> None:
-    """Write this step's gradients and routing (--dump-step) and detach the recorders."""
-    directory, number = run.args.output.dump_step[1], state.iteration + 1
-    for chunk in run.chunks:
-        for layer in chunk.moe_layers():
-            layer.router.recorder = None
-    with user_input("--dump-step"):
-        if records:
-            dump_routing(directory, number, run.runtime.place.rank, records)
-        run.grads.gather()
-        gradients = gather_named(run.chunks, run.ps, lambda param: param.main_grad)
-        if run.runtime.place.rank == 0:
-            dump_gradients(directory, number, gradients, 1.0 / run.optimizer.loss_scale)
-        else:
-            for _ in gradients:  # this rank's part of the gathering
-                pass
 
 
 def report_timers(run: Run, iteration: int) -> None:

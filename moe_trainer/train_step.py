@@ -1,0 +1,171 @@
+"""One training iteration: microbatches, gradient reduction, router bookkeeping, update.
+
+`train_step` is the text of an iteration; `run_microbatches` brings model, data and pipeline schedule together and serves
+evaluation, too. Under pipeline parallelism only the last stage sees losses; what follows is decided by all stages alike, so
+`shared_sums` and the metrics tell every rank. Nobody may leave before a collective that others enter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_trainer.data.loader import Batch
+from moe_trainer.errors import user_input
+from moe_trainer.model.mtp import collect_mtp_metrics
+from moe_trainer.model.transformer import Transformer
+from moe_trainer.model.weights import gather_named
+from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.optim.finalize import finalize_grads
+from moe_trainer.parallel import collectives
+from moe_trainer.pipeline.feed import MicrobatchFeed
+from moe_trainer.pipeline.schedule import Work
+from moe_trainer.report.dump import dump_gradients, dump_routing
+from moe_trainer.run import Run, TrainState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one iteration produced; `losses` by the name the log line gives them."""
+
+    losses: dict[str, float]
+    updated: bool
+    grad_norm: float | None
+    num_zeros: int | None
+    dropped_tokens: int
+    per_layer: dict[str, list[float]]
+
+
+def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult:
+    """Forward and backward over all microbatches, reduce, update, keep the router's books.
+
+    Communication: the gradient reductions of `grads`, two numbers per loss, the router's counts.
+    """
+    args, ps = run.args, run.ps
+    dump_now = args.output.dump_step is not None and int(args.output.dump_step[0]) == state.iteration + 1
+    records = attach_recorders(run.chunks, args.model.num_layers) if dump_now else {}
+    run.optimizer.zero_grad()
+    start_iteration(run.chunks)
+    # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
+    grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
+    with run.timers("forward-backward"):
+        sums = run_microbatches(run, run.train_batches, num_microbatches, args.training.micro_batch_size, grad_scale)
+    with run.timers("all-grads-sync"):
+        run.grads.finish()
+    finalize_grads(run.grads, ps, run.timers)
+    loss_sum, tokens = shared_sums(run, sums)
+    if run.per_token:
+        run.grads.scale(1.0 / max(tokens, 1.0))
+    if dump_now:
+        write_dumps(run, state, records)
+    # The books are read before the update: their small collectives must not queue behind the parameter gathers, and a
+    # loss that is not finite must not reach the weights.
+    update_expert_bias(run.chunks, ps)
+    num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
+    moe = collect_moe_metrics(run.chunks, ps, num_microbatches, args.moe, num_layers, run.runtime.device)
+    losses = {"lm loss": loss_sum / max(tokens, 1.0), **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
+    if args.training.check_for_nan_in_loss_and_grad:
+        refuse_nan(state.iteration + 1, losses)
+    with run.timers("optimizer"):
+        outcome = run.optimizer.step(
+            lr=run.learning_rate.lr(state.scheduled_samples),
+            decoupled_lr=run.learning_rate.decoupled_lr(state.scheduled_samples),
+            weight_decay=run.weight_decay.weight_decay(state.scheduled_samples),
+        )
+    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer)
+
+
+def run_microbatches(run: Run, batches: Iterator[Batch], num_microbatches: int, micro_batch_size: int,
+                     grad_scale: float = 1.0, forward_only: bool = False) -> list[Tensor]:
+    """Run the next microbatches through this rank's part of the model, as the schedule says.
+
+    Returns: of every microbatch [sum of token losses, number of tokens] of this cp rank, fp32; [] but on the last stage.
+    """
+    chunks, trace = run.chunks, run.ps.trace
+
+    def read() -> Batch:
+        with run.timers("batch-generator"), user_input("data"):
+            return next(batches).to(run.runtime.device)
+
+    feed = MicrobatchFeed(read, len(chunks))
+
+    def forward_step(index: int, microbatch: int, x_SBH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        trace.microbatch, batch, chunk = microbatch + 1, feed(microbatch), chunks[index]
+        output = chunk(batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, grad_scale=grad_scale,
+                       x_SBH=x_SBH, document_ids_BS=batch.document_ids_BS)
+        return masked_loss(chunk, output, batch, run.per_token) if chunk.layout.has_loss else (output, None)
+
+    results = run.schedule.run(Work(
+        forward_step, num_microbatches,
+        specs=[chunk.input_spec(micro_batch_size, run.args.data.seq_length) for chunk in chunks],
+        grad_scale=grad_scale, accumulate=run.grads.accumulate, timer=run.timers, forward_only=forward_only,
+    ))
+    trace.microbatch = None
+    return results
+
+
+def masked_loss(chunk: Transformer, loss_BS: Tensor, batch: Batch, per_token: bool) -> tuple[Tensor, Tensor]:
+    """Reduce the token losses of a microbatch; loss_BS [B, S/cp] are those of this cp rank.
+
+    Returns: this rank's share of the loss to differentiate (mean over all the microbatch's tokens, or their sum with
+    per-token loss), and [sum of token losses, number of tokens] of this rank, fp32.
+    """
+    mask_BS = chunk.sequence.local(batch.loss_mask_BS, 1)
+    loss_sum = (loss_BS * mask_BS).sum()
+    loss = loss_sum if per_token else loss_sum / batch.loss_mask_BS.sum().clamp(min=1.0)
+    return loss, torch.stack([loss_sum.detach(), mask_BS.sum()])
+
+
+def shared_sums(run: Run, sums: list[Tensor]) -> tuple[float, float]:
+    """Sum of token losses and number of tokens over all microbatches and ranks, known to every rank.
+
+    Communication: two fp64 numbers, all-reduced over ps.dp_cp and broadcast from the last pipeline stage.
+    """
+    ps = run.ps
+    total = torch.stack(sums).double().sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
+    if ps.is_last_stage:
+        total = collectives.all_reduce(total, ps.dp_cp)
+    loss_sum, tokens = collectives.broadcast(total, ps.pp, src=ps.pp.size - 1).tolist()
+    return loss_sum, tokens
+
+
+def refuse_nan(iteration: int, losses: dict[str, float]) -> None:
+    """Stop on a loss that is not finite (on by default, --no-check-for-nan-in-loss-and-grad); see Optimizer.step for gradients."""
+    bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
+    if bad:
+        raise FloatingPointError(
+            f"iteration {iteration}: {', '.join(f'{name} is {value}' for name, value in bad.items())}; the last checkpoint "
+            "is untouched. --no-check-for-nan-in-loss-and-grad goes on regardless"
+        )
+
+
+def attach_recorders(chunks: list[Transformer], num_layers: int) -> dict[str, list]:
+    """Have every router record its microbatches; returns the lists by layer label."""
+    records: dict[str, list] = {}
+    for chunk in chunks:
+        for layer in chunk.moe_layers():
+            number, depth = layer.layer_number, layer.layer_number - num_layers
+            layer.router.recorder = records[f"mtp{depth}" if depth > 0 else f"layer{number}"] = []
+    return records
+
+
+def write_dumps(run: Run, state: TrainState, records: dict[str, list]) -> None:
+    """Write this step's gradients and routing (--dump-step) and detach the recorders."""
+    directory, number = run.args.output.dump_step[1], state.iteration + 1
+    for chunk in run.chunks:
+        for layer in chunk.moe_layers():
+            layer.router.recorder = None
+    with user_input("--dump-step"):
+        if records:
+            dump_routing(directory, number, run.runtime.place.rank, records)
+        run.grads.gather()
+        gradients = gather_named(run.chunks, run.ps, lambda param: param.main_grad)
+        if run.runtime.place.rank == 0:
+            dump_gradients(directory, number, gradients, 1.0 / run.optimizer.loss_scale)
+        else:
+            for _ in gradients:  # this rank's part of the gathering
+                pass
