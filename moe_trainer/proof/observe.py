@@ -69,12 +69,12 @@ def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: in
 
 
 def train(
-    args: Arguments, rank: int, ps: ParallelState, steps: int = 3, seed: int = 0, prepare: Callable[[Run], Watch] = watch_rank
+    args: Arguments, rank: int, ps: ParallelState, steps: int = 3, seed: int = 0, prepare: Callable[[Run], Watch | None] | None = None
 ) -> Outcome:
     """Train from the named initialisation. Collective over the world; seed chooses the batches, prepare sees the run first and
-    watches its first forward passes."""
+    may watch its first forward passes (see forward.py; else this rank's are watched)."""
     run, state, results = make_run(args, rank, ps, steps, seed=seed), TrainState(), []
-    watch = prepare(run)
+    watch = (prepare(run) if prepare is not None else None) or watch_rank(run)
     grads: dict[str, Tensor] = {}
     prints: dict[str, list] = {}
     microbatches = args.training.global_batch_size // (args.training.micro_batch_size * ps.dp.size)

@@ -9,10 +9,7 @@ the same for every tensor-parallel size up to 8, and the sequence can be cut for
 
 from datetime import timedelta
 
-import arguments
-from arguments import Arguments
-from arguments.container import freeze
-from arguments.parse import understand
+from arguments import parse_args
 from moe_trainer.initialize import make_groups
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.place import Place
@@ -58,28 +55,19 @@ def argv_of(kind: str) -> list[str]:
     return [*(word for word in MODEL if word not in DROPPED.get(kind, ())), *KINDS[kind].split()]
 
 
-def parse(argv: list[str], world_size: int) -> Arguments:
-    """Parse as the program does, but let features pass that are refused as later: their proof comes before they are let in."""
-    settings, violations = understand(list(argv), world_size)
-    wrong = [violation for violation in violations if violation.kind != "later"]
-    if wrong:
-        raise arguments.ArgumentError(wrong, settings)
-    return freeze(settings, world_size)
-
-
 def make_run(argv: list[str], rank: int, ps: ParallelState, steps: int, skip: int = 0) -> Run:
     """A run whose batches need no files; `skip` leaves out those of the first steps."""
-    return observe.make_run(parse(argv, ps.world.size), rank, ps, steps, skip)
+    return observe.make_run(parse_args(argv, ps.world.size), rank, ps, steps, skip)
 
 
 def train(argv: list[str], rank: int, ps: ParallelState, steps: int = 3) -> Outcome:
     """Train from the named initialisation. Tensors of the result are whole, and on rank 0 only."""
-    return observe.train(parse(argv, ps.world.size), rank, ps, steps)
+    return observe.train(parse_args(argv, ps.world.size), rank, ps, steps)
 
 
 def groups_of(argv: list[str], rank: int, n: int) -> ParallelState:
     """The groups that a command line asks for. Collective."""
-    return make_groups(parse(argv, n), Place(rank, n, rank, None, None, "test"), timedelta(seconds=120))
+    return make_groups(parse_args(argv, n), Place(rank, n, rank, None, None, "test"), timedelta(seconds=120))
 
 
 def train_ranks(rank: int, n: int, argvs: list[list[str]], steps: int = 3) -> list[Outcome]:

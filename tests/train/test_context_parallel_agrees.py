@@ -8,8 +8,9 @@ import functools
 import pytest
 import torch
 from harness import run_ranks
-from train.layouts import argv_of, compare, groups_of, parse
+from train.layouts import argv_of, compare, groups_of
 
+from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.proof import observe
 from moe_trainer.proof.emulate import Topology, emulate
@@ -56,7 +57,7 @@ def with_documents(run, explicit: bool) -> None:
 
 def cut(rank, n, argv, packed):
     prepare = functools.partial(with_documents, explicit=False) if packed else None
-    return observe.train(parse(argv, n), rank, groups_of(argv, rank, n), prepare=prepare)
+    return observe.train(parse_args(argv, n), rank, groups_of(argv, rank, n), prepare=prepare)
 
 
 def whole(argv, topology, packed):
@@ -65,13 +66,13 @@ def whole(argv, topology, packed):
         if packed:
             with_documents(run, explicit=True)
 
-    return observe.train(parse(argv, 1), 0, ParallelState.single(), prepare=prepare)
+    return observe.train(parse_args(argv, 1), 0, ParallelState.single(), prepare=prepare)
 
 
 def assert_agree(kind, flags, n, mapping, packed=False):
     argv = [*argv_of(kind), *flags.split()]
     outcome, *others = run_ranks(cut, n, [*argv, *mapping.split()], packed, timeout=120.0)
-    parallel = parse([*argv, *mapping.split()], n).parallel
+    parallel = parse_args([*argv, *mapping.split()], n).parallel
     expected = whole(argv, Topology(parallel.tensor_model_parallel_size, parallel.context_parallel_size), packed)
     differences = compare(expected, outcome)
     assert not differences, f"{len(differences)} quantities part, first\n" + "\n".join(map(str, differences[:8]))
@@ -93,7 +94,7 @@ def test_packed_documents_equal_the_mask_of_one_process(kind):
 
 def evaluated(rank, n, argv):
     """Sum of token losses and number of tokens of a validation."""
-    args = parse(argv, n)
+    args = parse_args(argv, n)
     run = observe.make_run(args, rank, groups_of(argv, rank, n) if n > 1 else ParallelState.single(), 1)
     set_training(run.chunks, False)
     with torch.no_grad():
