@@ -1,0 +1,67 @@
+"""The flex dispatcher with the real libraries against the all-to-all, on two GPUs of one machine.
+
+Everything that can be shown without them is in tests/moe/test_flex.py; this is the rest: that the libraries mean what the stand-in means.
+"""
+
+import importlib
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from moe.layers import sections, shard_of
+
+from moe_trainer.backends import Backends
+from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher, connect_dispatcher
+from moe_trainer.moe.dispatch.deepep import DeepEPDispatcher
+from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
+from moe_trainer.parallel.state import ParallelState
+
+HIDDEN, TOKENS, RANKS = 512, 64, 2
+KINDS = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}
+
+
+def one_rank(rank: int, folder: str, backend: str, topk: int) -> None:
+    """Rows bit for bit; results and gradients to bf16's rounding."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
+    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS, device_id=device)
+    ps = ParallelState.create(RANKS, rank, ep=RANKS)
+    args = sections(
+        hidden_size=HIDDEN, ffn_hidden_size=256, moe_router_topk=topk, moe_router_dtype="fp32", moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend=backend, moe_flex_dispatcher_num_sms=20)
+    layer = shard_of(args, ps, torch.bfloat16).to(device)
+    rows = Rows(HIDDEN, TOKENS, torch.bfloat16, device)
+    flex = choose_dispatcher(args.moe, ps, rows, Backends("error", cuda=True))
+    assert type(flex) is KINDS[backend]
+    plain = choose_dispatcher(sections(moe_token_dispatcher_type="alltoall").moe, ps)
+    results = []
+    for dispatcher in (plain, flex):
+        connect_dispatcher([layer], dispatcher)
+        layer.zero_grad()
+        x = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device, torch.bfloat16).requires_grad_()
+        probs, routing = layer.router(x)
+        sent = dispatcher.dispatch(x.flatten(0, 1), probs, routing)
+        results.append([sent.x_RH.detach(), sent.tokens_per_expert_e])
+        y = layer(x)
+        (y.float() ** 2).mean().backward()
+        results[-1] += [y.detach(), x.grad, *(param.grad for param in layer.parameters())]
+    (rows_plain, counts_plain, *expected), (rows_flex, counts_flex, *ours) = results
+    assert counts_plain == counts_flex and torch.equal(rows_plain, rows_flex)
+    for one, other in zip(ours, expected, strict=True):
+        assert (one.float() - other.float()).norm() <= 2e-2 * other.float().norm()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("topk", [2, 4])
+@pytest.mark.parametrize("backend", KINDS)
+def test_flex_equals_the_all_to_all(backend, topk):
+    if importlib.import_module(f"moe_trainer.moe.dispatch.{backend}").problem():
+        pytest.skip(f"{backend} is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(one_rank, args=(folder, backend, topk), nprocs=RANKS)
