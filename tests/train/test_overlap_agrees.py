@@ -2,7 +2,10 @@
 
 import pytest
 from harness import run_ranks
-from train.layouts import argv_of, compare, train_ranks
+from train.layouts import argv_of, compare, groups_of, make_run, train_ranks
+
+from moe_trainer.run import TrainState
+from moe_trainer.train_step import train_step
 
 EP2 = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--bf16"]
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]
@@ -33,3 +36,25 @@ def test_overlap_changes_no_number(n):
         for how in hows[1:]:
             differences = compare(plain, next(outcomes))
             assert not differences, f"{name} {how[-1]}: first\n" + "\n".join(map(str, differences[:8]))
+
+
+def _turns(rank, n, argv, microbatches):
+    run = make_run(argv, rank, groups_of(argv, rank, n), 1)
+    baton, log = run.chunks[0].baton, []
+    plain = baton.pass_on
+
+    def pass_on(side):
+        if not any(baton._ended):
+            log.append("FB"[side])
+        plain(side)
+
+    baton.pass_on = pass_on
+    train_step(run, TrainState(), microbatches)
+    return "".join(log)
+
+
+def test_passes_take_turns_at_every_exchange_the_same_on_all_ranks():
+    first, second = run_ranks(_turns, 2, [*argv_of("accumulation"), *EP2, *OVERLAP], 4)
+    assert first == second
+    # 4 microbatches are 3 pairs; 4 layers exchange twice in each direction; the last pass of a pair goes on alone
+    assert first == ("BF" * 8) * 3
