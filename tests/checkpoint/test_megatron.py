@@ -5,12 +5,15 @@ import pickle
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
+from harness import run_ranks
 
 from moe_trainer.checkpoint.checkpoint import LoadOptions, latest_iteration, load, read_saved_args
 from moe_trainer.checkpoint.index import check, read_index
 from moe_trainer.checkpoint.unpickle import Foreign, SafeUnpickler, load_object, load_pickle, plain
+from moe_trainer.model.weights import own_shard
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -53,6 +56,25 @@ def test_every_moment_of_a_golden_checkpoint(shared):
     for held in optimizer.tensors():
         expected = torch.cat([state[name][held.state_name].flatten() for name in held.param.info.names])
         assert torch.equal(held.tensor, expected), held.param.info.names
+
+
+def _load_golden(rank, size, folder, weights, sizes):
+    ps = ParallelState.create(size, rank, **sizes)
+    model = FakeModel(seed=1, ps=ps)
+    optimizer = FakeOptimizer(model, ps, distributed=True, seed=1)
+    found = load(folder, [model], optimizer, ps, LoadOptions(RECORD))
+    assert found.iteration == 5 and found.optim_loaded
+    for param in model.parameters():
+        for name, tensor in zip(param.info.names, param.unbind(0) if param.info.stacked else (param,), strict=True):
+            assert torch.equal(tensor, own_shard(weights[name], param.info)), name
+    return found.rng_loaded
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, etp=2), dict(tp=2, cp=2, ep=4), dict(pp=2, ep=2)])
+def test_every_mapping_reads_a_golden_checkpoint(shared, sizes):
+    """Megatron-LM wrote it with one process; each rank takes its stage, its experts and its piece of every tensor."""
+    weights = legacy_file(shared)["model"]
+    assert run_ranks(_load_golden, 4, shared / "golden/ckpt/a2_torch_dist", weights, sizes) == [False] * 4
 
 
 def test_the_args_of_a_golden_checkpoint(shared):

@@ -5,7 +5,9 @@ import functools
 import pytest
 import torch
 from harness import run_ranks
+from train.forked import pretrain
 from train.layouts import argv_of, groups_of, make_run
+from train.tiny import MOCK, TINY
 
 from moe_trainer.checkpoint.checkpoint import load, save
 from moe_trainer.checkpoint.inspect import describe, differences
@@ -147,6 +149,24 @@ def test_a_tied_head_is_stored_once(tmp_path, mapping):
     assert differences(tmp_path / "two/iter_0000002", tmp_path / "back/iter_0000002") == []
     _assert_alike(alone, expected)
     _assert_alike(again, expected)
+
+
+def test_the_whole_program_resumes_under_another_mapping(tmp_path):
+    """From the command line: data position, schedules and counters come along when stages and tensor ranks become experts' ranks."""
+    argv = [*TINY, *MOCK, "--train-iters", "6", "--lr-warmup-iters", "2", "--save-interval", "100", "--save", "ckpt", "--load", "ckpt",
+            "--moe-token-dispatcher-type", "alltoall", "--rampup-batch-size", "2", "2", "8", "--micro-batch-size", "1",
+            "--make-vocab-size-divisible-by", "64"]  # the padded vocabulary is part of the loss, and grows with tp
+    before = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2", "--exit-interval", "3"]
+    after = ["--expert-model-parallel-size", "2", "--use-distributed-optimizer", "--exit-on-missing-checkpoint",
+             "--ckpt-fully-parallel-load"]
+    whole, weights = pretrain(argv, tmp_path / "whole")
+    pretrain([*argv, *before], tmp_path / "parts", 4)
+    parts, other = pretrain([*argv, *after], tmp_path / "parts", 2)
+    assert [record["iteration"] for record in parts] == [1, 2, 3, 4, 5, 6]
+    for one, two in zip(whole, parts, strict=True):
+        for name in ("consumed_samples", "learning_rate", "lm loss", "load_balancing_loss", "grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=2e-6), (one["iteration"], name)
+    assert all(torch.allclose(other[name], weight, rtol=0, atol=2e-6) for name, weight in weights.items()) and weights.keys() == other.keys()
 
 
 # ---- weights by name
