@@ -1,0 +1,61 @@
+"""What happens when an optional library is missing: one decision for all of them."""
+
+import logging
+
+import pytest
+
+from moe_trainer.backends import Backends, MissingBackend
+from moe_trainer.errors import InputError
+from moe_trainer.layers.kit import choose
+from moe_trainer.parallel.state import ParallelState
+
+TYPED = frozenset({"this_flag"})
+
+
+def use(backends: Backends, problem: str | None = "the package nowhere is not installed") -> bool:
+    return backends.use(("this_flag", "old_flag"), flag="--this-flag", problem=problem, remedy="Install it (pip install nowhere)",
+                        instead="plain torch")
+
+
+def test_a_library_that_is_there_is_used(caplog):
+    with caplog.at_level(logging.INFO):
+        assert use(Backends("error", TYPED, cuda=True), problem=None)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("backends", "stops"),
+    [
+        (Backends(), False),
+        (Backends(cuda=True), False),
+        (Backends(typed=TYPED), False),
+        (Backends(typed=TYPED, cuda=True), True),
+        (Backends(typed=frozenset({"old_flag"}), cuda=True), True),
+        (Backends(typed=frozenset({"another_flag"}), cuda=True), False),
+        (Backends("fallback", TYPED, cuda=True), False),
+        (Backends("error"), True),
+    ],
+)
+def test_by_default_only_what_was_typed_stops_and_only_on_cuda(backends, stops, caplog):
+    if stops:
+        with pytest.raises(MissingBackend) as error:
+            use(backends)
+        assert isinstance(error.value, InputError)  # exit code 2 and no traceback
+        assert str(error.value) == (
+            "--this-flag: the package nowhere is not installed. Install it (pip install nowhere), or add "
+            "--on-missing-backend fallback to use plain torch.")
+        return
+    with caplog.at_level(logging.INFO):
+        assert not use(backends)
+    assert caplog.messages == ["--this-flag: the package nowhere is not installed; using plain torch"]
+
+
+def test_layers_of_transformer_engine(caplog):
+    """Megatron's default falls back and says so; typed on a CUDA machine it is an error that says what to do."""
+    ps = ParallelState.single()
+    with caplog.at_level(logging.INFO):
+        assert choose("transformer_engine", ps, ["p2p"], Backends(cuda=True)).name == "local"
+    assert len(caplog.messages) == 1 and "transformer_engine" in caplog.messages[0]
+    with pytest.raises(MissingBackend, match="--transformer-impl local, or add --on-missing-backend fallback"):
+        choose("transformer_engine", ps, ["p2p"], Backends(typed=frozenset({"transformer_impl"}), cuda=True))
+    assert choose("local", ps, ["p2p"], Backends("error", cuda=True)).name == "local"
