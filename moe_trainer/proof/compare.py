@@ -1,8 +1,8 @@
 """Where two trainings part: every quantity that differs, in the order in which it is computed.
 
 Order: losses and dropped tokens of the first step (forward), its gradients from the last layer to the first (backward), the gradient
-norm, then losses, drops and norms of the later steps, the weights and the expert bias at the end, and last the copies of one piece on
-several ranks. The first difference is the one to look at; those behind it usually follow from it.
+norm, then losses, drops and norms of the later steps, the weights and the expert bias at the end, the loss of a validation, and last
+the copies of one piece on several ranks. The first difference is the one to look at; those behind it usually follow from it.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def compare(one: Outcome, many: Outcome, tolerances: Tolerances = FP32) -> list[
         found += _step(one, many, step, tolerances)
         found += _number(f"gradient norm (step {step + 1})", one.grad_norms[step], many.grad_norms[step], tolerances.norm)
     found += _tensors(f"weight (after step {len(one.losses)})", one.weights, many, many.weights, tolerances)
+    found += _number("loss of a validation", one.evaluation, many.evaluation, tolerances.loss)
     return found + list(_copies(many, tolerances))
 
 

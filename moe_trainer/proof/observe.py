@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arguments import Arguments
+from moe_trainer.data.loader import Batch
 from moe_trainer.initialize import Runtime
 from moe_trainer.model.weights import export_named_weights, gather_named
 from moe_trainer.parallel import collectives
@@ -27,7 +28,7 @@ from moe_trainer.place import Place as ProcessPlace
 from moe_trainer.proof.forward import Place, Watch, watch_rank
 from moe_trainer.proof.text import batches, tokenizer
 from moe_trainer.run import Run, TrainState, build_run
-from moe_trainer.train import train_step
+from moe_trainer.train_step import run_microbatches, shared_sums, train_step
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Outcome:
 
     Of every step: `losses` as the log names them, `per_layer` (loss name -> one value a layer), `grad_norms`, `dropped` tokens.
     `grads`: all gradients of the first step, reduced and not yet clipped; `weights`: parameters and expert bias after the last step.
-    `forward`: by rank, what its layers put out in the first step (see forward.py). `pieces`: by rank, what it holds; their fingerprints are those of the gradient of the first step and of the weight after the last.
+    `evaluation`: the loss of further batches after the last step, as a validation computes it. `forward`: by rank, what its layers put out in the first step (see forward.py). `pieces`: by rank, what it holds; their fingerprints are those of the gradient of the first step and of the weight after the last.
     """
 
     losses: list[dict[str, float]]
@@ -58,6 +59,7 @@ class Outcome:
     weights: dict[str, Tensor]
     per_layer: list[dict[str, list[float]]] = field(default_factory=list)
     pieces: list[list[Piece]] = field(default_factory=list)
+    evaluation: float | None = None
     forward: list[dict[Place, dict[str, Tensor]]] = field(default_factory=list)
 
 
@@ -93,6 +95,7 @@ def train(
         state.iteration += 1
         watch.on = False
     run.optimizer.wait_params()
+    evaluation = _evaluate(run, batches(args, ps, steps, 1, seed))
     weights = {name: tensor.clone() for name, tensor in export_named_weights(run.chunks, ps)}
     for name, value in _fingerprints(run, whole).items():
         prints[name] = [*prints.get(name, []), value[0]]
@@ -104,8 +107,19 @@ def train(
         weights=weights,
         per_layer=[result.per_layer for result in results],
         pieces=collectives.all_gather_object(list(_pieces(run, prints)), ps.world),
+        evaluation=evaluation,
         forward=collectives.all_gather_object(dict(watch.sums), ps.world),
     )
+
+
+def _evaluate(run: Run, further: list[Batch]) -> float:
+    """The mean loss of some batches without gradients. Collective."""
+    for chunk in run.chunks:
+        chunk.train(False)
+    with torch.no_grad():
+        sums = run_microbatches(run, iter(further), len(further), run.args.training.micro_batch_size, forward_only=True)
+    loss_sum, tokens = shared_sums(run, sums)
+    return loss_sum / max(tokens, 1.0)
 
 
 def _main_grad(param: Parameter) -> Tensor:
