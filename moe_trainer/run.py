@@ -143,6 +143,9 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         final_batch_size = batch_size.final_global_batch_size
         learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
         weight_decay = build_weight_decay_schedule(args.optimizer, args.training, final_batch_size)
+        schedule = build_schedule(args, runtime, chunks)
+        for size in dict.fromkeys(size for _, size in batch_size.stages):
+            schedule.check(size // (args.training.micro_batch_size * ps.dp.size), f"global batch size {size}")
     # --train-samples wins: with it, --train-iters is a derived number that knows nothing of a batch-size schedule
     samples = args.training.train_samples
     train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters
@@ -151,7 +154,7 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         runtime=runtime,
         padded_vocab_size=vocab,
         chunks=chunks,
-        schedule=build_schedule(args, runtime, chunks),
+        schedule=schedule,
         grads=grads,
         optimizer=optimizer,
         learning_rate=learning_rate,
@@ -189,10 +192,10 @@ def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer], st
         runtime.ps, runtime.device, param_dtype=dict(DTYPES)[precision.params_dtype_name], reduce_dtype=dict(DTYPES)[wire],
         keep_gathered=strategy == "optim_grads" or (parallel.use_torch_fsdp2 and not parallel.torch_fsdp2_reshard_after_forward),
     )
-    layers = list(layers_of(chunks))
     for chunk in chunks:
-        inside = set(chunk.modules())
-        sharding.shard(chunk, [layer for _, layer in layers if layer in inside])
+        # a tied embedding is read by the head too, without a call of its own: it is gathered with what the chunk itself gathers
+        apart = [chunk.embedding] if chunk.embedding is not None and not chunk.tied else []
+        sharding.shard(chunk, [*apart, *(layer for _, layer in layers_of([chunk]))])
     logger.info("parameters, gradients and optimizer state are sharded over %d data-parallel ranks", runtime.ps.dp_cp.size)
 
 

@@ -35,7 +35,7 @@ from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import PendingGrads, WeightGradQueue
 from moe_trainer.pipeline import interleaved, one_f_one_b
 from moe_trainer.pipeline.overlap import Pairs
-from moe_trainer.pipeline.plan import BACKWARD, FORWARD, Action, Costs, Launch, Order, Pair, actions_of, program, source, target
+from moe_trainer.pipeline.plan import BACKWARD, FORWARD, Action, Costs, Launch, Order, Pair, actions_of, program, source, target, timetable
 from moe_trainer.pipeline.zero_bubble import split_backward
 
 Result = TypeVar("Result")
@@ -107,6 +107,22 @@ class Schedule:
             else:
                 execution.weight_grads(step)
         return execution.finish()
+
+    def check(self, num_microbatches: int, cause: str) -> None:
+        """Make sure that iterations of so many microbatches can run. cause: what asks for them, for the message.
+
+        Raises: ValueError. (Without virtual stages every number can; none is left to those who judge batch sizes.)
+        """
+        if num_microbatches < 1 or self.num_chunks == 1:
+            return
+        try:
+            timetable(self.orders(num_microbatches), self.num_chunks)
+        except ValueError as error:
+            raise ValueError(
+                f"{cause} makes {num_microbatches} microbatches an iteration, with which the {self.num_chunks} virtual stages of "
+                f"{self.pp.size} pipeline ranks would wait for each other ({error}); choose a multiple of "
+                "--microbatch-group-size-per-virtual-pipeline-stage (default: the pipeline size)"
+            ) from None
 
     def program(self, num_microbatches: int, forward_only: bool) -> list[Action | Pair | Launch]:
         """This rank's actions and messages, in order."""
