@@ -5,6 +5,7 @@ of this run and then under the other spellings a checkpoint of the same model ma
 disagreements are collected before anything is overwritten, and reported together with the flags that differ.
 """
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from moe_trainer.checkpoint.sharding import KeyScheme, Piece, Placement, pieces,
 from moe_trainer.checkpoint.share import KINDS, Batch, Shared, share_out
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
-from moe_trainer.parallel.shards import held_part
+from moe_trainer.parallel.shards import held_parts
 from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,10 @@ _OTHER_STORAGE = frozenset({"moe_grouped_gemm"})
 class Loader:
     """One load of one folder: what is wanted, what is wrong, what is left over."""
 
-    def __init__(self, folder: Path, index: Metadata, options: LoadOptions, saved_args: Mapping[str, Any]):
+    def __init__(self, folder: Path, index: Metadata, options: LoadOptions, saved_args: Mapping[str, Any], speaks: bool = True):
+        """speaks: whether this rank warns of what is the same on all of them."""
         self._folder = folder
+        self._warn = logger.warning if speaks else logger.debug
         self._options = options
         self._saved_args = saved_args
         self._index = index
@@ -56,6 +59,7 @@ class Loader:
             (kind, what): {} for kind in KINDS for what in ("weights", "moments")}
         self._shared: dict[tuple[str, str], Shared] = {}
         self._runs: dict[int, list[Placement]] = {}
+        self._padding_told = False
         self._missing: list[str] = []
         self._mismatched: list[str] = []
 
@@ -66,7 +70,8 @@ class Loader:
                 runs = self._find(info_of(param), tuple(param.shape))
                 if runs is not None:
                     self._runs[id(param)] = runs
-                    self._want((info_of(param).kind, "weights"), pieces(runs, *held_part(param)),
+                    found = itertools.chain.from_iterable(pieces(runs, *part) for part in held_parts(param))
+                    self._want((info_of(param).kind, "weights"), found,
                                {run.key: self._best_weight(run.key, param.dtype) for run in runs})
             for name, buffer in chunk.named_state_buffers():
                 runs = self._find(ParamInfo((name,)), tuple(buffer.shape))
@@ -119,21 +124,21 @@ class Loader:
         lines = list(self._mismatched)
         tolerant = strictness in ("log_all", "return_all", "ignore_all")
         if tolerant and self._missing and strictness != "ignore_all":
-            logger.warning("%s lacks %s; they keep their initial values", self._folder, ", ".join(self._missing[:_MAX_LINES]))
+            self._warn("%s lacks %s; they keep their initial values", self._folder, ", ".join(self._missing[:_MAX_LINES]))
         if not tolerant:
             lines += [f"{key} is not in the checkpoint" for key in self._missing]
         unexpected = self._unexpected()
         if unexpected and strictness in ("raise_unexpected", "raise_all"):
             lines += [f"{key} of the checkpoint is not in this model" for key in unexpected]
         elif unexpected and strictness not in ("assume_ok_unexpected", "ignore_all"):
-            logger.warning("%s holds tensors that this model does not have: %s", self._folder,
-                           ", ".join(unexpected[:_MAX_LINES]))
+            self._warn("%s holds tensors that this model does not have: %s", self._folder,
+                       ", ".join(unexpected[:_MAX_LINES]))
         if lines or fatal:
             raise CheckpointError(f"the checkpoint {self._folder} is of another architecture:\n"
                                   + _listing(lines) + _flags(differing) + "To take the architecture from the checkpoint: "
                                   "--use-checkpoint-args")
         if differing and not self._options.finetune:
-            logger.warning("flags differ from those of the checkpoint:\n%s", _flags(differing, title="").rstrip())
+            self._warn("flags differ from those of the checkpoint:\n%s", _flags(differing, title="").rstrip())
 
     def divide(self, ps: ParallelState) -> None:
         """With --ckpt-fully-parallel-load: settle which rank reads what for all that hold the same; collective."""
@@ -172,10 +177,10 @@ class Loader:
         states = read_object(self._folder, self._index, key) if key in self._index.state_dict_metadata else []
         if len(states) == 1 and not random_state.is_ours(states[0]):
             return states[0]  # Megatron writes one state for all data-parallel ranks
-        if len(states) < ps.dp_cp.size and ps.world.rank == 0:
-            logger.warning("%s has no random states for %s of the places of this layout (pp %d, tp %d, dp x cp %d): there, "
-                           "dropout and jitter start afresh from --seed and the iteration", self._folder,
-                           "some" if states else "any", ps.pp.size, ps.tp.size, ps.dp_cp.size)
+        if len(states) < ps.dp_cp.size:
+            self._warn("%s has no random states for %s of the places of this layout (pp %d, tp %d, dp x cp %d): there, "
+                       "dropout and jitter start afresh from --seed and the iteration", self._folder,
+                       "some" if states else "any", ps.pp.size, ps.tp.size, ps.dp_cp.size)
         return states[ps.dp_cp.rank] if ps.dp_cp.rank < len(states) else None
 
     def all_random_states(self) -> Iterator[dict[str, Any]]:
@@ -211,8 +216,14 @@ class Loader:
 
     def _differs_in_padding(self, key: str, saved: tuple[int, ...], here: tuple[int, ...]) -> bool:
         vocab = self._options.vocab_size
-        return (vocab is not None and key.startswith(_VOCAB_KEYS) and saved[1:] == here[1:]
-                and min(saved[0], here[0]) >= vocab)
+        accepted = (vocab is not None and key.startswith(_VOCAB_KEYS) and saved[1:] == here[1:]
+                    and min(saved[0], here[0]) >= vocab)
+        if accepted and not self._padding_told:
+            self._padding_told = True
+            self._warn("the vocabulary is padded to %d rows in the checkpoint and to %d here (it depends on --tensor-model-parallel-size); "
+                       "the softmax includes the padding, so losses differ a little at first. --make-vocab-size-divisible-by keeps it",
+                       saved[0], here[0])
+        return accepted
 
     def _want(self, place: tuple[str, str], found: Iterator[Piece], source: Mapping[str, str]) -> None:
         """Ask for pieces; source: the stored key of each key."""

@@ -42,7 +42,7 @@ from moe_trainer.checkpoint.sharding import KeyScheme, pieces, rng_key
 from moe_trainer.checkpoint.share import KINDS, Batch, is_counted, replicas, share_out, structure
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
-from moe_trainer.parallel.shards import held_part
+from moe_trainer.parallel.shards import held_parts
 from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,8 @@ def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
             info = info_of(param)
             if is_counted(info, ps):
                 runs[id(param)] = scheme.placements(info, tuple(param.shape))
-                weights[info.kind].pieces += pieces(runs[id(param)], *held_part(param))
+                for part in held_parts(param):
+                    weights[info.kind].pieces += pieces(runs[id(param)], *part)
         for name, buffer in chunk.named_state_buffers():
             info = ParamInfo((name,))
             if is_counted(info, ps):

@@ -1,6 +1,6 @@
 """Gradients and optimizer state of parameters that torch's fully_shard keeps in shards (parallel/fsdp.py applies it).
 
-What is expected of the parameters: a DTensor each, fp32, with its ParamInfo, cut along the first dimension over the ranks that
+What is expected of the parameters: a DTensor each, fp32, with its ParamInfo, cut along one of the first two dimensions over the ranks that
 reduce it (dense: dp_cp, experts: edp; or the part of them in one instance), and their reductions are sums without any
 factor (`set_force_sum_reduction_for_comms(True)`, `set_gradient_divide_factor(1.0)`): gloo can do no other, and the mean
 over dp_cp, which experts take too, is one pass here. The forward gathers parameters in the run's own format, so the shards
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from arguments.optimizer import OptimizerArgs
@@ -23,7 +22,7 @@ from moe_trainer.optim.flat import Slot
 from moe_trainer.optim.flat_state import MOMENTS, Piece, Segment, owned_by_replica
 from moe_trainer.optim.param_groups import group_of
 from moe_trainer.parallel.params import info_of, unique_params
-from moe_trainer.parallel.shards import held_part
+from moe_trainer.parallel.shards import held_parts, part_at, whole
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -37,16 +36,17 @@ class ShardedGrads:
         """`params` in order of use. Raises: ValueError when a parameter carries no ParamInfo."""
         self.finished = 0  # iterations
         self.factor = 1.0 if per_token_loss else 1.0 / ps.dp_cp.size
-        self.slots = tuple(Slot(param, position, *held_part(param)[1:])
-                           for position, param in enumerate(p for p in unique_params(params) if p.requires_grad))
-        for slot in self.slots:
-            info_of(slot.param)
-            assert slot.param.dtype == torch.float32, f"{info_of(slot.param).names[0]}: shards are main parameters, and fp32"
+        self.params = [param for param in unique_params(params) if param.requires_grad]
+        self.slots = tuple(Slot(param, position, start, stop) for position, param in enumerate(self.params)
+                           for _, start, stop in held_parts(param))
+        for param in self.params:
+            name = info_of(param).names[0]
+            assert param.dtype == torch.float32, f"{name}: shards are main parameters, and fp32"
 
     def zero(self) -> None:
         """Begin an iteration."""
-        for slot in self.slots:
-            slot.param.grad = None
+        for param in self.params:
+            param.grad = None
 
     def accumulate(self) -> contextlib.AbstractContextManager:
         """Nothing is different in the micro-batches before the last one."""
@@ -55,15 +55,15 @@ class ShardedGrads:
     @torch.no_grad()
     def finish(self) -> None:
         """Take the mean. Every reduction is complete when its backward is."""
-        for slot in self.slots:
-            if slot.param.grad is None:
-                slot.param.grad = torch.zeros_like(slot.param)
+        for param in self.params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
         self.finished += 1
         self.scale(self.factor)
 
     def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
         """This rank's part of every gradient, flat, in one order on every rank; may be empty."""
-        return ((slot, held_part(slot.param.grad)[0]) for slot in self.slots)
+        return ((slot, part_at(slot.param.grad, slot.start)) for slot in self.slots)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -74,9 +74,8 @@ class ShardedGrads:
 
     def gather(self) -> None:
         """Give every parameter its whole gradient as `main_grad`, after finish(). Collective over its ranks."""
-        for slot in self.slots:
-            grad = slot.param.grad
-            slot.param.main_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for param in self.params:
+            param.main_grad = whole(param.grad)
 
 
 class ShardedState:
@@ -92,7 +91,7 @@ class ShardedState:
                 outer = ps.edp_outer if info_of(slot.param).kind == "expert" else ps.dp_cp_outer
                 group = group_of(slot.param, settings, ps.ep.size > 1)
                 piece = Piece(slot, slot.start, slot.stop, 0, group, outer.rank == 0 and owned_by_replica(slot.param, ps))
-                flat = held_part(slot.param)[0]
+                flat = part_at(slot.param, slot.start)
                 self._moments[piece] = {name: torch.zeros_like(flat) for name in MOMENTS[settings.optimizer]}
 
     @property
@@ -101,19 +100,19 @@ class ShardedState:
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """One per parameter: shards of different parameters lie apart. The gradients are those of this moment."""
-        return [Segment(piece.group, piece.counted, held_part(piece.slot.param)[0], self.grad_of(piece), moments)
+        """One per piece: shards of different parameters lie apart. The gradients are those of this moment."""
+        return [Segment(piece.group, piece.counted, _param_of(piece), self.grad_of(piece), moments)
                 for piece, moments in self._moments.items()]
 
     def grad_of(self, piece: Piece) -> Tensor:
         """The gradient of a piece; empty before the first backward."""
         param = piece.slot.param
-        return held_part(param.grad)[0] if param.grad is not None else torch.empty(0, device=self.device)
+        return part_at(param.grad, piece.start) if param.grad is not None else torch.empty(0, device=self.device)
 
     def kept_of(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """What is kept of a piece, by its checkpoint name. NOTE: fp32_param is the parameter's own storage."""
         if self._half:
-            yield "fp32_param", held_part(piece.slot.param)[0]
+            yield "fp32_param", _param_of(piece)
         yield from self._moments[piece].items()
 
     def scale_grads(self, factor: float) -> None:
@@ -126,3 +125,7 @@ class ShardedState:
 
     def copy_model_to_main(self) -> None:
         """They are one."""
+
+
+def _param_of(piece: Piece) -> Tensor:
+    return part_at(piece.slot.param, piece.start)

@@ -9,8 +9,7 @@ groups) every instance holds all of the model, and the reduced shards are summed
 All reductions are plain sums, since gloo knows no average: the mean is taken over shards, by whoever keeps the gradients
 (optim/fully_sharded.py). All communication goes through collectives.py, so that a hang is told like any other.
 
-Shards are equal cuts of the first dimension; a stack of experts that has fewer of them than edp has ranks is cut along the next
-one, if that divides.
+Shards are cuts of the first dimension, or of the second for a stack of experts whose number edp does not divide.
 
 Rejected: torch's own hybrid mesh (its all-reduce would run unseen, and its groups are those that ParallelState has), and holding
 gradients back until the last microbatch (it takes the memory that sharding saves).
@@ -73,7 +72,8 @@ class FullSharding:
                     shard_placement_fn=functools.partial(_placement, inner.size))
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        module.set_reduce_scatter_unused_params(True)
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13; every rank's experts take part in every backward anyway
+            module.set_reduce_scatter_unused_params(True)
         module.set_custom_all_gather(_AllGather(inner))
         module.set_custom_reduce_scatter(_ReduceScatter(inner))
         if outer.size > 1:
@@ -103,10 +103,9 @@ def _meshes(groups: dict[str, Group], rank: int, device: torch.device) -> dict[s
 
 
 def _placement(ranks: int, param: Parameter) -> Shard:
-    """The first dimension, unless it is one expert's (and few experts would leave ranks without any)."""
-    if param.dim() > 1 and param.shape[0] < ranks and param.shape[0] == 1 and param.shape[1] % ranks == 0:
-        return Shard(1)
-    return Shard(0)
+    """The first dimension; the second for a stack of experts that would leave ranks without any, or with one more than others."""
+    stacked = param.dim() > 1 and info_of(param).stacked
+    return Shard(1) if stacked and param.shape[0] % ranks and param.shape[1] % ranks == 0 else Shard(0)
 
 
 def _leave_sharded(chunk: nn.Module, inputs: tuple, output: Any) -> None:

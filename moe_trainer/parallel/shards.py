@@ -7,21 +7,30 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-def held_part(x: Tensor) -> tuple[Tensor, int, int]:
-    """This rank's part of a parameter or its gradient, as live flat storage, and where it lies: elements [start, stop) of the
-    whole tensor, flattened. A plain tensor is its own part.
+def held_parts(x: Tensor) -> list[tuple[Tensor, int, int]]:
+    """This rank's part of a parameter or its gradient: live flat storage, and where it lies, elements [start, stop) of the whole
+    tensor, flattened. A plain tensor is its own part.
 
-    Only cuts along the first dimension (or the next, where that is 1) are such a range.
+    One entry where the first dimension is cut (maybe an empty one), one per index of the first where the second is.
     """
+    local = x.detach()
     if not isinstance(x, DTensor):
-        flat = x.detach().view(-1)
-        return flat, 0, flat.numel()
-    dim = max((placement.dim for placement in x.placements if isinstance(placement, Shard)), default=0)
-    assert math.prod(x.shape[:dim]) == 1, f"shape {tuple(x.shape)} cut as {x.placements} is no range of elements"
-    flat = x.detach().to_local().view(-1)
+        return [(local.view(-1), 0, local.numel())]
+    cut = [p.dim for p in x.placements if isinstance(p, Shard)]
+    assert len(cut) == 1 and cut[0] in (0, 1), f"cut along other dimensions than the first or second: {x.placements}"
+    local = local.to_local()
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-    start = offset[dim] * math.prod(x.shape[dim + 1:]) if flat.numel() else 0
-    return flat, start, start + flat.numel()
+    if cut == [0]:
+        start = offset[0] * math.prod(x.shape[1:]) if local.numel() else 0
+        return [(local.view(-1), start, start + local.numel())]
+    first = offset[1] * math.prod(x.shape[2:])
+    starts = (index * math.prod(x.shape[1:]) + first for index in range(x.shape[0]))
+    return [(part.view(-1), start, start + part.numel()) for part, start in zip(local.unbind(0), starts, strict=True)]
+
+
+def part_at(x: Tensor, start: int) -> Tensor:
+    """The held part that begins at element `start` of the whole tensor."""
+    return next(part for part, begin, _ in held_parts(x) if begin == start)
 
 
 def whole(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.optim.fully_sharded import ShardedGrads
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import named_generator
-from moe_trainer.parallel.shards import held_part
+from moe_trainer.parallel.shards import held_parts
 from moe_trainer.parallel.state import ParallelState
 
 STEPS, VOCAB, HIDDEN, EXPERTS = 3, 37, 19, 2
@@ -126,7 +126,7 @@ def _both(rank, n, degrees, instances, dtype, per_token):
     grads.gather()
     held = 0
     for (name, whole), param in zip(flat.named_parameters(), model.parameters(), strict=True):
-        part, start, stop = held_part(param)
+        ((part, start, stop),) = held_parts(param)
         main = flat_main.get(whole, whole.detach().flatten())
         torch.testing.assert_close(part, main[start:stop], rtol=tolerance, atol=tolerance, msg=name)
         torch.testing.assert_close(param.main_grad, whole.main_grad, rtol=1e-4, atol=tolerance, msg=name)
