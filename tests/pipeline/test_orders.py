@@ -69,11 +69,13 @@ def test_every_action_once_and_in_a_possible_order(name):
 
 
 def rendezvous(programs, pp, chunks):
-    """Run the programs where a batch of messages ends only when both sides of all its messages have started; True: all end."""
+    """Run the programs where a batch of messages ends only when both sides of all its messages have started, and a rank goes on
+    only when what it has sent is through; True: all end."""
     place = [0] * pp
     started = [set() for _ in range(pp)]  # ids of messages whose end at this rank is started
     open_batches = [[] for _ in range(pp)]  # NCCL: a rank's batches run one after the other
     unlaunched = [[] for _ in range(pp)]
+    leaving = [[] for _ in range(pp)]
 
     def ident(rank, action, is_send):
         return (rank, action) if is_send else source(rank, action, pp, chunks)
@@ -99,7 +101,10 @@ def rendezvous(programs, pp, chunks):
         for rank in range(pp):
             while place[rank] < len(programs[rank]):
                 step = programs[rank][place[rank]]
+                if any(sent in batch for sent in leaving[rank] for batch in (*unlaunched[rank], *open_batches[rank])):
+                    break
                 if isinstance(step, Launch):
+                    leaving[rank] = [ident(rank, a, True) for a in step.sends]
                     unlaunched[rank].append({ident(rank, a, True) for a in step.sends} | {ident(rank, a, False) for a in step.receives})
                 else:
                     pending = [*unlaunched[rank], *open_batches[rank]]
