@@ -33,7 +33,14 @@ class RanksFailed(RuntimeError):
 
     def __init__(self, by_rank: dict[int, str]):
         self.by_rank = by_rank
-        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in sorted(by_rank.items())))
+        ends: dict[str, list[int]] = {}
+        for rank, text in sorted(by_rank.items()):
+            ends.setdefault(text.strip().splitlines()[-1], []).append(rank)
+        lines = [f"rank {', '.join(map(str, ranks))}: {end}" for end, ranks in ends.items()]
+        traceback_of = next((rank for rank, text in sorted(by_rank.items()) if "Traceback" in text), None)
+        if traceback_of is not None:
+            lines += [f"rank {traceback_of} says", by_rank[traceback_of].rstrip()]
+        super().__init__("\n".join(lines))
 
 
 class Pool:
