@@ -1,11 +1,13 @@
-"""kill -9 at random moments of a run that saves every other iteration; every restart goes on from a complete checkpoint."""
+"""kill -9 at random moments of runs that save all the time; every restart goes on from a complete checkpoint."""
 
 import random
 import time
 
 import pytest
-from commands import environment, read_metrics, run, start
+from commands import environment, free_port, read_metrics, run, start
 from train.tiny import MOCK, TINY
+
+from moe_trainer.checkpoint.verify import verify_all
 
 KILLS = 20
 
@@ -33,15 +35,52 @@ def test_twenty_kills_lose_nothing(tmp_path):
         now = int(tracker.read_text()) if tracker.exists() else 0
         assert now >= reached
         reached = now
+    assert_nothing_lost(tmp_path, argv, reached)
+
+
+def assert_nothing_lost(tmp_path, argv, reached, world_size=1):
+    """Go on for four iterations, and do the whole undisturbed: the records must be the same."""
     assert reached > 0
     last = [*argv, "--exit-interval", str(reached + 4)]
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     for folder in (tmp_path, undisturbed):
-        finished = run(last, folder)
+        finished = run(last, folder, world_size)
         assert finished.returncode == 0, finished.stderr
     killed, whole = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
     assert [record["iteration"] for record in killed] == list(range(1, reached + 5)), "an iteration is missing or stands twice"
     for one, other in zip(killed, whole, strict=True):
         for name in ("lm loss", "grad_norm", "learning_rate", "load_balancing_loss", "consumed_samples"):
             assert one[name] == other[name], (one["iteration"], name)
+
+
+RANKS = 4
+MAPPING = ("--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+           "--use-distributed-optimizer --distributed-timeout-seconds-after-init 20").split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [[], ["--async-save", "--ckpt-assume-constant-structure"]], ids=["sync", "async"])
+def test_killing_one_of_four_ranks_loses_nothing(tmp_path, extra):
+    """TP 2, PP 2, a save after every iteration: the others end by themselves, and the restart finds a complete checkpoint."""
+    argv = [*TINY, *MOCK, *MAPPING, *extra, "--train-iters", "400", "--save", "ckpt", "--load", "ckpt", "--save-interval", "1",
+            "--save-retain-interval", "100", "--metrics-file", "metrics.jsonl"]
+    chance, reached, tracker = random.Random(3), 0, tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
+    for number in range(4):
+        common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [start(argv, tmp_path, environment(RANK=str(rank), LOCAL_RANK=str(rank), **common)) for rank in range(RANKS)]
+        deadline = time.monotonic() + 300
+        while not (tracker.exists() and int(tracker.read_text()) > reached):
+            assert time.monotonic() < deadline, "the job did not get as far as its first save"
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, 0.4))
+        victim = ranks[number]
+        victim.kill()
+        said = [process.communicate(timeout=120)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [-9 if process is victim else 3 for process in ranks], said
+        now = int(tracker.read_text())
+        assert now > reached
+        reached = now
+        assert verify_all(tmp_path / "ckpt" / f"iter_{now:07d}").problems == []
+    assert_nothing_lost(tmp_path, argv, reached, RANKS)
+    assert not list((tmp_path / "ckpt").glob("*.tmp-*")) and not list((tmp_path / "ckpt").glob("*.old-*"))
