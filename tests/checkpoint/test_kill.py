@@ -80,8 +80,8 @@ def _go_on(rank, n, folder, expected):
     save(folder, *_content(ps, 9), ps, SaveOptions())
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("point", "asynchronous"), [*((point, False) for point in POINTS), ("writing", True), ("committing", True),
+                                                     ("tracker", True)])
 def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint(tmp_path, point, asynchronous):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(_save_and_die, 4, tmp_path, point, asynchronous)
