@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from arguments import ArgumentError, Arguments, check_machine
 from arguments.machine import check_packages, environment_defaults
-from moe_trainer.parallel.state import ParallelState, group_table, plan_groups
-from moe_trainer.parallel.trace import CommunicationError, backend_reason
+from moe_trainer.parallel.state import ParallelState, communicator_timeout, group_table, plan_groups
+from moe_trainer.parallel.trace import CommunicationError, backend_reason, is_communication_failure
 from moe_trainer.place import Place
 from moe_trainer.shape.layout import chunk_layouts, embedding_stages
 
@@ -76,7 +76,13 @@ def make_groups(args: Arguments, place: Place, timeout: datetime.timedelta) -> P
     )
     if parallel.print_groups and place.rank == 0:
         print(f"groups of {place.world_size} ranks:\n{group_table(plan_groups(place.world_size, **sizes))}", flush=True)
-    return ParallelState.create(place.world_size, place.rank, **sizes, timeout=timeout)
+    try:
+        return ParallelState.create(place.world_size, place.rank, **sizes, timeout=timeout)
+    except RuntimeError as error:
+        if not is_communication_failure(error):
+            raise
+        raise CommunicationError(
+            f"start-up: not all of the {place.world_size} ranks came to make the process groups ({backend_reason(error)})") from error
 
 
 def fit_machine(args: Arguments, arch: int | None) -> None:
@@ -162,15 +168,6 @@ def _join(args: Arguments, place: Place, device: torch.device) -> dist.Store:
             f"start-up: the {place.world_size} ranks did not all meet at {place.master_addr}:{place.master_port} within "
             f"{args.parallel.distributed_timeout_minutes} minutes ({backend_reason(error)})") from error
     return store
-
-
-def communicator_timeout(seconds: float, device: torch.device) -> datetime.timedelta:
-    """The timeout to give the communicators themselves, for collectives that may take so many seconds.
-
-    On the CPU the same. NCCL's own is longer: it kills the process with a message of its own, and guard/watchdog.py, which
-    can say where in the program and what the others are doing, should be first.
-    """
-    return datetime.timedelta(seconds=seconds if device.type == "cpu" else seconds + 120.0)
 
 
 def set_seeds(args: Arguments, ps: ParallelState) -> None:

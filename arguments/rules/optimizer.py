@@ -181,6 +181,7 @@ def shards_need_whole_backwards(s: Settings, f: Facts) -> Iterator[Violation]:
         ("delay_wgrad_compute", s.delay_wgrad_compute),
         ("overlap_moe_expert_parallel_comm", s.overlap_moe_expert_parallel_comm),
         ("overlap_dispatch_backward_with_experts_wgrad", s.overlap_dispatch_backward_with_experts_wgrad),
+        ("defer_embedding_wgrad_compute", s.defer_embedding_wgrad_compute),
     ):
         if put_off:
             yield broken(

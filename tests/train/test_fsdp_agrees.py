@@ -1,9 +1,11 @@
 """Fully sharded data parallelism equals one process: losses, every gradient, norms, weights after three steps."""
 
 import pytest
+import torch
 from harness import run_ranks
-from train.layouts import FP32, argv_of, compare, train, train_ranks
+from train.layouts import FP32, argv_of, compare, groups_of, train, train_ranks
 
+from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel.state import ParallelState
 
 TORCH = "--use-torch-fsdp2"
@@ -50,3 +52,28 @@ def test_sharded_equals_one_process(n):
         if differences:
             wrong[kind, flags] = [str(difference) for difference in differences[:3]]
     assert not wrong, wrong
+
+
+def crowded(rank, n, argvs):
+    """Every token goes to the first experts: the other ranks of ep receive nothing."""
+    forward = TopKRouter.forward
+
+    def patched(self, *args, **kwargs):
+        probs_TE, routing_TE = forward(self, *args, **kwargs)
+        topk = int(routing_TE[0].sum())
+        chosen = torch.zeros_like(routing_TE)
+        chosen[:, :topk] = True
+        weights = probs_TE[routing_TE].view(-1, topk)
+        return torch.zeros_like(probs_TE).masked_scatter(chosen, weights), chosen
+
+    TopKRouter.forward = patched
+    return [train(argv, rank, groups_of(argv, rank, n), 2) for argv in argvs]
+
+
+def test_experts_that_receive_nothing():
+    experts = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    argvs = [[*argv_of("accumulation"), *flags.split()] for flags in (experts, f"{experts} {MEGATRON}")]
+    whole, sharded = run_ranks(crowded, 4, argvs, timeout=240.0)[0]
+    idle = [name for name in whole.grads if ".local_experts.7." in name]
+    assert idle and all(not whole.grads[name].any() for name in idle)
+    assert compare(whole, sharded, FP32) == []
