@@ -13,14 +13,11 @@ from __future__ import annotations
 import datetime
 import gc
 import logging
-import os
 import resource
 import time
 from contextlib import ExitStack
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from arguments import Arguments
@@ -30,12 +27,12 @@ from moe_trainer.data.build import AnyDataset
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import user_input
 from moe_trainer.guard.bulletin import Bulletin
+from moe_trainer.guard.patience import Patience
 from moe_trainer.guard.signals import ExitSignal
 from moe_trainer.guard.watchdog import Watchdog
-from moe_trainer.initialize import Runtime, communicator_timeout, initialize
+from moe_trainer.initialize import Runtime, initialize
 from moe_trainer.memory.host_allocator import keep_freed_memory
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.model.weights import export_named_weights
 from moe_trainer.optim.schedule_record import schedule_record
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import close_groups
@@ -55,6 +52,8 @@ from moe_trainer.run import (
     resume,
 )
 from moe_trainer.shape.flops import training_flops
+from moe_trainer.train_agreement import agree
+from moe_trainer.train_export import export_weights
 from moe_trainer.train_step import run_microbatches, shared_sums, train_step
 
 logger = logging.getLogger(__name__)
@@ -84,6 +83,9 @@ def watch(args: Arguments, runtime: Runtime) -> Watchdog:
 def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: float) -> int:
     """Everything between joining the other ranks and leaving them. Returns the exit code."""
     announce(args, runtime)
+    parallel = args.parallel
+    patience = Patience(runtime.ps, watchdog, runtime.device, parallel.distributed_timeout_minutes * 60.0,
+                        parallel.distributed_timeout_seconds_after_init)
     with user_input("tokenizer"):
         tokenizer = build_tokenizer(args.data)
     run = build_run(args, runtime, tokenizer)
@@ -97,11 +99,12 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
         print_rank_0(runtime, "skipping training (--skip-train is on) ...")
     else:
         print_rank_0(runtime, "training ...")
-        reason = train(run, state, started, watchdog)
+        reason = train(run, state, started, patience)
     if reason is None:
         print_datetime(runtime, "after training is done")
-        finish(run, state)
-    with user_input("--save"):
+        with patience.longer():
+            finish(run, state)
+    with patience.longer(), user_input("--save"):
         run.saver.finish()
     if run.metrics is not None:
         run.metrics.close()
@@ -123,7 +126,7 @@ def print_datetime(runtime: Runtime, text: str) -> None:
     print_rank_0(runtime, f"[{text}] datetime: {datetime.datetime.now().strftime('%Y-%m-%d %H:%M:%S')} ")
 
 
-def train(run: Run, state: TrainState, started: float, watchdog: Watchdog) -> str | None:
+def train(run: Run, state: TrainState, started: float, patience: Patience) -> str | None:
     """Train until the last iteration or an exit condition.
 
     Returns: None at the end, else the reason for leaving early, as the log prints it.
@@ -141,29 +144,23 @@ def train(run: Run, state: TrainState, started: float, watchdog: Watchdog) -> st
         while state.iteration < run.train_iters:
             train_iteration(run, state)
             if first:
-                shorten_timeouts(run, watchdog)
+                patience.shorten()
             first = False
             if evaluation_is_due(run, state):
-                validate(run, state, f"iteration {state.iteration}")
+                with patience.longer():
+                    validate(run, state, f"iteration {state.iteration}")
             if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
                 gc.collect()
-            with user_input("--save"):
-                run.saver.poll()
-            reason = reason_to_leave(run, state, started, exit_signal)
+            saving, reason = agree(run, state, started, exit_signal)
+            if run.saver.under_way and not saving:
+                with patience.longer(), user_input("--save"):
+                    run.saver.finish()
             if run.args.output.save is not None and (save_is_due(run, state) or reason is not None):
-                save_checkpoint(run, state)
+                with patience.longer():
+                    save_checkpoint(run, state)
             if reason is not None:
                 return reason
     return None
-
-
-def shorten_timeouts(run: Run, watchdog: Watchdog) -> None:
-    """The first iteration of this process is done, with whatever had to be made for it: give hangs less time from now on."""
-    seconds = run.args.parallel.distributed_timeout_seconds_after_init
-    if seconds is not None:
-        collectives.barrier(run.ps.world)  # nobody is in the middle of the first iteration any more
-        run.ps.set_timeout(communicator_timeout(seconds, run.runtime.device))
-        watchdog.timeout = seconds
 
 
 def train_iteration(run: Run, state: TrainState) -> None:
@@ -278,22 +275,6 @@ def evaluate(run: Run, state: TrainState, where: str, kind: str, dataset: AnyDat
     return microbatches * micro * ps.dp.size
 
 
-def reason_to_leave(run: Run, state: TrainState, started: float, exit_signal: ExitSignal | None) -> str | None:
-    """Return why the run should save and leave now, in Megatron-LM's words, or None."""
-    training = run.args.training
-    if exit_signal is not None and exit_signal.received_by_any(run.ps.world, run.runtime.device):
-        return f"exiting program after receiving {exit_signal.name}."
-    if training.exit_duration_in_mins is not None:
-        minutes = torch.tensor((time.time() - started) / 60.0, device=run.runtime.device)
-        # the slowest clock decides, on all ranks alike
-        minutes = collectives.all_reduce(minutes, run.ps.world, op="max").item()
-        if minutes > training.exit_duration_in_mins:
-            return f"exiting program after {minutes} minutes"
-    if training.exit_interval is not None and state.iteration % training.exit_interval == 0:
-        return f"exiting program at iteration {state.iteration}"
-    return None
-
-
 def finish(run: Run, state: TrainState) -> None:
     """What follows the last iteration: save, validate, test, export."""
     output, training = run.args.output, run.args.training
@@ -304,24 +285,7 @@ def finish(run: Run, state: TrainState) -> None:
     if run.datasets.test is not None and training.eval_iters > 0:
         evaluate(run, state, f"iteration {state.iteration} on test set", "test", run.datasets.test, 0, False)
     if output.export_weights is not None:
-        run.optimizer.wait_params()
-        weights = {name: tensor.cpu().contiguous() for name, tensor in export_named_weights(run.chunks, run.ps)
-                   if run.runtime.place.rank == 0}
-        if run.runtime.place.rank == 0:
-            with user_input(f"--export-weights {output.export_weights}"):
-                write_weights(weights, output.export_weights)
-            logger.info("%d tensors written to %s", len(weights), output.export_weights)
-
-
-def write_weights(weights: dict[str, Tensor], path: str) -> None:
-    """Write a safetensors file that others may read as the user's other files (safetensors makes it private)."""
-    try:
-        save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    mask = os.umask(0)
-    os.umask(mask)
-    os.chmod(path, 0o666 & ~mask)
+        export_weights(run, output.export_weights)
 
 
 def save_is_due(run: Run, state: TrainState) -> bool:

@@ -55,36 +55,29 @@ class AsyncSaver:
     def __init__(self) -> None:
         self._pending: PendingSave | None = None
         self._written: Future[None] | None = None
-        self._ps: ParallelState | None = None
-        self._worker = ThreadPoolExecutor(1, "checkpoint")
-        if torch.cuda.is_available():
-            # a new thread starts on GPU 0; this one must stay on its rank's own
-            self._worker = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device, (torch.cuda.current_device(),))
+        # a new thread starts on GPU 0; this one must stay on its rank's own
+        on_device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else ()
+        self._worker = ThreadPoolExecutor(1, "checkpoint", *on_device)
 
     def start(self, directory: str | Path, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None,
               ps: ParallelState, options: SaveOptions) -> None:
         """Copy this rank's share to host memory and begin to write it. Finishes an earlier save first."""
         self.finish()
-        self._ps = ps
         self._pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=True)
         self._written = self._worker.submit(self._pending.write)
 
-    def poll(self) -> bool:
-        """Call once per iteration, on every rank: commits the save if all ranks have written their share.
+    @property
+    def under_way(self) -> bool:
+        """Whether a save has been started and not yet been committed; the same on every rank."""
+        return self._pending is not None
 
-        Returns: True when no save is under way any more.
-        Communication: one flag per rank while a save is under way, nothing otherwise.
-        Raises: CheckpointError when the save failed on any rank.
-        """
-        if self._pending is None:
-            return True
-        if not all(collectives.all_gather_object(self._written.done(), self._ps.world)):
-            return False
-        self.finish()
-        return True
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's share is still being written; ask all ranks before `finish` to keep from waiting in it."""
+        return self._written is not None and not self._written.done()
 
     def finish(self) -> None:
-        """Wait for the save under way and commit it. Call before exit and before a synchronous save.
+        """Wait for the save under way, if there is any, and commit it. Collective. Call before exit and before a synchronous save.
 
         Raises: CheckpointError when the save failed on any rank.
         """
@@ -114,7 +107,7 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
     state, scalars, from_megatron = _together(lambda: common_state.parse(common_state.read(folder, index)), ps)
     with_optim = optimizer is not None and options.load_optim and not options.finetune
     with_main = optimizer is not None and options.load_main_params and not with_optim
-    loader = Loader(folder, index, options, state.args)
+    loader = Loader(folder, index, options, state.args, speaks=ps.world.rank == 0)
     _together(lambda: _want(loader, chunks, optimizer, with_optim, with_main), ps)
     loader.divide(ps)
     _together(loader.read, ps)

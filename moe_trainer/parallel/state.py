@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout as _set_timeout  # torch has no public name for it
@@ -195,6 +196,15 @@ class _Factory:
                 mine = Group(name, ranks, ranks.index(self.rank), len(ranks), self.handles.get((lane, ranks)), self.trace)
         assert mine is not None, f"rank {self.rank} is in no {name} group"
         return mine
+
+
+def communicator_timeout(seconds: float, device: torch.device) -> timedelta:
+    """The timeout to give the communicators themselves, for collectives that may take so many seconds.
+
+    On the CPU the same. NCCL's own is longer: it kills the process with a message of its own, and guard/watchdog.py, which
+    can say where in the program and what the others are doing, should be first.
+    """
+    return timedelta(seconds=seconds if device.type == "cpu" else seconds + 120.0)
 
 
 def close_groups(ps: ParallelState) -> None:

@@ -209,9 +209,8 @@ def test_an_unforeseen_crash_in_the_background_surfaces(tmp_path, monkeypatch):
     monkeypatch.setattr("moe_trainer.checkpoint.saving.PendingSave.write", lambda self: {}["gone"])
     saver.start(tmp_path, CheckpointState(3, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
     with pytest.raises(CheckpointError, match="KeyError.*gone"):
-        while not saver.poll():
-            pass
-    assert saver.poll() and list(tmp_path.iterdir()) == []
+        saver.finish()
+    assert not saver.under_way and list(tmp_path.iterdir()) == []
 
 
 def test_leftovers_of_dead_runs_are_cleaned_and_live_ones_are_left(saved):

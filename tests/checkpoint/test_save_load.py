@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from dataclasses import replace
 
 import numpy
@@ -203,7 +204,7 @@ def test_strictness(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("rows", [640, 384])
-def test_another_padding_of_the_vocabulary_is_accepted_if_the_vocabulary_is_the_same(tmp_path, rows):
+def test_another_padding_of_the_vocabulary_is_accepted_if_the_vocabulary_is_the_same(tmp_path, rows, caplog):
     saved, saved_optimizer = save_one(tmp_path)
     model = FakeModel(vocab=rows, seed=3, expert_bias=True)
     optimizer = FakeOptimizer(model, SINGLE, seed=3)
@@ -211,6 +212,7 @@ def test_another_padding_of_the_vocabulary_is_accepted_if_the_vocabulary_is_the_
     with pytest.raises(CheckpointError, match="embedding.word_embeddings.weight"):
         load(tmp_path, [model], optimizer, SINGLE, OPTIONS)
     load(tmp_path, [model], optimizer, SINGLE, replace(OPTIONS, vocab_size=380))
+    assert caplog.text.count(f"padded to 512 rows in the checkpoint and to {rows} here") == 1
     both = min(rows, 512)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert torch.equal(model.table[name][:both], saved.table[name][:both])
@@ -276,13 +278,16 @@ def _rank_mixed(rank, size, folder):
     save(folder / "sync", state(), [model], optimizer, ps, SaveOptions())
     random.setstate(random.Random(0).getstate())
     saver = AsyncSaver()
-    assert saver.poll()
+    assert not saver.under_way
     saver.start(folder / "async", state(), [model], optimizer, ps, SaveOptions())
     with torch.no_grad():
         for tensor in (*model.parameters(), *(held.tensor for held in optimizer.held)):
             tensor.zero_()
-    while not saver.poll():
-        pass
+    assert saver.under_way
+    while saver.writing:
+        time.sleep(0.01)
+    saver.finish()
+    assert not saver.under_way
     assert latest_iteration(folder / "async") == 3
     saver.start(folder / "async", state(6), [model], optimizer, ps, SaveOptions())
     saver.start(folder / "async", state(9), [model], optimizer, ps, SaveOptions())

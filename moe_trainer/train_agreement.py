@@ -1,0 +1,45 @@
+"""What all ranks settle together between two iterations: has the checkpoint under way been written, and is it time to leave?
+
+Clocks, signals and disks differ by rank, so none of them may decide for itself. Everything goes into one small reduction, and
+that only where a flag asks for it or a checkpoint is being written.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from moe_trainer.guard.signals import ExitSignal
+from moe_trainer.parallel import collectives
+from moe_trainer.run import Run, TrainState
+
+
+class Agreement(NamedTuple):
+    """The same on every rank. saving: some rank still writes its share of a checkpoint. reason: why to save and leave now, in
+    Megatron-LM's words, or None."""
+
+    saving: bool
+    reason: str | None
+
+
+def agree(run: Run, state: TrainState, started: float, exit_signal: ExitSignal | None) -> Agreement:
+    """Ask every rank. started: when the program began, by time.time().
+
+    Communication: three float32 to a maximum over the world, if anything depends on the ranks.
+    """
+    training = run.args.training
+    signalled, minutes, saving = False, 0.0, False
+    if exit_signal is not None or training.exit_duration_in_mins is not None or run.saver.under_way:
+        mine = [exit_signal is not None and exit_signal.received, (time.time() - started) / 60.0, run.saver.writing]
+        facts = torch.tensor(mine, dtype=torch.float32, device=run.runtime.device)
+        # one signal is enough, the slowest clock decides, and so does the slowest disk
+        signalled, minutes, saving = collectives.all_reduce(facts, run.ps.world, op="max").tolist()
+    if signalled:
+        return Agreement(bool(saving), f"exiting program after receiving {exit_signal.name}.")
+    if training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins:
+        return Agreement(bool(saving), f"exiting program after {minutes} minutes")
+    if training.exit_interval is not None and state.iteration % training.exit_interval == 0:
+        return Agreement(bool(saving), f"exiting program at iteration {state.iteration}")
+    return Agreement(bool(saving), None)

@@ -1,0 +1,80 @@
+"""Timeouts that shorten after the start and lengthen where one rank works for all, and what ranks agree on between iterations."""
+
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import run_ranks
+
+from moe_trainer.guard.patience import Patience
+from moe_trainer.guard.watchdog import Watchdog
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.trace import CommunicationError
+from moe_trainer.train_agreement import agree
+
+CPU = torch.device("cpu")
+
+
+def wait_for_a_slow_rank(rank, n):
+    ps = ParallelState.create(n, rank, timeout=timedelta(seconds=30))
+    watchdog = Watchdog(ps.trace, n, None, 30.0)  # not entered: the communicators' own timeouts are looked at
+    patience = Patience(ps, watchdog, CPU, 30.0, 1.0)
+    with patience.longer():
+        assert watchdog.timeout == 30.0
+    patience.shorten()
+    assert watchdog.timeout == 1.0
+    with patience.longer():
+        assert watchdog.timeout == 30.0
+        if rank == 0:
+            time.sleep(3)  # the others wait at the end of the block, or here:
+        collectives.all_reduce(torch.ones(1), ps.dp)
+    assert watchdog.timeout == 1.0
+    begin = time.monotonic()
+    if rank == 0:
+        time.sleep(4)
+    else:
+        with pytest.raises(CommunicationError):
+            collectives.all_reduce(torch.ones(1), ps.dp)
+        assert time.monotonic() - begin < 3
+    ps.set_timeout(timedelta(seconds=30))  # the harness ends with a barrier
+
+
+def test_a_slow_save_is_no_hang_and_a_hang_afterwards_is_one():
+    run_ranks(wait_for_a_slow_rank, 2, timeout=60.0)
+
+
+def test_without_the_flag_nothing_changes():
+    watchdog = SimpleNamespace(timeout=600.0)
+    patience = Patience(ParallelState.single(), watchdog, CPU, 600.0, None)
+    patience.shorten()
+    with patience.longer():
+        assert watchdog.timeout == 600.0
+    assert watchdog.timeout == 600.0
+
+
+def settle(rank, n):
+    """What rank 1 alone knows, every rank is told."""
+    ps = ParallelState.create(n, rank)
+
+    def ask(signalled=False, writing=False, duration=None, interval=None, started=time.time()):
+        training = SimpleNamespace(exit_duration_in_mins=duration, exit_interval=interval)
+        run = SimpleNamespace(args=SimpleNamespace(training=training), saver=SimpleNamespace(under_way=writing is not None, writing=bool(writing)),
+                              runtime=SimpleNamespace(device=CPU), ps=ps)
+        return agree(run, SimpleNamespace(iteration=6), started, SimpleNamespace(received=signalled, name="SIGTERM"))
+
+    one = rank == 1
+    assert ask() == (False, None)
+    assert ask(writing=one) == (True, None)
+    assert ask(signalled=one) == (False, "exiting program after receiving SIGTERM.")
+    saving, reason = ask(duration=5, started=time.time() - 600 * one)
+    assert not saving and reason.startswith("exiting program after 10.0")
+    assert ask(duration=5) == (False, None)
+    assert ask(writing=one, interval=3) == (True, "exiting program at iteration 6")
+    assert ask(interval=4) == (False, None)
+
+
+def test_what_one_rank_knows_all_act_upon():
+    run_ranks(settle, 3)
