@@ -15,6 +15,7 @@ test_trace.py). On CUDA a call also records an event behind itself, since the ho
 
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
@@ -98,13 +99,12 @@ class Trace:
     def __init__(self, rank: int = 0):
         self.rank = rank
         self.iteration: int | None = None
-        self.microbatch: int | None = None
-        self.layer = ""
         self.open: dict[int, Call] = {}  # those that the host waits in, and those that the GPU has not done
         self.last: Call | None = None  # the newest call, open or not
         self.failed: Call | None = None
         self.progress = 0  # calls begun so far
         self._phase = ""
+        self._here = threading.local()  # two passes may run in two threads, and backward on a GPU has one of its own
         self._counts: dict[str, int] = {}  # calls by group
 
     @property
@@ -115,6 +115,24 @@ class Trace:
     @phase.setter
     def phase(self, name: str) -> None:
         self._phase, self.layer = name, ""
+
+    @property
+    def layer(self) -> str:
+        """The layer that this thread is in, forward or backward."""
+        return getattr(self._here, "layer", "")
+
+    @layer.setter
+    def layer(self, name: str) -> None:
+        self._here.layer = name
+
+    @property
+    def microbatch(self) -> int | None:
+        """The one that this thread works on, from 1."""
+        return getattr(self._here, "microbatch", None)
+
+    @microbatch.setter
+    def microbatch(self, number: int | None) -> None:
+        self._here.microbatch = number
 
     def begin(self, operation: str, group: str, ranks: tuple[int, ...]) -> Call:
         """Open a call; the caller's caller is the place."""

@@ -1,5 +1,7 @@
 """Which layer a collective belongs to, in forward and in backward."""
 
+import threading
+
 import torch
 from torch import nn
 
@@ -48,3 +50,20 @@ def test_nothing_is_hooked_where_nothing_is_differentiated():
     with torch.no_grad():
         layer(torch.ones(2))
     assert trace.layer == "decoder.layers.0"
+
+
+def test_two_threads_are_in_two_places():
+    trace = Trace()
+    trace.layer, trace.microbatch = "decoder.layers.3", 2
+    seen = []
+
+    def other():
+        before = trace.layer, trace.microbatch
+        trace.layer, trace.microbatch = "backward of decoder.layers.1", 1
+        seen.extend([before, trace.begin("all_to_all", "ep", (0, 1)).site()])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen[0] == ("", None) and "backward of decoder.layers.1, microbatch 1" in seen[1]
+    assert (trace.layer, trace.microbatch) == ("decoder.layers.3", 2)
