@@ -93,7 +93,13 @@ def _model(dice: random.Random, mapping: Mapping) -> dict[str, object]:
         values |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": _chance(dice, 0.5)}
         values["moe_shared_expert_overlap"] = _chance(dice, 0.3)
     if _chance(dice, 0.3):
-        values["mtp_num_layers"] = dice.choice((1, 1, 2))
+        values |= {"mtp_num_layers": dice.choice((1, 1, 2)), "mtp_use_repeated_layer": _chance(dice, 0.2)}
+    elif kind != "latent" and _chance(dice, 0.2):
+        values["position_embedding_type"] = "learned_absolute"
+    if _chance(dice, 0.3):
+        values["normalization"] = "LayerNorm"
+    if _chance(dice, 0.15) and values["position_embedding_type"] == "rope":
+        values |= {"window_size": (5, 0)} if _chance(dice, 0.5) else {"no_rope_freq": 2}
     return values
 
 
@@ -145,7 +151,8 @@ def _batch(dice: random.Random, mapping: Mapping) -> dict[str, object]:
     return {
         "micro_batch_size": micro, "global_batch_size": micro * accumulation * mapping.dp, "seq_length": length,
         "max_position_embeddings": length, "train_iters": STEPS, "lr": LEARNING_RATE, "lr_decay_style": "constant", "adam_eps": 1e-5,
-        "clip_grad": dice.choice((0.5, 1.0)), "calculate_per_token_loss": _chance(dice, 0.25), "eval_iters": 0, "mock_data": True,
+        "clip_grad": dice.choice((0.5, 1.0)), "decoupled_lr": dice.choice((None, None, 2 * LEARNING_RATE)),
+        "optimizer": dice.choice(("adam", "adam", "adam", "sgd")), "calculate_per_token_loss": _chance(dice, 0.25), "eval_iters": 0, "mock_data": True,
         "tokenizer_type": "NullTokenizer", "vocab_size": VOCAB, "reset_position_ids": _chance(dice, 0.15),
         "reset_attention_mask": _chance(dice, 0.15), "dataloader_inter_document_masking": _chance(dice, 0.05),
         "eod_mask_loss": _chance(dice, 0.15),
@@ -171,12 +178,14 @@ def _stages(dice: random.Random, mapping: Mapping, values: dict[str, object]) ->
     elif kind == "layout":
         stages = ["t" * dice.choice((0, 1, 1, 2)) for _ in range(pp * vpp)]
         stages[0] = stages[0] or "t"
-        stages[-1] += "m" * mtp
+        alone = mtp and pp > 2 and _chance(dice, 0.5)
+        stages[-1] = "" if alone else stages[-1]
+        stages[-2 if alone else -1] += "m" * mtp
         layers = max("".join(stages).count("t"), 1)
         found["pipeline_model_parallel_layout"] = "|".join(["E" + stages[0], *stages[1:]]) + "L"
     found["num_layers"] = layers
     if layers > 1 and _chance(dice, 0.4):
-        found["moe_layer_freq"] = [0] + [1] * (layers - 1)
+        found["moe_layer_freq"] = dice.choice((2, [0] + [1] * (layers - 1)))
     return found
 
 

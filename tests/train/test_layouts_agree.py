@@ -7,6 +7,7 @@ factorisation of 2, 4 and 8 ranks, two models each with their options - takes mi
 """
 
 import functools
+import random
 
 import pytest
 from harness import run_ranks
@@ -14,9 +15,10 @@ from train.features import FEATURES, covering, features
 from train.layouts import KINDS, Outcome, argv_of, compare, train, train_ranks
 
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.proof.mapping import Mapping
 from moe_trainer.proof.pool import Pool
 from moe_trainer.proof.prove import prove
-from moe_trainer.proof.random_layouts import matrix
+from moe_trainer.proof.random_layouts import draw, matrix
 
 MODELS = 2
 GLOBAL_LOSS = ["--moe-router-load-balancing-type", "global_aux_loss", "aux_loss", "--moe-aux-loss-coeff", "1e-1", "1e-2"]
@@ -49,7 +51,8 @@ def assert_all_equal(cases, ranks: int) -> None:
 
 
 def test_every_feature_on_few_ranks():
-    cases = covering([*matrix(2, MODELS), *matrix(4, MODELS)])
+    deep = [draw(random.Random(number), Mapping(pp=4)) for number in range(60)]  # a stage for MTP alone needs stages
+    cases = covering([*matrix(2, MODELS), *matrix(4, MODELS), *filter(None, deep)])
     assert frozenset().union(*map(features, cases)) == FEATURES.keys() and len(cases) <= 15
     assert_all_equal(cases, 4)
 

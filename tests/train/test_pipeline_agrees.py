@@ -10,6 +10,7 @@ from moe_trainer.parallel.state import ParallelState
 
 EIGHT = ["--num-layers", "8"]
 PP2, PP4 = (["--pipeline-model-parallel-size", size] for size in "24")
+LATE_HEAD = ["--defer-embedding-wgrad-compute"]
 ZERO_BUBBLE = ["--pipeline-schedule", "zero-bubble"]
 MTP = ["--mtp-num-layers", "1", "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"]
 MTP2 = ["--mtp-num-layers", "2", "--position-embedding-type", "rope"]
@@ -59,6 +60,10 @@ CASES = {
     "pp3 tp2 vpp2, two MTP depths apart, tied": (6, "biases, tied head", [*EIGHT, *MTP2, "--global-batch-size", "12"], [
         "--pipeline-model-parallel-size", "3", *layout("Et|t|tt|ttt|tmm|L"), "--tensor-model-parallel-size", "2",
         "--expert-tensor-parallel-size", "1"]),
+    "head's gradient last, pp2": (2, "distributed optimizer, overlap", [], [*PP2, *LATE_HEAD]),
+    "head's gradient two late, pp2 vpp2": (2, "accumulation", [], [
+        *PP2, "--num-virtual-stages-per-pipeline-rank", "2", *LATE_HEAD, "--wgrad-deferral-limit", "2"]),
+    "head's gradient last, tied": (2, "biases, tied head", [], [*PP2, *LATE_HEAD]),
     "pp4, accumulation": (4, "accumulation", [], PP4),
     "pp2 dp2": (4, "plain", [], [*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]),
     "pp2 vpp2 ep2": (4, "plain", ["--global-batch-size", "16"], [
