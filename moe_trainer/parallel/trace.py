@@ -9,7 +9,7 @@ Where in the program is known from three sides, none of which costs a collective
 (`Timers` passes its names on), hooks at the layers say which layer and direction (guard/places.py), and the line of code is the
 innermost frame outside parallel/ and torch, remembered as a code object and resolved only when somebody asks.
 
-Cost: 1 to 2 microseconds a call (a collective takes 50 and more on gloo, 20 on NCCL; measured in tests/parallel/
+Cost: about 2 microseconds a call (a collective takes 50 and more on gloo, 20 on NCCL; measured in tests/parallel/
 test_trace.py). On CUDA a call also records an event behind itself, since the host returns long before the GPU has done it.
 """
 

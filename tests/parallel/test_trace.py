@@ -103,7 +103,11 @@ def test_a_rank_that_waits_in_vain_says_where(kind, told):
 
 def test_a_call_costs_microseconds():
     trace, x = Trace(), torch.ones(1)
-    begin = time.perf_counter()
-    for _ in range(2000):
-        communicate(trace, "dp", (0, 1), "all_reduce", x, False, int)
-    assert (time.perf_counter() - begin) / 2000 < 50e-6  # 1.7e-6 on a quiet machine
+
+    def batch():
+        begin = time.perf_counter()
+        for _ in range(200):
+            communicate(trace, "dp", (0, 1), "all_reduce", x, False, int)
+        return (time.perf_counter() - begin) / 200
+
+    assert min(batch() for _ in range(20)) < 50e-6  # 2e-6 on a quiet machine
