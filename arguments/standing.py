@@ -258,8 +258,6 @@ IDLE = MappingProxyType(
         "use_ring_exchange_p2p": "stages exchange the same messages by sending and receiving",
         "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication covers warm-up and flush here",
         "pipeline_model_parallel_comm_backend": "stages talk over --distributed-backend; results do not depend on it",
-        "defer_embedding_wgrad_compute": "the head's weight gradient is part of its backward; --pipeline-schedule zero-bubble defers all",
-        "wgrad_deferral_limit": "it limits --defer-embedding-wgrad-compute, which has no effect here",
         "use_gloo_process_groups": "gloo groups are made where they are needed",
         "align_grad_reduce": "every stage reduces a bucket of gradients as soon as it is complete",
         "align_param_gather": "every stage gathers its parameters right behind its optimizer step, in order of use",
@@ -400,6 +398,7 @@ NEEDS = (
     (("save",), "async_save save_retain_interval no_save_optim no_save_rng"),
     (("load", "pretrained_checkpoint"), "finetune no_load_optim no_load_rng use_checkpoint_args"),
     (("use_checkpoint_args",), "use_mp_args_from_checkpoint_args"),
+    (("defer_embedding_wgrad_compute",), "wgrad_deferral_limit"),
     (("manual_gc",), "manual_gc_interval manual_gc_eval"),
 )
 """(any of these must be on, for these to have an effect)."""

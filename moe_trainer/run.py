@@ -49,10 +49,12 @@ from moe_trainer.optim.schedules import (
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.fsdp import FullSharding
 from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import Schedule, choose
 from moe_trainer.report.metrics import LogOptions, MetricsLogger
 from moe_trainer.report.profiler import Profiler
 from moe_trainer.report.timers import Timers
+from moe_trainer.shape import deferral
 from moe_trainer.shape.vocab import vocab_rows
 
 logger = logging.getLogger(__name__)
@@ -174,9 +176,11 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
     """Where the gradients of the model are kept; shards the model first where that is asked for. Collective."""
     ps, parallel, per_token = runtime.ps, args.parallel, args.training.calculate_per_token_loss
     strategy = parallel.data_parallel_sharding_strategy if parallel.use_megatron_fsdp else "optim_grads_params"
-    if (parallel.use_torch_fsdp2 or parallel.use_megatron_fsdp) and strategy in ("optim_grads", "optim_grads_params") and ps.dp_cp.size > 1:
-        shard_model(args, runtime, chunks, strategy)
-        return ShardedGrads(parameters(chunks), ps, per_token_loss=per_token)
+    if (parallel.use_torch_fsdp2 or parallel.use_megatron_fsdp) and strategy in ("optim_grads", "optim_grads_params"):
+        if ps.dp_cp.size > 1:
+            shard_model(args, runtime, chunks, strategy)
+            return ShardedGrads(parameters(chunks), ps, per_token_loss=per_token)
+        logger.info("one data-parallel rank: there is nothing to shard")
     if parallel.use_megatron_fsdp and strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
     return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token)
@@ -215,11 +219,12 @@ def layers_of(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer
 
 def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> Schedule:
     """The pipeline schedule of these flags."""
-    parallel = args.parallel
+    parallel, late_head = args.parallel, deferral.of_the_head(args.parallel)
     return choose(
         parallel.pipeline_schedule, runtime.ps.pp, len(chunks), runtime.device,
         group_size=parallel.microbatch_group_size_per_vp_stage, overlap=parallel.overlap_p2p_comm,
-        queues=None if chunks[0].weight_grads is None else [chunk.weight_grads for chunk in chunks],
+        queues=[chunk.weight_grads for chunk in chunks] if deferral.of_all_layers(parallel) or late_head else None,
+        head_lag=parallel.wgrad_deferral_limit if late_head else None,
         baton=chunks[0].baton if parallel.overlap_moe_expert_parallel_comm else None,
     )
 
@@ -232,9 +237,7 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
         with user_input("--save"):
             check_writable(output.save, run.ps)
     with user_input(f"--load {output.load}"):
-        weights_only = output.pretrained_checkpoint is not None and (
-            output.load is None or latest_iteration(output.load) is None
-        )
+        weights_only = output.pretrained_checkpoint is not None and (output.load is None or not holds_checkpoint(output.load, run.ps))
     folder, finetune = (output.pretrained_checkpoint, True) if weights_only else (output.load, output.finetune)
     if folder is None:
         return run, state
@@ -258,6 +261,23 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
         scheduled_samples=saved.scheduler.get("num_steps", saved.consumed_train_samples),
         total_flops=saved.num_floating_point_operations_so_far,
     )
+
+
+def holds_checkpoint(folder: str, ps: ParallelState) -> bool:
+    """Is there a checkpoint in the folder, as rank 0 sees it? Nodes may see a shared folder in different states. Collective.
+
+    Raises: ValueError on every rank when the folder cannot be read.
+    """
+    found, problem = False, None
+    if ps.world.rank == 0:
+        try:
+            found = latest_iteration(folder) is not None
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    found, problem = collectives.broadcast_object((found, problem), ps.world)
+    if problem is not None:
+        raise ValueError(problem)
+    return found
 
 
 def check_outputs(run: Run, state: TrainState) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from arguments import Arguments
+from arguments.parallel import ParallelArgs
 from moe_trainer.backends import Backends
 from moe_trainer.layers.kit import choose
 from moe_trainer.model.transformer import Transformer
@@ -20,7 +21,8 @@ from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
-from moe_trainer.shape.layout import chunk_layouts, embedding_stages
+from moe_trainer.shape import deferral
+from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, embedding_stages
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +44,12 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
     shared = len(embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights)) > 1
     parallel = args.parallel
-    beside = parallel.delay_wgrad_compute or parallel.overlap_dispatch_backward_with_experts_wgrad
-    deferred = parallel.pipeline_schedule == "zero-bubble" or beside
-    baton = Baton() if parallel.overlap_moe_expert_parallel_comm or beside else None
+    baton = Baton() if parallel.overlap_moe_expert_parallel_comm or deferral.beside_exchange(parallel) else None
     chunks = []
     for layout in layouts[ps.pp.rank]:
         with torch.device("meta"):
             chunk = Transformer(args, ps, padded_vocab_size, kit, layout, shared_embedding=shared,
-                                params_dtype=dtype, device=device, queue=WeightGradQueue() if deferred else None, baton=baton)
+                                params_dtype=dtype, device=device, queue=_queue(layout, parallel), baton=baton)
         _materialize(chunk, device, dtype, args.training.seed)
         if device.type != "meta":
             _check(chunk)
@@ -68,6 +68,12 @@ def _dispatched_rows(args: Arguments, ps: ParallelState, dtype: torch.dtype, dev
     sequences = max(args.training.micro_batch_size or 1, args.training.eval_micro_batch_size or 1)
     tokens = -(-(args.data.seq_length or 1) // ps.tp_cp.size) * sequences
     return Rows(args.model.hidden_size, tokens, dtype, device, args.training.deterministic_mode)
+
+
+def _queue(layout: ChunkLayout, parallel: ParallelArgs) -> WeightGradQueue | None:
+    """Where a chunk's weight gradients can wait, if any of them does."""
+    waits = deferral.of_all_layers(parallel) or (deferral.of_the_head(parallel) and layout.has_loss)
+    return WeightGradQueue() if waits else None
 
 
 def _materialize(chunk: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:

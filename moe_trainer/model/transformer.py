@@ -23,11 +23,12 @@ from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParalle
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
 from moe_trainer.moe.layer import MoELayer
-from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.baton import Baton
+from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.shape import deferral
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout
 
@@ -98,7 +99,7 @@ class Transformer(nn.Module):
             place = (f"pp {ps.pp.rank}", f"first layer {layout.layers[:1]}", f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank}")
             self.stream = ShardStream(args.training.seed, "dropout", *place)
         self.weight_grads, self.baton = queue, baton
-        kit = kit.for_chunk(queue, self.stream, baton)
+        kit = kit.for_chunk(None if deferral.of_the_head(args.parallel) else queue, self.stream, baton)
         self.sequence = SequenceShard(ps.cp)
         self.rows_cut = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
         self.hidden_size = model.hidden_size
@@ -117,7 +118,7 @@ class Transformer(nn.Module):
         if layout.has_loss:
             self.output_layer = OutputHead(
                 model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=hidden_init(model),
-                tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=kit.queue)
+                tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=queue)
 
     def generators(self) -> dict[str, torch.Generator]:
         """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one.

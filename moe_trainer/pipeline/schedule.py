@@ -70,18 +70,18 @@ class Schedule:
 
     orders: (number of microbatches) -> by rank, what it does.
     queues: by local chunk, where its layers leave weight gradients in backward; W actions compute them (apart), or the end of the
-    backward that left them. pairs: runs the pairs of the orders.
+    backward that left them. costs: to plan with. pairs: runs the pairs of the orders.
     """
 
     def __init__(self, orders: Callable[[int], list[Order]], pp: Group, num_chunks: int, device: torch.device, *,
-                 overlap: bool = False, queues: Sequence[WeightGradQueue] | None = None,
-                 apart: bool = False, pairs: Pairs | None = None):
+                 overlap: bool = False, queues: Sequence[WeightGradQueue | None] | None = None,
+                 apart: bool = False, costs: Costs | None = None, pairs: Pairs | None = None):
         self.orders = orders
         self.pp = pp
         self.num_chunks = num_chunks
         self.device = device
         self.overlap = overlap
-        self.queues, self.apart = queues, apart
+        self.queues, self.apart, self.costs = queues, apart, costs
         self.pairs = pairs
         self._programs: dict[tuple[int, bool], list[Action | Pair | Launch]] = {}
         self._met = False
@@ -132,10 +132,9 @@ class Schedule:
             orders = self.orders(num_microbatches)
             if forward_only:
                 orders = [tuple(action for step in order for action in actions_of(step) if action.kind == FORWARD) for order in orders]
-            costs = Costs(backward=1.0 if self.apart else 2.0)
             # a batch-size schedule walks through many numbers; only the last two (training, evaluation) are kept
             self._programs = dict([*self._programs.items()][-1:])
-            self._programs[key] = program(orders, self.num_chunks, self.pp.rank, int(self.overlap), costs)
+            self._programs[key] = program(orders, self.num_chunks, self.pp.rank, int(self.overlap), self.costs)
         return self._programs[key]
 
 
@@ -272,10 +271,12 @@ def _active(queue: WeightGradQueue | None):
 
 
 def choose(kind: str | None, pp: Group, num_chunks: int, device: torch.device, *, group_size: int | None = None,
-           overlap: bool = False, queues: Sequence[WeightGradQueue] | None = None, baton: Baton | None = None) -> Schedule:
+           overlap: bool = False, queues: Sequence[WeightGradQueue | None] | None = None, head_lag: int | None = None,
+           baton: Baton | None = None) -> Schedule:
     """Build a schedule: "1f1b", "interleaved" or "zero-bubble"; None: by the number of chunks per rank.
 
     group_size: microbatches that a virtual stage runs in a row; None: the pipeline size. queues: needed by "zero-bubble".
+    head_lag: the last chunk's queue holds the output layer's gradients only, of so many microbatches at most (0: of all).
     baton: that the model's layers pass; forwards and backwards run in pairs.
     """
     kind = kind or ("1f1b" if num_chunks == 1 else "interleaved")
@@ -287,9 +288,14 @@ def choose(kind: str | None, pp: Group, num_chunks: int, device: torch.device, *
         else:
             found = [interleaved.order(rank, pp.size, num_chunks, num_microbatches, group_size or pp.size, baton is not None)
                      for rank in range(pp.size)]
-        return [split_backward(order, rank) for rank, order in enumerate(found)] if apart else found
+        if kind == "zero-bubble":
+            return [split_backward(order, rank) for rank, order in enumerate(found)]
+        if head_lag is not None:
+            found[-1] = split_backward(found[-1], head_lag or None, num_chunks - 1)
+        return found
 
-    apart = kind == "zero-bubble"
-    assert not apart or (queues is not None and baton is None), f"{kind}: queues {queues}, baton {baton}"
+    apart = kind == "zero-bubble" or head_lag is not None
+    assert not apart or queues is not None, f"{kind}, head_lag {head_lag}: without queues"
+    costs = Costs(backward=1.0) if kind == "zero-bubble" else Costs(weight=0.1)
     pairs = None if baton is None else Pairs(baton, device)
-    return Schedule(orders, pp, num_chunks, device, overlap=overlap, queues=queues, apart=apart, pairs=pairs)
+    return Schedule(orders, pp, num_chunks, device, overlap=overlap, queues=queues, apart=apart, costs=costs, pairs=pairs)

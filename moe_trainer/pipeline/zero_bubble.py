@@ -14,17 +14,21 @@ walks the autograd graph to find weights, which custom functions (experts, tenso
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), schedule ZB-H1.
 """
 
-from moe_trainer.pipeline.plan import BACKWARD, WEIGHT, Action, Order
+from moe_trainer.pipeline.plan import BACKWARD, WEIGHT, Action, Order, Pair, actions_of
 
 
-def split_backward(order: Order, lag: int) -> Order:
-    """Insert W actions: one behind every backward, `lag` backwards late; those that remain stand at the end."""
-    found: list[Action] = []
+def split_backward(order: Order, lag: int | None, chunk: int | None = None) -> Order:
+    """Insert W actions: one behind every backward (of one chunk, if given), `lag` of them late; those that remain stand at the end.
+
+    lag None: all do.
+    """
+    found: list[Action | Pair] = []
     waiting: list[Action] = []
-    for action in order:
-        found.append(action)
-        if action.kind == BACKWARD:
-            waiting.append(action._replace(kind=WEIGHT))
-            if len(waiting) > lag:
-                found.append(waiting.pop(0))
+    for step in order:
+        found.append(step)
+        for action in actions_of(step):
+            if action.kind == BACKWARD and chunk in (None, action.chunk):
+                waiting.append(action._replace(kind=WEIGHT))
+                if lag is not None and len(waiting) > lag:
+                    found.append(waiting.pop(0))
     return (*found, *waiting)
