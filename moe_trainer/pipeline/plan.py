@@ -1,8 +1,9 @@
 """From the order in which every rank works to what one rank does: computations, and messages between them. Pure.
 
 A schedule (one_f_one_b.py, interleaved.py, zero_bubble.py) says for every rank in which order it runs its actions: forward F,
-backward B, and where weight gradients are computed apart W. Everything else follows. A chunk's forward needs the output of
-the chunk before it, its backward the gradient from the chunk behind it; both arrive as messages.
+backward B, where weight gradients are computed apart W, and where passes are merged pairs of F and B. Everything else follows.
+A chunk's forward needs the output of the chunk before it, its backward the gradient from the chunk behind it; both arrive as
+messages.
 
 `timetable` lets all ranks run on paper, with a cost for every kind of action: that shows whether an order can work at all, how
 long it takes, and when each message exists. `program` then places the messages of one rank between its actions. All messages of

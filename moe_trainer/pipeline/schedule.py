@@ -12,10 +12,11 @@ of what it receives), so no message is spent on them.
 
 What a rank holds between forward and backward of a microbatch is the graph, not the output: once that is on its way only its
 place in the graph is kept (Megatron-LM's deallocation of pipeline outputs, by way of torch's gradient edges). Received tensors are
-leaves; their `.grad` goes back. Sends are not waited for until two more have followed, so a slow neighbour holds nobody up.
+leaves; their `.grad` goes back. Sends are not waited for until two more have followed, so a neighbour that is late by less holds nobody up.
 
-With --overlap-p2p-comm messages are started one action ahead of their use, one by one; without it right before it and as one
-batch. All backwards but a chunk's last run inside `accumulate`, so gradients are reduced once and behind the last one.
+With virtual stages messages are started one action ahead of their use, one by one; without, or with
+--no-overlap-p2p-communication, right before it and as one batch. All backwards but a chunk's last run inside `accumulate`, so
+gradients are reduced once and behind the last one.
 """
 
 from __future__ import annotations
