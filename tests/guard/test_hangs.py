@@ -5,6 +5,7 @@ The ranks run the whole of pretrain_moe.py with torchrun's variables: as forked 
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,8 +19,8 @@ from train.tiny import MOCK, TINY
 from tests.guard import mishap as script
 
 TIMEOUT = 3
-JOB = [*TINY, *MOCK, "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--global-batch-size", "8",
-       "--train-iters", "100000", "--distributed-timeout-seconds-after-init", str(TIMEOUT)]
+JOB = [*TINY, *MOCK, "--global-batch-size", "8", "--train-iters", "100000", "--distributed-timeout-seconds-after-init", str(TIMEOUT)]
+EXPERTS = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 
 
 class Forked:
@@ -80,10 +81,10 @@ def ends(processes: list, victim: int, patience: float = 240.0) -> list[float]:
     return [moment - min(ended.values()) for moment in ended.values()]
 
 
-def mishap(folder: Path, kind: str, victim: int, n: int = 2, start=Forked) -> dict[int, str]:
+def mishap(folder: Path, kind: str, victim: int, n: int = 2, start=Forked, mapping: str = EXPERTS) -> dict[int, str]:
     """Let it happen; returns what each other rank said about it."""
     common = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [start([kind, str(victim), "9", *JOB], folder, {"RANK": str(rank), "LOCAL_RANK": str(rank), **common})
+    processes = [start([kind, str(victim), "9", *JOB, *mapping.split()], folder, {"RANK": str(rank), "LOCAL_RANK": str(rank), **common})
                  for rank in range(n)]
     spread = ends(processes, victim)
     said = {}
@@ -122,6 +123,17 @@ def test_a_stopped_rank(tmp_path, victim):
 def test_a_rank_that_sleeps(tmp_path):
     said = mishap(tmp_path, "sleep", 1)
     assert "rank 1: is alive and waits for nobody: now in " in said[0] and "forward (moe/layer.py:" in said[0]
+
+
+@pytest.mark.parametrize(("mapping", "told"), [
+    ("--pipeline-model-parallel-size 2", r"receive from rank 1 .*of group pp \(ranks 0 1\)|send to rank 1 .*of group pp \(ranks 0 1\)"),
+    ("--tensor-model-parallel-size 2 --sequence-parallel", r"of group tp \(ranks 0 1\) in .*decoder\.layers\.0"),
+    ("--use-torch-fsdp2", r"(all_gather|reduce_scatter|all_reduce) number \d+ of group dp_cp_inner \(ranks 0 1\)"),
+])
+def test_every_kind_of_communication_is_named(tmp_path, mapping, told):
+    said = mishap(tmp_path, "sleep", 1, mapping=mapping)
+    assert re.search(told, said[0]), said[0]
+    assert "rank 1: is alive and waits for nobody: now in " in said[0]
 
 
 @pytest.mark.parametrize("start", [Forked, pytest.param(command, marks=pytest.mark.slow)])
