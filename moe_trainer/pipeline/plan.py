@@ -41,11 +41,17 @@ class Pair(NamedTuple):
     backward: Action
 
 
-class Launch(NamedTuple):
-    """Messages to start together. sends: the actions whose results leave; receives: the actions that what arrives is for."""
+class Message(NamedTuple):
+    """One end of a message: the action whose result leaves, or the action that what arrives is for."""
 
-    sends: tuple[Action, ...]
-    receives: tuple[Action, ...]
+    action: Action
+    is_send: bool
+
+
+class Launch(NamedTuple):
+    """Messages to start, in this order or as one batch."""
+
+    messages: tuple[Message, ...]
 
 
 Order = tuple[Action | Pair, ...]
@@ -147,7 +153,7 @@ def program(orders: Sequence[Order], num_chunks: int, rank: int, ahead: int,
         if target(rank, action, num_ranks, num_chunks) is not None:
             messages.append((ends[rank][action], rank, action, True, action))
     messages.sort(key=lambda message: message[:3])
-    slots: dict[int, tuple[list[Action], list[Action]]] = {}
+    slots: dict[int, list[Message]] = {}
     upper, latest = len(order), []  # a reception must not hold up the next send
     for _, _, _, is_send, action in reversed(messages):
         upper = min(upper, index[action] + is_send)
@@ -157,11 +163,10 @@ def program(orders: Sequence[Order], num_chunks: int, rank: int, ahead: int,
         wanted = index[action] + 1 if is_send else index[action] - ahead
         slot = max(slot, min(wanted, limit))
         assert slot <= limit, f"rank {rank}: the message of {action} cannot be placed"
-        slots.setdefault(slot, ([], []))[0 if is_send else 1].append(action)
+        slots.setdefault(slot, []).append(Message(action, is_send))
     found: list[Action | Pair | Launch] = []
     for place in range(len(order) + 1):
         if place in slots:
-            sends, receives = slots[place]
-            found.append(Launch(tuple(sends), tuple(receives)))
+            found.append(Launch(tuple(slots[place])))
         found.extend(order[place:place + 1])
     return found

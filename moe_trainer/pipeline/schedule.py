@@ -36,7 +36,21 @@ from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import PendingGrads, WeightGradQueue
 from moe_trainer.pipeline import interleaved, one_f_one_b
 from moe_trainer.pipeline.overlap import Pairs
-from moe_trainer.pipeline.plan import BACKWARD, FORWARD, Action, Costs, Launch, Order, Pair, actions_of, program, source, target, timetable
+from moe_trainer.pipeline.plan import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Costs,
+    Launch,
+    Message,
+    Order,
+    Pair,
+    actions_of,
+    program,
+    source,
+    target,
+    timetable,
+)
 from moe_trainer.pipeline.zero_bubble import split_backward
 
 Result = TypeVar("Result")
@@ -155,32 +169,32 @@ class _Execution(Generic[Result]):
     leaves: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     edges: dict[tuple[int, int], tuple[GradientEdge, Spec]] = field(default_factory=dict)
     outgoing: dict[Action, Tensor] = field(default_factory=dict)
-    under_way: list[tuple[Any, tuple[Tensor, ...]]] = field(default_factory=list)
+    under_way: list[tuple[Any, Tensor]] = field(default_factory=list)
     pending: dict[tuple[int, int], PendingGrads] = field(default_factory=dict)
     results: dict[int, Result] = field(default_factory=dict)
 
     def launch(self, step: Launch) -> None:
         """Start messages."""
-        group, chunks = self.schedule.pp, self.schedule.num_chunks
-        sends = [p2p.Send(self.outgoing.pop(action), target(group.rank, action, group.size, chunks)[0]) for action in step.sends]
-        receives = [p2p.Receive(torch.empty(shape, dtype=dtype, device=self.schedule.device),
-                                source(group.rank, action, group.size, chunks)[0])
-                    for action in step.receives for shape, dtype in (self._incoming(action),)]
+        group, ops = self.schedule.pp, [self._op(message) for message in step.messages]
         if self.schedule.overlap:
-            works = [*(p2p.isend(op.x, group, op.to) for op in sends), *(p2p.irecv(op.out, group, op.source) for op in receives)]
+            works = [p2p.isend(op.x, group, op.to) if isinstance(op, p2p.Send) else p2p.irecv(op.out, group, op.source) for op in ops]
         else:
-            works = [p2p.exchange([*sends, *receives], group)] * (len(sends) + len(receives))
-        for op, work in zip(sends, works):
-            self.under_way.append((work, (op.x,)))
-        for action, op, work in zip(step.receives, receives, works[len(sends):]):
-            self.arrivals[action] = _Arrival(op.out, work)
+            works = [p2p.exchange(ops, group)] * len(ops)
+        for (action, is_send), op, work in zip(step.messages, ops, works):
+            if is_send:
+                self.under_way.append((work, op.x))
+            else:
+                self.arrivals[action] = _Arrival(op.out, work)
         while len(self.under_way) > MOST_SENDS:
             self.under_way.pop(0)[0].wait()
 
-    def _incoming(self, action: Action) -> Spec:
-        if action.kind == FORWARD:
-            return self.work.specs[action.chunk]
-        return self.edges[action.chunk, action.microbatch][1]
+    def _op(self, message: Message) -> p2p.Send | p2p.Receive:
+        action, pp, chunks = message.action, self.schedule.pp, self.schedule.num_chunks
+        if message.is_send:
+            return p2p.Send(self.outgoing.pop(action), target(pp.rank, action, pp.size, chunks)[0])
+        shape, dtype = self.work.specs[action.chunk] if action.kind == FORWARD else self.edges[action.chunk, action.microbatch][1]
+        buffer = torch.empty(shape, dtype=dtype, device=self.schedule.device)
+        return p2p.Receive(buffer, source(pp.rank, action, pp.size, chunks)[0])
 
     def _arrived(self, action: Action) -> Tensor | None:
         arrival = self.arrivals.pop(action, None)

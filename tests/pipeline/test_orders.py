@@ -68,7 +68,15 @@ def test_every_action_once_and_in_a_possible_order(name):
                 assert target(*needed, len(orders), chunks) == (rank, action)
 
 
-def rendezvous(programs, pp, chunks):
+def sends(step):
+    return [message.action for message in step.messages if message.is_send]
+
+
+def receives(step):
+    return [message.action for message in step.messages if not message.is_send]
+
+
+def rendezvous(programs, pp, chunks, batched):
     """Run the programs where a batch of messages ends only when both sides of all its messages have started, and a rank goes on
     only when what it has sent is through; True: all end."""
     place = [0] * pp
@@ -104,8 +112,9 @@ def rendezvous(programs, pp, chunks):
                 if any(sent in batch for sent in leaving[rank] for batch in (*unlaunched[rank], *open_batches[rank])):
                     break
                 if isinstance(step, Launch):
-                    leaving[rank] = [ident(rank, a, True) for a in step.sends]
-                    unlaunched[rank].append({ident(rank, a, True) for a in step.sends} | {ident(rank, a, False) for a in step.receives})
+                    leaving[rank] = [ident(rank, a, True) for a in sends(step)]
+                    messages = [ident(rank, *message) for message in step.messages]
+                    unlaunched[rank] += [set(messages)] if batched else [{message} for message in messages]
                 else:
                     pending = [*unlaunched[rank], *open_batches[rank]]
                     needed = {source(rank, action, pp, chunks) for action in actions_of(step)} - {None}
@@ -128,15 +137,15 @@ def test_blocking_messages_never_deadlock(name, ahead):
         done = set()
         for step in steps:
             if isinstance(step, Launch):
-                assert set(step.sends) <= done and not set(step.receives) & done
+                assert set(sends(step)) <= done and not set(receives(step)) & done
             else:
                 done.update(actions_of(step))
     for a, b in itertools.permutations(range(pp), 2):  # both ends of a channel see one sequence
-        sent = [target(a, x, pp, chunks)[1] for step in programs[a] if isinstance(step, Launch) for x in step.sends
+        sent = [target(a, x, pp, chunks)[1] for step in programs[a] if isinstance(step, Launch) for x in sends(step)
                 if target(a, x, pp, chunks)[0] == b]
-        received = [x for step in programs[b] if isinstance(step, Launch) for x in step.receives if source(b, x, pp, chunks)[0] == a]
+        received = [x for step in programs[b] if isinstance(step, Launch) for x in receives(step) if source(b, x, pp, chunks)[0] == a]
         assert sent == received
-    assert rendezvous(programs, pp, chunks)
+    assert rendezvous(programs, pp, chunks, batched=True) and rendezvous(programs, pp, chunks, batched=False)
 
 
 def test_pairs_fill_the_steady_state():
