@@ -7,6 +7,7 @@ logging. Nothing here is kept in module state; the result is a `Runtime` that th
 from __future__ import annotations
 
 import datetime
+import hashlib
 import logging
 import os
 import random
@@ -17,14 +18,23 @@ import torch
 import torch.distributed as dist
 
 from arguments import ArgumentError, Arguments, check_machine
+from arguments.container import OPTIONS
 from arguments.machine import check_packages, environment_defaults
-from moe_trainer.parallel.state import ParallelState, communicator_timeout, group_table, plan_groups
+from moe_trainer.errors import InputError
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import Group, ParallelState, communicator_timeout, group_table, plan_groups
 from moe_trainer.parallel.trace import CommunicationError, backend_reason, is_communication_failure
 from moe_trainer.place import Place
 from moe_trainer.shape.layout import chunk_layouts, embedding_stages
 
 logger = logging.getLogger(__name__)
 
+# what a node may call by another name, and what a launcher gives every process
+_MAY_DIFFER = frozenset({
+    "local_rank", "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path", "per_split_data_args_path",
+    "data_cache_path", "tokenizer_model", "vocab_file", "merge_file",
+})
+_MAX_LINES = 12
 
 @dataclass(frozen=True)
 class Runtime:
@@ -39,12 +49,14 @@ class Runtime:
 def initialize(args: Arguments, place: Place) -> Runtime:
     """Join the process group, make the groups, seed the generators, set up logging.
 
-    Raises: ArgumentError for flags that do not fit this machine or its environment variables.
+    Raises: ArgumentError for flags that do not fit this machine or its environment variables, InputError when the ranks were
+        started with different flags.
     """
     configure_logging(place, args.output.logging_level)
     device = _choose_device(place)
     fit_machine(args, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None)
     store = _join(args, place, device) if place.world_size > 1 else None
+    check_same_flags(args, place)
     ps = make_groups(args, place, communicator_timeout(args.parallel.distributed_timeout_minutes * 60.0, device))
     set_seeds(args, ps)
     if args.training.deterministic_mode:
@@ -54,6 +66,30 @@ def initialize(args: Arguments, place: Place) -> Runtime:
         place.world_size, place.source, device.type, torch.get_num_threads(), torch.__version__,
     )
     return Runtime(place, device, ps, store)
+
+
+def check_same_flags(args: Arguments, place: Place) -> None:
+    """See that all ranks run with the same settings: others would take other turns, and wait for each other for ever.
+
+    Each rank reads its command line for itself, and with --use-checkpoint-args a file on top, which another node may see
+    in another state. Communication: a digest per rank. Collective.
+    Raises: InputError on every rank, with the flags that differ.
+    """
+    if place.world_size == 1:
+        return
+    world = Group("world", tuple(range(place.world_size)), place.rank, place.world_size, dist.group.WORLD)
+    mine = {name: repr(value) for name, value in args.as_dict().items() if name not in _MAY_DIFFER}
+    digests = collectives.all_gather_object(hashlib.blake2b(repr(mine).encode(), digest_size=16).hexdigest(), world)
+    if len(set(digests)) == 1:
+        return
+    first = collectives.broadcast_object(mine, world)
+    other = {name: value for name, value in mine.items() if first.get(name) != value}
+    found = collectives.all_gather_object(other if digests.index(digests[world.rank]) == world.rank else {}, world)
+    lines = [f"  {OPTIONS[name].spellings[0] if name in OPTIONS else name}: {first.get(name)} on rank 0, {value} on rank {rank}"
+             for rank, differing in enumerate(found) for name, value in differing.items()]
+    lines += [f"  ... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+    raise InputError("the ranks were not started with the same flags (or read different checkpoints' flags):\n"
+                     + "\n".join([*lines[:_MAX_LINES], *lines[_MAX_LINES:][-1:]]))
 
 
 def make_groups(args: Arguments, place: Place, timeout: datetime.timedelta) -> ParallelState:
