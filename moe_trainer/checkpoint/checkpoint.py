@@ -108,7 +108,11 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
     with_optim = optimizer is not None and options.load_optim and not options.finetune
     with_main = optimizer is not None and options.load_main_params and not with_optim
     loader = Loader(folder, index, options, state.args, speaks=ps.world.rank == 0)
-    _together(lambda: _want(loader, chunks, optimizer, with_optim, with_main), ps)
+    _together(lambda: loader.want_model(chunks), ps)
+    loader.compare(ps, _device(chunks))
+    _together(loader.check, ps)
+    if with_optim or with_main:
+        _together(lambda: loader.want_optimizer(optimizer, None if with_optim else ("fp32_param",)), ps)
     loader.divide(ps)
     _together(loader.read, ps)
     loader.exchange()
@@ -140,12 +144,8 @@ def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -
         logger.warning("    will not load any checkpoints and will start from random")
 
 
-def _want(loader: Loader, chunks: Sequence[Any], optimizer: Any | None, with_optim: bool, with_main: bool) -> None:
-    """Ask for all tensors, and judge whether they are there."""
-    loader.want_model(chunks)
-    loader.check()
-    if with_optim or with_main:
-        loader.want_optimizer(optimizer, None if with_optim else ("fp32_param",))
+def _device(chunks: Sequence[Any]) -> torch.device:
+    return next((param.device for chunk in chunks for param in chunk.parameters()), torch.device("cpu"))
 
 
 def _restore_random(loader: Loader, chunks: Sequence[Any], iteration: int, ps: ParallelState, options: LoadOptions) -> bool:

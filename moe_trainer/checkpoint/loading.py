@@ -62,6 +62,7 @@ class Loader:
         self._padding_told = False
         self._missing: list[str] = []
         self._mismatched: list[str] = []
+        self._unexpected: list[str] = []  # known after `compare`
 
     def want_model(self, chunks: Sequence[Any]) -> None:
         """Ask for all parameters and persistent buffers."""
@@ -113,8 +114,18 @@ class Loader:
         raise CheckpointError(f"the checkpoint {self._folder} cannot resume this run: {why}. To start from its weights with "
                               "a fresh optimizer: --no-load-optim --no-load-rng (keeps the iteration) or --finetune")
 
+    def compare(self, ps: ParallelState, device: torch.device) -> None:
+        """Put together what all ranks miss, cannot fit and leave over: each holds another part of the model. Collective."""
+        found = collectives.all_gather_object((self._missing, self._mismatched), ps.world)
+        self._missing, self._mismatched = (list(dict.fromkeys(line for rank in found for line in rank[part])) for part in (0, 1))
+        keys = [key for key in self._stored if not key.startswith(_OPTIMIZER_KEYS)]
+        used = torch.tensor([any(key in wanted for wanted in self._wanted.values()) for key in keys], dtype=torch.uint8, device=device)
+        if keys:
+            collectives.all_reduce(used, ps.world, op="max")
+        self._unexpected = [key for key, is_used in zip(keys, used.tolist()) if not is_used]
+
     def check(self) -> None:
-        """Judge what was found missing, mismatched or left over, by --dist-ckpt-strictness.
+        """Judge what was found missing, mismatched or left over, by --dist-ckpt-strictness; the same on every rank after `compare`.
 
         Raises: CheckpointError listing everything, with the flags that differ.
         """
@@ -127,7 +138,7 @@ class Loader:
             self._warn("%s lacks %s; they keep their initial values", self._folder, ", ".join(self._missing[:_MAX_LINES]))
         if not tolerant:
             lines += [f"{key} is not in the checkpoint" for key in self._missing]
-        unexpected = self._unexpected()
+        unexpected = self._unexpected
         if unexpected and strictness in ("raise_unexpected", "raise_all"):
             lines += [f"{key} of the checkpoint is not in this model" for key in unexpected]
         elif unexpected and strictness not in ("assume_ok_unexpected", "ignore_all"):
@@ -251,10 +262,6 @@ class Loader:
             if self._stored[key].properties.dtype == torch.float32:
                 names.append(key)  # an fp32 run has no other main parameters than its weights
         return next((name for name in names if name in self._stored), None)
-
-    def _unexpected(self) -> list[str]:
-        return [key for key in self._stored if not key.startswith(_OPTIMIZER_KEYS)
-                and not any(key in wanted for wanted in self._wanted.values())]
 
     def _differing_flags(self) -> dict[str, str]:
         here = self._options.args

@@ -21,6 +21,7 @@ from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.options import PlanCache
 from moe_trainer.checkpoint.verify import verify_all
+from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
 LAYERS = [layer_shapes(hidden=16, ffn=8, qkv=32) for _ in range(4)]
@@ -308,3 +309,25 @@ def test_ranks_that_hold_the_same_share_the_reading(tmp_path, distributed):
     content[len(content) // 3] ^= 0xFF
     path.write_bytes(content)
     run_ranks(_read_in_parallel, 4, tmp_path, dict(), distributed, True)  # refused on all ranks, and nobody waits for ever
+
+
+def _strictly(rank, n, folder, messages):
+    """What one stage lacks another has: only what no rank wants, or one misses, is told, and by all alike."""
+    ps = ParallelState.create(n, rank, pp=2)
+    chunks = fake_chunks(ps, 1, **HOW)
+    for strictness in ("raise_all", "raise_unexpected"):
+        assert load(folder, chunks, None, ps, LoadOptions(FLAGS, strictness=strictness)).iteration == 3
+    if rank == n - 1:
+        next(param for param in chunks[-1].parameters() if param.info.names == ("decoder.final_layernorm.weight",)).info = ParamInfo(("elsewhere",))
+    with pytest.raises(CheckpointError) as refused:
+        load(folder, chunks, None, ps, LoadOptions(FLAGS, strictness="raise_all"))
+    (messages / str(rank)).write_text(str(refused.value))
+
+
+def test_strictness_is_judged_over_all_stages(tmp_path):
+    run_ranks(_save, 2, tmp_path / "saved", dict(pp=2), 1, False, SaveOptions())
+    run_ranks(_strictly, 2, tmp_path / "saved", tmp_path)
+    said = [(tmp_path / rank).read_text() for rank in "01"]
+    assert said[0] == said[1] and said[0].count("another architecture") == 1
+    assert "elsewhere is not in the checkpoint" in said[0]
+    assert said[0].count("of the checkpoint is not in this model") == 1 and "final_layernorm.weight of the checkpoint" in said[0]
