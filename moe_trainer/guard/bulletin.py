@@ -18,6 +18,7 @@ import torch.distributed as dist
 from moe_trainer.parallel.trace import backend_reason
 
 PATIENCE = 5.0  # seconds that the store may take to answer
+_TOGETHER = 128  # notes read at a time
 
 
 class StoreGoneError(RuntimeError):
@@ -52,15 +53,15 @@ class Bulletin:
 
     def post(self, note: Note) -> None:
         """Replace this rank's note. For the posting thread: it may hang with the store's host."""
-        _guarded(lambda: self._posting.set(f"note/{self.rank}", _text(note)))
+        _guarded(lambda: self._posting.set(_place(self.rank), _text(note)))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Note]:
         """The notes of the given ranks, as far as they have posted any."""
         return _in_time(lambda: self._read(list(ranks)))
 
-    def announce_end(self, note: Note) -> None:
-        """Say that this rank ends, and that the job has failed with it; `note` is its last."""
-        _in_time(lambda: self._announce_end(note))
+    def announce_end(self, note: Note) -> int:
+        """Say that this rank ends, and that the job has failed with it; `note` is its last. Returns: the how many-th it is."""
+        return _in_time(lambda: self._announce_end(note))
 
     def ends(self) -> int:
         """How many ranks have said that they end. For the posting thread, too."""
@@ -78,17 +79,29 @@ class Bulletin:
         """The ranks that ended first, at most `count`."""
         return _in_time(lambda: self._first_to_end(count))
 
-    def _announce_end(self, note: Note) -> None:
-        self._reading.set(f"note/{self.rank}", _text(note))
-        self._reading.set(f"end/{self._reading.add('ends', 1)}", str(self.rank))
+    def _announce_end(self, note: Note) -> int:
+        self._reading.set(_place(self.rank), _text(note))
+        number = self._reading.add("ends", 1)
+        self._reading.set(f"end/{number}", str(self.rank))
+        return number
 
     def _read(self, ranks: list[int]) -> dict[int, Note]:
-        known = [rank for rank in ranks if self._reading.check([f"note/{rank}"])]
-        return {rank: Note(**json.loads(self._reading.get(f"note/{rank}"))) for rank in known}
+        found = {}
+        for begin in range(0, len(ranks), _TOGETHER):
+            some = ranks[begin:begin + _TOGETHER]
+            if not self._reading.check([_place(rank) for rank in some]):  # all of them, or none is told
+                some = [rank for rank in some if self._reading.check([_place(rank)])]
+            texts = self._reading.multi_get([_place(rank) for rank in some]) if some else []
+            found |= {rank: Note(**json.loads(text)) for rank, text in zip(some, texts)}
+        return found
 
     def _first_to_end(self, count: int) -> list[int]:
         keys = [f"end/{number}" for number in range(1, min(count, self._reading.add("ends", 0)) + 1)]
         return [int(self._reading.get(key)) for key in keys if self._reading.check([key])]
+
+
+def _place(rank: int) -> str:
+    return f"note/{rank}"
 
 
 def _text(note: Note) -> str:

@@ -31,8 +31,9 @@ from moe_trainer.parallel.trace import (
 )
 
 EXIT_CODE = 3  # of a process that ends because of another rank
-_READ_ALL = 64  # world size up to which everybody's note is read; above, those of the call's group and of the first to end
-_FIRST_ENDS = 8
+_READ_ALL = 64  # world size up to which everybody's note is read; above, the store would have to send a million of them:
+_FIRST_ENDS = 8  # the first to end read those of their call's group, the rest what these first ones say
+_POSTS_PER_SECOND = 500  # of all ranks together
 _TICK = 0.5  # seconds: how soon a changed timeout is noticed
 
 
@@ -53,11 +54,12 @@ class Watchdog:
         self._others_ended = False
         self._stopped = threading.Event()
         self._final: Note | None = None
+        self._place_among_ends = 1
 
     @property
     def period(self) -> float:
-        """Seconds between two postings and between two looks at the trace."""
-        return min(5.0, max(0.2, self.timeout / 60.0))
+        """Seconds between two postings. One store serves all ranks, so that many of them post more seldom."""
+        return max(min(5.0, max(0.2, self.timeout / 60.0)), self._world_size / _POSTS_PER_SECOND)
 
     @property
     def grace(self) -> float:
@@ -96,7 +98,7 @@ class Watchdog:
     def _say(self, final: Note) -> None:
         self._final = final  # from now on the posting thread repeats it
         try:
-            self._bulletin.announce_end(final)
+            self._place_among_ends = self._bulletin.announce_end(final)
         except StoreGoneError:
             pass  # nobody is left to be told; _peers finds the same and says it
 
@@ -176,8 +178,10 @@ class Watchdog:
         me = self._trace.rank
         try:
             ranks = set(range(self._world_size))
-            if self._world_size > _READ_ALL and self._trace.failed is not None:
-                ranks = {*self._trace.failed.ranks, *self._bulletin.first_to_end(_FIRST_ENDS)}
+            if self._world_size > _READ_ALL:
+                ranks = set(self._bulletin.first_to_end(_FIRST_ENDS))
+                if self._place_among_ends <= _FIRST_ENDS and self._trace.failed is not None:
+                    ranks |= set(self._trace.failed.ranks)
             ranks.discard(me)
             first = self._bulletin.read(ranks)
             pause = 2.2 * self.period

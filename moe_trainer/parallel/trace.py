@@ -71,8 +71,11 @@ class Call:
         self.trace.close(self)
 
     def waited(self) -> float:
-        """Seconds since it began, or since the host began to wait for it."""
-        return time.monotonic() - self.began
+        """Seconds since it began, or since the host began to wait for it.
+
+        A GPU may be far behind the host that queues its work: there it is at most the time since any call was last done.
+        """
+        return time.monotonic() - (self.began if self.event is None else max(self.began, self.trace.completed))
 
     def failure(self, error: RuntimeError) -> RuntimeError:
         """What to raise for an error of torch.distributed: a CommunicationError, or the error itself if it is our mistake."""
@@ -103,6 +106,7 @@ class Trace:
         self.last: Call | None = None  # the newest call, open or not
         self.failed: Call | None = None
         self.progress = 0  # calls begun so far
+        self.completed = 0.0  # when the GPU was last seen to have done a call, by time.monotonic()
         self._phase = ""
         self._here = threading.local()  # two passes may run in two threads, and backward on a GPU has one of its own
         self._counts: dict[str, int] = {}  # calls by group
@@ -157,6 +161,7 @@ class Trace:
         """Close the calls that the GPU has done by now."""
         for call in list(self.open.values()):
             if call.event is not None and call.event.query():
+                self.completed = time.monotonic()
                 self.close(call)
 
     def oldest(self) -> Call | None:

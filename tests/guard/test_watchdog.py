@@ -95,6 +95,27 @@ def test_a_call_that_the_gpu_never_finishes_ends_the_process(capsys):
     assert "rank 5: reduce_scatter number 1 of group dp_cp (ranks 1 5) in test_a_call_that_the_gpu" in said and "not done after" in said
 
 
+def test_a_gpu_that_is_behind_its_host_is_not_stuck():
+    class Done:
+        def __init__(self, at):
+            self.at = at
+
+        def query(self):
+            return time.monotonic() > self.at
+
+    codes, trace, begin = [], Trace(), time.monotonic()
+    for number in range(8):  # queued at once, done one after the other, the last long after the timeout
+        trace.begin("all_reduce", "dp", (0, 1)).event = Done(begin + 0.25 * number)
+    with Watchdog(trace, 2, None, 0.6, end=codes.append):
+        time.sleep(2.2)
+    assert codes == [] and trace.oldest() is None
+
+
+@pytest.mark.parametrize(("ranks", "period"), [(8, 0.5), (250, 0.5), (10_000, 20.0)])
+def test_many_ranks_do_not_flood_the_store(ranks, period):
+    assert Watchdog(Trace(), ranks, None, 30.0).period == period
+
+
 def test_a_call_in_time_disturbs_nobody():
     trace, codes = Trace(), []
     with Watchdog(trace, 2, None, 0.5, end=codes.append):
@@ -131,3 +152,20 @@ def test_ranks_are_told_apart_and_those_in_one_place_share_a_line():
     assert "ended: KeyError" in lines[0] and "no sign of life" in lines[1] and "nothing is known" in lines[2]
     assert "waits for nobody: now in f (b.py:2), 9.0 s ago" in lines[3] and "waits elsewhere, for 3.0 s: barrier" in lines[4]
     assert lines[5].endswith("waits in the same call")
+
+
+def test_in_a_large_job_the_first_to_end_look_around_and_the_rest_listen_to_them(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1000)
+    for rank in range(1, 300):
+        Bulletin(store, rank).post(Note(1, "waits", "", "somewhere", 1.0))
+    said = []
+    for rank, others in ((0, ()), (999, range(1, 20))):
+        for other in others:
+            Bulletin(store, other).announce_end(Note(1, "failed", "", "barrier number 1 of group world", 0.0))
+        trace = Trace(rank)
+        trace.failed = trace.begin("all_reduce", "dp", (rank, 200, 201, 202))
+        with pytest.raises(CommunicationError) as raised, Watchdog(trace, 1000, Bulletin(store, rank), 1.0):
+            raise CommunicationError("all_reduce number 1 of group dp: failed")
+        said.append(str(raised.value))
+    assert "ranks 200 201 202: gives no sign of life" in said[0] and "999" not in said[0]
+    assert "200" not in said[1] and "rank 0: also waited in vain" in said[1] and "ranks 1 2 3 4 5 6 7: also waited in vain" in said[1]
