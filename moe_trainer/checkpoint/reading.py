@@ -82,17 +82,6 @@ def decode(folder: Path, index: Metadata, key: str, chunk: ChunkStorageMetadata)
     return saved
 
 
-def read_tensor(folder: Path, index: Metadata, key: str) -> Tensor:
-    """One whole global tensor in its stored type.
-
-    Raises: CheckpointError when a file is missing or damaged.
-    """
-    entry = index.state_dict_metadata[key]
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-    fill(folder, index, {key: [Piece(key, tuple(entry.size), (0,) * len(entry.size), tuple(entry.size), whole)]})
-    return whole
-
-
 def overlaps(saved: Sequence[ChunkStorageMetadata], local: Sequence[Piece]
              ) -> Iterator[tuple[ChunkStorageMetadata, Piece, Sequence[int], Sequence[int]]]:
     """Pair saved and local boxes of one tensor that share elements.

@@ -10,7 +10,7 @@ of it runs.
 Under context parallelism tokens, labels and mask are shifted whole and cut then, so the last position of one chunk predicts
 the first of the next. As in Megatron-LM each context rank divides by the valid tokens that it holds, and the ranks' means
 are averaged: with masked or shifted-out tokens unevenly spread, that is not the mean over all of them. It is one of the few
-quantities that depend on the topology (proof/emulate.py lists them and computes them in one process).
+quantities that depend on the topology (moe/balancing.py lists them, proof/emulate.py computes them in one process).
 
 The layers (`MultiTokenPrediction`) and the losses (`MTPLosses`) are two modules, because they may stand on two pipeline
 stages: the losses always stand with the output head.

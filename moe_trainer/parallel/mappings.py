@@ -41,17 +41,20 @@ def gather_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor
 
 def reduce_scatter_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, object]:
     """Sum over the ranks and keep this one's rows, without autograd. Returns: as gather_rows; keep x until then."""
+    out = x.new_empty(_even_part(x, group), *x.shape[1:])
+    return out, reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), group, async_op=async_op)
+
+
+def _even_part(x: Tensor, group: Group) -> int:
+    """Rows of each rank. Raises: ValueError when they do not divide evenly."""
     if x.shape[0] % group.size:
         raise ValueError(f"{x.shape[0]} rows cannot be dealt out evenly to the {group.size} ranks of {group.name}")
-    out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    return out, reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), group, async_op=async_op)
+    return x.shape[0] // group.size
 
 
 def own_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's part of dimension 0, a view."""
-    if x.shape[0] % group.size:
-        raise ValueError(f"{x.shape[0]} rows cannot be dealt out evenly to the {group.size} ranks of {group.name}")
-    size = x.shape[0] // group.size
+    size = _even_part(x, group)
     return x.narrow(0, group.rank * size, size)
 
 
@@ -143,9 +146,7 @@ class _ColumnsToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        if x.shape[0] % group.size:
-            raise ValueError(f"{x.shape[0]} rows cannot be dealt out evenly to the {group.size} ranks of {group.name}")
-        parts = x.new_empty(group.size, x.shape[0] // group.size, *x.shape[1:])
+        parts = x.new_empty(group.size, _even_part(x, group), *x.shape[1:])
         all_to_all_flat(parts.view(-1), x.contiguous().view(-1), group)
         return parts.movedim(0, -2).flatten(-2)
 

@@ -13,8 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _set_pg_timeout as _set_timeout  # torch has no public name for it
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from moe_trainer.parallel.grid import DEFAULT_ORDER, Layout, cut_groups, make_layout
 from moe_trainer.parallel.trace import Trace, communicate
@@ -86,10 +85,6 @@ class ParallelState:
     embedding: Group
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp.rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
@@ -99,10 +94,16 @@ class ParallelState:
         return self.world.trace
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout of every communicator, from its next collective on."""
+        """Change the timeout of every communicator, from its next collective on.
+
+        Raises: RuntimeError when this torch cannot.
+        """
+        set_timeout = getattr(distributed_c10d, "_set_pg_timeout", None)  # torch has no public name for it
+        if set_timeout is None:
+            raise RuntimeError("this version of torch cannot change timeouts: run without --distributed-timeout-seconds-after-init")
         groups = [getattr(self, field.name) for field in fields(self)]
         for handle in dict.fromkeys(group.handle for group in groups if group.handle is not None):
-            _set_timeout(timeout, handle)
+            set_timeout(timeout, handle)
 
     @staticmethod
     def single() -> "ParallelState":

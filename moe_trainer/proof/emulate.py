@@ -1,7 +1,6 @@
 """Quantities that Megatron-LM defines by topology, computed in one process as many ranks would.
 
-This is the one place that lists them (with the running counts of the global auxiliary loss, for which prove.py runs the same number
-of data ranks):
+moe/balancing.py lists all of them and says why. prove.py meets some by running the same number of data ranks; these are left:
 
 * expert capacity: ceil(T * k / E * factor) with the T tokens of one sequence shard. With tensor parallelism (MoE layers always see
   sequence shards then) and with context parallelism a shard is 1 / (tp * cp) of the sequence, and each drops for itself.

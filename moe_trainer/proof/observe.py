@@ -8,7 +8,6 @@ fingerprints: every rank reduces each of its tensors to a few numbers, and copie
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -151,9 +150,3 @@ def _pieces(run: Run, prints: dict[str, list]) -> Iterable[Piece]:
         whole = info.shard_count == 1 or info.sharded_dim is None
         cut = (None, 0, 1, 1) if whole else (info.sharded_dim, info.shard_rank, info.shard_count, info.parts)
         yield Piece(name, *cut, tuple(prints[name]))
-
-
-def is_finite(outcome: Outcome) -> bool:
-    """Are all losses and norms numbers?"""
-    values = [value for losses in outcome.losses for value in losses.values()] + outcome.grad_norms
-    return all(math.isfinite(value) for value in values)

@@ -81,7 +81,7 @@ def _stages(rank, n, distributed, overlap, dtype):
     """8 ranks or 4, pp 2, tp 2: the stages lay out quite different models around the tied parameters, in another order."""
     ps = ParallelState.create(n, rank, pp=2, tp=2)
     cut = {"sharded_dim": 0, "shard_rank": ps.tp.rank, "shard_count": 2}
-    if ps.is_first_stage:
+    if ps.pp.rank == 0:
         infos = {"embedding": ((37, 19), {"tied": True, **cut}), "positions": ((5, 19), {"tied": True}),
                  "first": ((129,), {"partial": True}), "more": ((2, 300), cut)}
     else:

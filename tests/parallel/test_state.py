@@ -16,7 +16,7 @@ def test_single_needs_no_process_group():
     for field in dataclasses.fields(ps):
         group = getattr(ps, field.name)
         assert (group.size, group.rank, group.handle) == (1, 0, None)
-    assert ps.is_first_stage and ps.is_last_stage
+    assert ps.is_last_stage
 
 
 def test_create_on_one_rank_needs_no_process_group():
