@@ -30,6 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.proof.random_layouts import draw_cases
+from moe_trainer.proof.report import command, markdown, shrunk_lines, verdict_lines
 from moe_trainer.proof.shrink import Case, ShrinkError, Shrunk, as_is, shrink
 
 
@@ -45,8 +46,6 @@ def main(words: list[str]) -> int:
         print("\n".join(["these flags cannot be proven:", *(f"  - {reason}" for reason in error.reasons)]), file=sys.stderr)
         return 2
     if options.shrink_only:
-        from moe_trainer.proof.report import command, shrunk_lines
-
         print("\n".join(shrunk_lines(shrunk) if shrunk is not None else map(command, cases)))
         return 0
     return _prove(cases, shrunk, options, "scripts/prove_layout.py " + shlex.join(words))
@@ -110,7 +109,6 @@ def _prove(cases: list[Case], shrunk: Shrunk | None, options: argparse.Namespace
     torch.set_num_threads(1)
     from moe_trainer.proof.pool import Pool
     from moe_trainer.proof.prove import prove
-    from moe_trainer.proof.report import markdown, shrunk_lines, verdict_lines
 
     if shrunk is not None:
         print("\n".join(shrunk_lines(shrunk)), flush=True)

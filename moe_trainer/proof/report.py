@@ -1,14 +1,16 @@
-"""What a proof says: lines for the terminal, and a Markdown page to attach to a pull request."""
+"""What a proof says: lines for the terminal, and a Markdown page to attach to a pull request. No torch: shrinking needs none."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-import torch
-
-from moe_trainer.proof.prove import Verdict
 from moe_trainer.proof.shrink import Case, Shrunk
+
+if TYPE_CHECKING:
+    from moe_trainer.proof.prove import Verdict
 
 _SHOWN = 8
 
@@ -57,7 +59,7 @@ def markdown(verdicts: Sequence[Verdict], shrunk: Shrunk | None, asked: str) -> 
     total = sum(verdict.seconds for verdict in verdicts)
     head = f"{len(parted)} of {len(verdicts)} mappings part from one process" if parted else f"All {len(verdicts)} mappings equal one process"
     lines = [f"# {head}", "", f"`{asked}`", ""]
-    lines += [f"torch {torch.__version__}, gloo on {platform.machine()} CPU, fp32, {total:.0f} s.", ""]
+    lines += [f"torch {version('torch')}, gloo on {platform.machine()} CPU, fp32, {total:.0f} s.", ""]
     lines += ["| mapping | verdict |", "|---|---|"]
     for verdict in verdicts:
         first = verdict.closeness if verdict.equal else str((verdict.differences or [verdict.failure.splitlines()[-1]])[0])

@@ -42,7 +42,7 @@ ALLOWED = {
 ROOF = ("train", "run", "pretrain_moe", "scripts", "setup")
 WITHOUT_TORCH = (
     "arguments", "model_zoo", "moe_trainer.shape", "moe_trainer.place", "moe_trainer.errors", "moe_trainer.proof.shrink",
-    "moe_trainer.proof.random_layouts",
+    "moe_trainer.proof.random_layouts", "moe_trainer.proof.mapping", "moe_trainer.proof.sizes",
 )
 ONLY_GRID = ("planner",)
 
@@ -134,7 +134,9 @@ def test_flags_and_counts_work_without_torch():
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy'))); import arguments, model_zoo\n"
         "from moe_trainer.shape import counts, flops\n"
         "args = arguments.parse_args(['--preset', 'mixtral_tiny', '--mock-data'])\n"
-        "assert counts.count_parameters(args).total > 0 and flops.training_flops(args, 1, 8, 128) > 0"
+        "assert counts.count_parameters(args).total > 0 and flops.training_flops(args, 1, 8, 128) > 0\n"
+        "from moe_trainer.proof import report, shrink\n"
+        "assert shrink.shrink(['--preset', 'mixtral_tiny', '--mock-data', '--expert-model-parallel-size', '4'], 8).cases"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
