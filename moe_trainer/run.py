@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arguments import Arguments
-from moe_trainer.checkpoint.checkpoint import AsyncSaver, check_writable, latest_iteration, load
+from moe_trainer.checkpoint.checkpoint import AsyncSaver, check_writable, latest_iteration, load, saved_vocab_rows
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.checkpoint.options import LoadOptions, SaveOptions
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, requested_sizes
@@ -116,7 +117,7 @@ def print_rank_0(runtime: Runtime, text: str) -> None:
 def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
     """Build model, gradient buffers, optimizer and schedules."""
     ps = runtime.ps
-    vocab = vocab_rows(args, tokenizer.vocab_size)
+    vocab = padded_vocabulary(args, ps, tokenizer.vocab_size)
     if vocab < tokenizer.vocab_size:
         raise InputError(f"--padded-vocab-size {vocab} is smaller than the tokenizer's vocabulary ({tokenizer.vocab_size})")
     print_rank_0(
@@ -264,20 +265,48 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
 
 
 def holds_checkpoint(folder: str, ps: ParallelState) -> bool:
-    """Is there a checkpoint in the folder, as rank 0 sees it? Nodes may see a shared folder in different states. Collective.
+    """Is there a checkpoint in the folder? Collective."""
+    return as_rank_0_sees_it(lambda: latest_iteration(folder) is not None, ps)
 
-    Raises: ValueError on every rank when the folder cannot be read.
+
+def as_rank_0_sees_it(look: Callable[[], Any], ps: ParallelState) -> Any:
+    """What `look` finds on rank 0, on every rank: nodes may see a shared folder in different states. Collective.
+
+    Raises: ValueError on every rank when it could not look.
     """
-    found, problem = False, None
+    found, problem = None, None
     if ps.world.rank == 0:
         try:
-            found = latest_iteration(folder) is not None
+            found = look()
         except (ValueError, OSError) as error:
             problem = str(error)
     found, problem = collectives.broadcast_object((found, problem), ps.world)
     if problem is not None:
         raise ValueError(problem)
     return found
+
+
+def padded_vocabulary(args: Arguments, ps: ParallelState, vocab_size: int) -> int:
+    """Rows of the embedding and the head: those of the checkpoint that is going to be loaded, else what the flags say.
+
+    The padding depends on the tensor-parallel size and takes part in the softmax: a run resumed under another mapping would
+    jump by the logarithm of its growth. --padded-vocab-size decides where it is typed.
+    """
+    rows = vocab_rows(args, vocab_size)
+    folders = [folder for folder in (args.output.load, args.output.pretrained_checkpoint) if folder is not None]
+    if not folders or "padded_vocab_size" in args.typed:
+        return rows
+    for folder in folders:
+        with user_input(f"--load {folder}"):
+            saved = as_rank_0_sees_it(lambda: saved_vocab_rows(folder, args.output.ckpt_step), ps)
+        if saved is None:
+            continue
+        if saved == rows or saved < vocab_size or saved % args.parallel.tensor_model_parallel_size:
+            return rows
+        logger.info("the checkpoint's vocabulary is padded to %d rows, these flags would pad it to %d: the checkpoint's is kept "
+                    "(--padded-vocab-size decides otherwise)", saved, rows)
+        return saved
+    return rows
 
 
 def check_outputs(run: Run, state: TrainState) -> None:

@@ -16,7 +16,14 @@ import torch
 from moe_trainer.checkpoint import common_state, random_state
 from moe_trainer.checkpoint.directory import TRACKER, tokenizer_files
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.find import check_format, check_whole, find, latest_iteration, read_saved_args
+from moe_trainer.checkpoint.find import (
+    check_format,
+    check_whole,
+    find,
+    latest_iteration,
+    read_saved_args,
+    saved_vocab_rows,
+)
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.loading import Loader
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions, SaveOptions
@@ -25,7 +32,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 
 __all__ = ["AsyncSaver", "CheckpointError", "CheckpointState", "LoadOptions", "LoadedState", "SaveOptions",
-           "check_writable", "latest_iteration", "load", "read_saved_args", "save", "tokenizer_files"]
+           "check_writable", "latest_iteration", "load", "read_saved_args", "save", "saved_vocab_rows", "tokenizer_files"]
 
 logger = logging.getLogger(__name__)
 

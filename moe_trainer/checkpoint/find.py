@@ -98,6 +98,18 @@ def latest_iteration(directory: str | Path) -> int | None:
     return 0 if folder.name == "release" else int(folder.name.removeprefix("iter_"))
 
 
+def saved_vocab_rows(directory: str | Path, ckpt_step: int | None = None) -> int | None:
+    """Rows of the token embedding (the padded vocabulary) of the checkpoint that would be loaded; None when there is none to tell.
+
+    Raises: CheckpointError when the folder cannot be read.
+    """
+    folder = find(Path(directory), ckpt_step)
+    if folder is None or detect_format(folder) != "torch_dist":
+        return None
+    entry = read_index(folder).state_dict_metadata.get("embedding.word_embeddings.weight")
+    return None if entry is None else int(entry.size[0])
+
+
 def read_saved_args(directory: str | Path, ckpt_step: int | None = None) -> dict[str, Any]:
     """The flags, by destination, that a checkpoint was written with, for --use-checkpoint-args.
 

@@ -9,6 +9,7 @@ from train.forked import pretrain
 from train.layouts import argv_of, groups_of, make_run
 from train.tiny import MOCK, TINY
 
+from arguments import parse_args
 from moe_trainer.checkpoint.checkpoint import load, save
 from moe_trainer.checkpoint.inspect import describe, differences
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
@@ -16,6 +17,7 @@ from moe_trainer.checkpoint.verify import verify_all
 from moe_trainer.model.weights import gather_named, load_named_weights
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.run import Run, TrainState
+from moe_trainer.shape.vocab import vocab_rows
 from moe_trainer.train import train_step
 
 KIND = "deepseek"
@@ -207,3 +209,16 @@ def test_weights_that_fit_no_model_are_refused_on_every_rank_alike():
     assert one == other
     for words in ("1 missing", "local_experts.7.linear_fc1.weight", "1 unexpected", "decoder.extra", "local_experts.1.linear_fc2.weight: given [3]"):
         assert words in one
+
+
+def test_the_padded_vocabulary_of_a_checkpoint_is_kept(tmp_path):
+    """Padding depends on the tensor-parallel size and takes part in the softmax: it must not change with the mapping."""
+    argv = [*TINY, *MOCK, "--train-iters", "4", "--eval-iters", "0"]
+    rows = {tp: vocab_rows(parse_args([*argv, "--tensor-model-parallel-size", str(tp)], tp), 120) for tp in (1, 2)}
+    assert rows[1] != rows[2], "the flags alone would pad differently"
+    whole, _ = pretrain([*argv, "--save", "saved", "--save-interval", "2"], tmp_path)
+    resumed, weights = pretrain([*argv, "--load", str(tmp_path / "saved"), "--ckpt-step", "2",
+                                 "--tensor-model-parallel-size", "2"], tmp_path / "resumed", world_size=2)
+    assert weights["embedding.word_embeddings.weight"].shape[0] == rows[1]
+    losses = {record["iteration"]: record["lm loss"] for record in whole if "lm loss" in record}
+    assert [record["lm loss"] for record in resumed] == pytest.approx([losses[3], losses[4]], rel=1e-6)
