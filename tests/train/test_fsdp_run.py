@@ -91,14 +91,14 @@ def test_a_rank_holds_its_part_of_everything(flags):
     assert parts[0][2] == 5 + 4 + 2  # layers with that of MTP, their experts (one layer is dense), the embedding, the rest
 
 
-JOB = [*TINY, *MOCK, "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "2", "--global-batch-size", "8"]
+JOB = [*TINY, *MOCK, "--train-iters", "4", "--log-params-norm", "--log-num-zeros-in-grad", "--eval-interval", "2", "--eval-iters", "2", "--global-batch-size", "8"]
 
 
 def losses_of(records):
     return {record["iteration"]: record["lm loss"] for record in records if "lm loss" in record and "learning_rate" in record}
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16"])
+@pytest.mark.parametrize("flags", ["", "--bf16", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"])
 def test_a_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
     argv = [*JOB, *flags.split()]
     plain, weights = pretrain(argv, tmp_path / "plain", 2)
