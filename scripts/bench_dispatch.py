@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.kit import LOCAL
+from moe_trainer.memory.host_allocator import keep_freed_memory
 from moe_trainer.moe.dispatch.choose import choose_dispatcher, connect_dispatcher
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel import collectives
@@ -78,6 +79,7 @@ def count_sent(sent: Counter) -> None:
 
 def work(rank: int, n: int, folder: str, num_tokens: int, steps: int, queue) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()  # as the trainer does
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", n), rank=rank, world_size=n)
     ps = ParallelState.create(n, rank, ep=n)
     sent: Counter = Counter()

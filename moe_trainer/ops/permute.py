@@ -45,20 +45,16 @@ def make_permute_map(routing_TE: Tensor) -> PermuteMap:
     Source: stable sort by expert, as Megatron-Core's local permutation.
     """
     num_tokens, num_experts = routing_TE.shape
-    expert_R, token_R = routing_TE.t().contiguous().nonzero().unbind(1)
-    token_R = token_R.contiguous()
-    counts_E = routing_TE.sum(0)
-    # row of the pair (t, e) = rows of the experts before e + pairs of e at earlier tokens
-    position_TE = routing_TE.cumsum(0)
-    position_TE += counts_E.cumsum(0) - counts_E - 1
-    offsets_T = torch.zeros(num_tokens + 1, dtype=torch.int64, device=routing_TE.device)
-    torch.cumsum(routing_TE.sum(1), 0, out=offsets_T[1:])
+    expert_R, token_R = routing_TE.t().contiguous().nonzero().t().contiguous().unbind(0)
+    # from here on the work grows with the pairs, not with tokens x experts
+    sorted_R, row_R = token_R.sort(stable=True)
+    device = routing_TE.device
     return PermuteMap(
         token_R=token_R,
         cell_R=token_R * num_experts + expert_R,
-        row_R=position_TE.masked_select(routing_TE),
-        offsets_T=offsets_T,
-        counts_E=counts_E,
+        row_R=row_R,
+        offsets_T=torch.searchsorted(sorted_R, torch.arange(num_tokens + 1, device=device)),
+        counts_E=torch.searchsorted(expert_R, torch.arange(num_experts + 1, device=device)).diff(),
         num_tokens=num_tokens,
     )
 
