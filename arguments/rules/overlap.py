@@ -9,6 +9,22 @@ from arguments.settings import Settings, Violation
 OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
+def nothing_to_hide(s: Settings, f: Facts) -> None:
+    """Say where an exchange cannot be started apart from its end: the flag costs there and hides nothing."""
+    hybridep = s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "hybridep"
+    why = "one call of HybridEP sends and receives" if hybridep else None
+    for dest in (OVERLAP, "moe_shared_expert_overlap"):
+        if getattr(s, dest) and why:
+            s.note(f"{s.flag(dest)}: {why}, so that nothing is computed meanwhile; alltoall or deepep can hide it.")
+    dest = "overlap_dispatch_backward_with_experts_wgrad"
+    if s.moe_token_dispatcher_type == "allgather":
+        why = "the allgather dispatcher gathers in one call"
+    if f.ep == 1:
+        why = "with --expert-model-parallel-size 1 there is no exchange"
+    if getattr(s, dest) and why:
+        s.note(f"{s.flag(dest)}: {why}, so that no exchange runs beside the weight gradients.")
+
+
 def expert_overlap_needs_experts_apart(s: Settings, f: Facts) -> Iterator[Violation]:
     if not s.overlap_moe_expert_parallel_comm:
         return
@@ -142,7 +158,7 @@ def gather_during_optimizer_step(s: Settings, f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{s.flag(dest)} needs --ckpt-format torch, not {s.ckpt_format}.", dest, "ckpt_format")
 
 
-RESOLVE = ()
+RESOLVE = (nothing_to_hide,)
 CHECKS = (
     expert_overlap_needs_experts_apart,
     expert_overlap_excludes,

@@ -39,9 +39,9 @@ from moe_trainer.checkpoint.index import write_hashes
 from moe_trainer.checkpoint.options import CheckpointState, SaveOptions
 from moe_trainer.checkpoint.planner import PieceSavePlanner, describe_plans
 from moe_trainer.checkpoint.sharding import KeyScheme, pieces, rng_key
-from moe_trainer.checkpoint.share import KINDS, Batch, is_counted, replicas, share_out, structure
+from moe_trainer.checkpoint.share import KINDS, Batch, share_out, structure
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
+from moe_trainer.parallel.params import ParamInfo, info_of, is_counted, replicas, unique_params
 from moe_trainer.parallel.shards import held_parts
 from moe_trainer.parallel.state import ParallelState
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from moe_trainer.checkpoint.sharding import Piece
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.params import replicas
 from moe_trainer.parallel.state import Group, ParallelState
 
 KINDS = ("dense", "expert")
@@ -48,17 +48,6 @@ class Shared:
     def mine(self) -> list[Piece]:
         """The pieces that this rank takes."""
         return [piece for piece, owner in zip(self.pieces, self.owners) if owner == self.group.rank]
-
-
-def replicas(kind: str, ps: ParallelState) -> Group:
-    """The group in which a parameter of this kind has its replicas."""
-    return ps.edp if kind == "expert" else ps.dp_cp
-
-
-def is_counted(info: ParamInfo, ps: ParallelState) -> bool:
-    """Whether this rank's tensor-parallel replica of a tensor is the one that counts."""
-    cut = ps.etp if info.kind == "expert" else ps.tp
-    return not info.copy and (info.shard_count > 1 or cut.rank == 0)
 
 
 def structure(pieces: Iterable[Piece]) -> str:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
+from moe_trainer.parallel.params import ParamInfo, info_of, speaks_for, unique_params
 from moe_trainer.parallel.shards import whole as whole_tensor
 from moe_trainer.parallel.state import ParallelState
 
@@ -86,21 +86,15 @@ def _device(chunks: Iterable[Transformer]) -> torch.device:
     return next((param.device for chunk in chunks for param in chunk.parameters()), torch.device("cpu"))
 
 
-def _represents(info: ParamInfo, ps: ParallelState) -> bool:
-    """Whether this rank speaks for its piece of a tensor among all that hold the same."""
-    replicas, cut = (ps.edp, ps.etp) if info.kind == "expert" else (ps.dp_cp, ps.tp)
-    return not info.copy and replicas.rank == 0 and (info.shard_count > 1 or cut.rank == 0)
-
-
 def _gather(held: Sequence[_Held], ps: ParallelState, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Bring tensors to rank 0; all ranks walk through them in the order of the model."""
     parts = [_Part((*entry.place, ps.ep.rank if entry.info.kind == "expert" else 0), ps.world.rank, entry.info, entry.shape)
-             for entry in held if _represents(entry.info, ps)]
+             for entry in held if speaks_for(entry.info, ps)]
     everything = collectives.gather_object(parts, ps.world)
     if everything is None:
         for entry in held:
             tensor = entry.get()
-            if _represents(entry.info, ps):
+            if speaks_for(entry.info, ps):
                 header = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
                 collectives.send(header, ps.world)
                 collectives.send(tensor.contiguous(), ps.world)
@@ -174,7 +168,7 @@ def load_named_weights(chunks: Iterable[Transformer], mapping: Mapping[str, Tens
     missing = [name for name, _, _ in params if name not in mapping]
     misshapen = [f"{name}: given {list(value.shape)}, the model has {_whole_shape(target.shape, info)}"
                  for target, info, value, name in present if list(value.shape) != _whole_shape(target.shape, info)]
-    known = [name for name, _, info in params + buffers if _represents(info, ps)]
+    known = [name for name, _, info in params + buffers if speaks_for(info, ps)]
     problem = collectives.broadcast_object(_judge(collectives.gather_object((known, missing, misshapen), ps.world),
                                                   mapping, strict), ps.world)
     if problem:

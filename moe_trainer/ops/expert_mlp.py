@@ -128,7 +128,8 @@ class _ExpertMLP(torch.autograd.Function):
     def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, grouped, queue):
         p_R = None if probs_R is None else probs_R.contiguous()
         run = _forward_grouped if grouped else _forward_loop
-        h_RG, y_RH = run(x_RH, p_R, w1, b1, w2, b2, counts, activation)
+        ctx.offsets = row_offsets(counts, x_RH.device) if grouped else None
+        h_RG, y_RH = run(x_RH, p_R, w1, b1, w2, b2, ctx.offsets if grouped else counts, activation)
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
         ctx.counts, ctx.activation, ctx.grouped = counts, activation, grouped
         ctx.has_b1 = b1 is not None
@@ -252,28 +253,27 @@ def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, counts, activation):
-    offsets = row_offsets(counts, x_RH.device)
+def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, offsets, activation):
     h_RG = grouped_forward(x_RH, w1, offsets)
     if b1 is not None:
-        h_RG += _per_row(b1, counts)
+        h_RG += _per_row(b1, offsets, x_RH.shape[0])
     a_RF = x_RH.new_empty(x_RH.shape[0], w2.shape[2])
     for start, stop in _blocks(x_RH.shape[0], x_RH.is_cuda):
         a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
     y_RH = grouped_forward(a_RF, w2, offsets)
     if b2 is not None:
-        bias_RH = _per_row(b2, counts)
+        bias_RH = _per_row(b2, offsets, x_RH.shape[0])
         y_RH += bias_RH if p_R is None else bias_RH * p_R.unsqueeze(1)
     return h_RG, y_RH
 
 
-def _per_row(bias_eN: Tensor, counts: Sequence[int]) -> Tensor:
-    return bias_eN.repeat_interleave(torch.tensor(counts, device=bias_eN.device), dim=0)
+def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
+    """Each row its expert's bias. Nothing is read back from or copied to the device."""
+    return bias_eN.repeat_interleave(offsets_e.diff(prepend=offsets_e.new_zeros(1)), dim=0, output_size=num_rows)
 
 
 def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
-    counts, activation = ctx.counts, ctx.activation
-    offsets = row_offsets(counts, x_RH.device)
+    counts, offsets, activation = ctx.counts, ctx.offsets, ctx.activation
     grad_a = grouped_input_grad(grad_RH, w2, offsets)
     grad_p = None if p_R is None else torch.empty_like(p_R)
     grad_h = torch.empty_like(h_RG)
@@ -293,7 +293,7 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     if b2 is not None:
         grad_b2 = _sum_rows(grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1), counts).to(b2.dtype)
         if p_R is not None:
-            grad_p += (grad_RH * _per_row(b2, counts)).sum(-1)
+            grad_p += (grad_RH * _per_row(b2, offsets, x_RH.shape[0])).sum(-1)
     return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 

@@ -3,7 +3,7 @@
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -14,7 +14,7 @@ from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.flat import FlatLayout, Slot
 from moe_trainer.optim.grad_buffer import DataParallelGrads, GradBuffer
 from moe_trainer.optim.param_groups import ParamGroup, group_of
-from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.params import info_of, is_counted
 from moe_trainer.parallel.state import ParallelState
 
 # moments that each --optimizer keeps, under their checkpoint names
@@ -50,6 +50,20 @@ class Segment:
     param: Tensor
     grad: Tensor
     moments: dict[str, Tensor]
+
+
+def portions(segments: Sequence[Segment], elements: int = 2**26) -> Iterator[list[Segment]]:
+    """Segments to update together: all whose gradients are fp32; the others, of which the update needs a copy in fp32, one by one
+    and cut to so many elements. An update is element by element, so the cuts change nothing (on a CPU: if they lie at whole vectors)."""
+    ready = [segment for segment in segments if segment.grad.dtype == torch.float32]
+    if ready:
+        yield ready
+    for segment in segments:
+        if segment.grad.dtype != torch.float32:
+            for start in range(0, segment.grad.numel(), elements):
+                here = slice(start, start + elements)
+                yield [replace(segment, param=segment.param[here], grad=segment.grad[here],
+                               moments={name: moment[here] for name, moment in segment.moments.items()})]
 
 
 class FlatState:
@@ -137,7 +151,7 @@ def _pieces(layout: FlatLayout, ranges: Sequence[tuple[int, int]], groups: dict[
             start, stop = max(slot.start, low), min(slot.stop, high)
             if start < stop:
                 pieces.append(Piece(slot, start - slot.start, stop - slot.start, base + start - low,
-                                    groups[slot.param], alone and owned_by_replica(slot.param, ps)))
+                                    groups[slot.param], alone and is_counted(info_of(slot.param), ps)))
         base += high - low
     return pieces
 
@@ -151,11 +165,3 @@ def _runs(pieces: Sequence[Piece], ends: Sequence[int]) -> Iterator[list[Piece]]
 def _holds_alone(layout: FlatLayout, sharded: bool) -> bool:
     """Whether this is the first of the ranks that hold the same part of the same data-parallel state."""
     return (layout.outer if sharded else layout.group).rank == 0
-
-
-def owned_by_replica(param: Parameter, ps: ParallelState) -> bool:
-    """Whether a parameter counts on this rank of its model replica: one that is not cut on the first tensor-parallel rank,
-    one that several stages hold where it is no copy."""
-    info = info_of(param)
-    tp = ps.etp if info.kind == "expert" else ps.tp
-    return (info.shard_count > 1 or tp.rank == 0) and not info.copy

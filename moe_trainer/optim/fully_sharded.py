@@ -19,9 +19,9 @@ from torch.nn import Parameter
 
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.flat import Slot
-from moe_trainer.optim.flat_state import MOMENTS, Piece, Segment, owned_by_replica
+from moe_trainer.optim.flat_state import MOMENTS, Piece, Segment
 from moe_trainer.optim.param_groups import group_of
-from moe_trainer.parallel.params import info_of, unique_params
+from moe_trainer.parallel.params import info_of, is_counted, unique_params
 from moe_trainer.parallel.shards import held_parts, part_at, whole
 from moe_trainer.parallel.state import ParallelState
 
@@ -90,7 +90,7 @@ class ShardedState:
             if slot.stop > slot.start:
                 outer = ps.edp_outer if info_of(slot.param).kind == "expert" else ps.dp_cp_outer
                 group = group_of(slot.param, settings, ps.ep.size > 1)
-                piece = Piece(slot, slot.start, slot.stop, 0, group, outer.rank == 0 and owned_by_replica(slot.param, ps))
+                piece = Piece(slot, slot.start, slot.stop, 0, group, outer.rank == 0 and is_counted(info_of(slot.param), ps))
                 flat = part_at(slot.param, slot.start)
                 self._moments[piece] = {name: torch.zeros_like(flat) for name in MOMENTS[settings.optimizer]}
 

@@ -26,7 +26,8 @@ from torch.nn import Parameter
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
 from moe_trainer.optim.distributed_optimizer import ParamGather
-from moe_trainer.optim.flat_state import Piece, Segment
+from moe_trainer.optim.flat import Slot
+from moe_trainer.optim.flat_state import Piece, Segment, portions
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
 from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.parallel import collectives
@@ -63,6 +64,18 @@ class Gradients(Protocol):
 
     def zero(self) -> None:
         """Begin an iteration."""
+
+    def finish(self) -> None:
+        """Complete all reductions. Collective."""
+
+    def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
+        """This rank's part of every gradient, flat, in one order on every rank."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply this rank's part of all gradients."""
+
+    def gather(self) -> None:
+        """Give every parameter its whole gradient as `main_grad`, after finish(). Collective."""
 
 
 class StateShard(Protocol):
@@ -224,14 +237,13 @@ class Optimizer:
         for group in self._groups:
             rates = group.rates(lr, weight_decay, decoupled_lr)
             segments = [segment for state in self._states for segment in state.segments if segment.group == group]
-            if not segments:
-                continue
-            # fp32 gradients are scaled in place by now; bf16 ones are scaled here, in fp32, in a copy
-            grads = [seg.grad if seg.grad.dtype == torch.float32 else seg.grad.float().mul_(factor) for seg in segments]
-            if self._settings.optimizer == "adam":
-                self._adam(segments, grads, *rates)
-            else:
-                self._sgd(segments, grads, *rates)
+            for together in portions(segments):
+                # fp32 gradients are scaled in place by now; bf16 ones are scaled here, in fp32, in a copy
+                grads = [seg.grad if seg.grad.dtype == torch.float32 else seg.grad.float().mul_(factor) for seg in together]
+                if self._settings.optimizer == "adam":
+                    self._adam(together, grads, *rates)
+                else:
+                    self._sgd(together, grads, *rates)
 
     def _adam(self, segments: list[Segment], grads: list[Tensor], lr: float, weight_decay: float) -> None:
         # the fused kernel reads one step counter per tensor; it does not advance them

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch.nn import Parameter
 
+from moe_trainer.parallel.state import Group, ParallelState
+
 KINDS = ("dense", "expert")
 INITS = ("normal", "zeros", "ones", "xavier_uniform")
 
@@ -59,6 +61,24 @@ def info_of(param: Parameter) -> ParamInfo:
     if info.stacked and len(info.names) != param.shape[0]:
         raise ValueError(f"{info.names[0]}: {len(info.names)} names for a stack of {param.shape[0]}")
     return info
+
+
+def replicas(kind: str, ps: ParallelState) -> Group:
+    """The group in which a parameter of this kind has its replicas, and which reduces its gradient."""
+    return ps.edp if kind == "expert" else ps.dp_cp
+
+
+def is_counted(info: ParamInfo, ps: ParallelState) -> bool:
+    """Whether, of the ranks of one model replica that hold the same values, this is the one that counts for them: the first of its
+    tensor-parallel group where the tensor is not cut, the owner where several stages hold it.
+    """
+    cut = ps.etp if info.kind == "expert" else ps.tp
+    return not info.copy and (info.shard_count > 1 or cut.rank == 0)
+
+
+def speaks_for(info: ParamInfo, ps: ParallelState) -> bool:
+    """Whether this rank is the one of the whole world that counts for its piece of a tensor."""
+    return is_counted(info, ps) and replicas(info.kind, ps).rank == 0
 
 
 def logical_ndim(param: Parameter) -> int:

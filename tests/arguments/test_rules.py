@@ -401,6 +401,11 @@ def test_notes_tell_kinder_outcomes():
         ("--batch-size 2", "--micro-batch-size", "--micro-batch-size 2"),
         ("--sequence-parallel", "", "--sequence-parallel"),
         ("--data-path /d", "--mock-data", "969, 30, 1"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-shared-expert-overlap "
+         "--moe-shared-expert-intermediate-size 64", "--moe-token-dispatcher-type", "one call of HybridEP"),
+        ("--overlap-dispatch-backward-with-experts-wgrad --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
+         "--moe-token-dispatcher-type", "gathers in one call"),
+        ("--overlap-dispatch-backward-with-experts-wgrad --expert-model-parallel-size 1", "", "there is no exchange"),
     ):
         settings, _ = understand(changed(added, removed), 8)
         assert sum(word in note for note in settings.notes) == 1, (added, settings.notes)

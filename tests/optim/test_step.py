@@ -8,6 +8,7 @@ from torch import nn
 from toy import Toy, loss_of, machinery, one_step
 
 from arguments.precision import PrecisionArgs
+from moe_trainer.optim.flat_state import portions
 from moe_trainer.optim.optimizer import NonFiniteGradientError
 from moe_trainer.parallel.params import ParamInfo
 
@@ -250,3 +251,26 @@ def test_parameters_become_views_without_changing():
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len(storages) == 2  # dense and expert
     assert dataclasses.is_dataclass(model.first.weight.info)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_narrow_gradients_are_widened_bit_by_bit(kind, monkeypatch):
+    cut = []
+
+    def steps():
+        model = Toy(dtype=torch.bfloat16)
+        grads, optimizer = machinery(model, optimizer=kind, precision=PrecisionArgs(bf16=True, grad_reduce_in_bf16=True))
+        for step in range(3):
+            one_step(model, grads, optimizer, [step], lr=0.05, weight_decay=0.1)
+        return {(held.state_name, held.param.info.names, held.start): held.tensor.clone() for held in optimizer.tensors()}
+
+    def small(segments):
+        parts = list(portions(segments, 64))
+        cut.append(max(part.grad.numel() for together in parts for part in together))
+        return parts
+
+    at_once = steps()
+    monkeypatch.setattr("moe_trainer.optim.optimizer.portions", small)
+    in_parts = steps()
+    assert cut and max(cut) == 64
+    assert at_once.keys() == in_parts.keys() and all(torch.equal(at_once[key], in_parts[key]) for key in at_once)
