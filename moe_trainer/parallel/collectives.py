@@ -34,9 +34,12 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def _run(group: Group, operation: str, x: Tensor | None, launch: Callable[..., Any], *args: Any, async_op: bool = False,
-         **kwargs: Any) -> Pending | None:
-    """Run a collective of torch.distributed as a call of the group's trace; see trace.communicate."""
-    if x is not None:
+         takes_async: bool | None = None, **kwargs: Any) -> Pending | None:
+    """Run a collective of torch.distributed as a call of the group's trace; see trace.communicate.
+
+    takes_async: whether launch has an argument async_op; unset: those that have a tensor x do.
+    """
+    if x is not None if takes_async is None else takes_async:
         kwargs["async_op"] = async_op
     return communicate(group.trace, group.name, group.ranks, operation, x, async_op, launch, *args, group=group.handle, **kwargs)
 
@@ -154,12 +157,12 @@ def gather_object(obj: Any, group: Group, dst: int = 0) -> list | None:
 
 def send(x: Tensor, group: Group, dst: int = 0) -> None:
     """Send `x` to the group's member number `dst`, which must call `receive`; returns when `x` may be reused."""
-    _run(group, "send", None, dist.send, x, dst=group.ranks[dst])
+    _run(group, "send", x, dist.send, x, dst=group.ranks[dst], takes_async=False)
 
 
 def receive(out: Tensor, group: Group, src: int) -> Tensor:
     """Overwrite `out` with what the group's member number `src` sends; shape and dtype must be those sent."""
-    _run(group, "receive", None, dist.recv, out, src=group.ranks[src])
+    _run(group, "receive", out, dist.recv, out, src=group.ranks[src], takes_async=False)
     return out
 
 
