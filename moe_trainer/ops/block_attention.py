@@ -161,7 +161,7 @@ def attend(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: R
     q, k, v hold exactly the positions `queries` and `keys`. out, lse: fp32 or wider; before the first block 0 and -inf.
     """
     causal = rule.by_kernel(queries, keys)
-    if causal is not None and flash_attention.can_run(q_BNSD, k_BGKD):
+    if causal is not None and flash_attention.can_run(q_BNSD, k_BGKD, v_BGKE):
         part, part_lse = flash_attention.flash_block(q_BNSD, k_BGKD, v_BGKE, scale, causal)
         _merge(out_BNSE, lse_BNS, part, part_lse.unsqueeze(-1), torch.ones_like(part_lse).unsqueeze(-1))
         return
@@ -192,7 +192,7 @@ def attend_backward(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run
     """Add the gradients that one block contributes, in place. grads: of q, k and v, shaped like them, fp32 or wider."""
     grad_q, grad_k, grad_v = grads
     causal = rule.by_kernel(queries, keys)
-    if causal is not None and flash_attention.can_run(q_BNSD, k_BGKD):
+    if causal is not None and flash_attention.can_run(q_BNSD, k_BGKD, v_BGKE):
         parts = flash_attention.flash_block_backward(
             final.grad, q_BNSD, k_BGKD, v_BGKE, final.out, final.lse, scale, causal)
         for total, part in zip(grads, parts):

@@ -15,8 +15,10 @@ CPU_LENGTH = 256  # shorter blocks are faster in plain products
 CUDA_WIDTH = 256
 
 
-def can_run(q_BNSD: Tensor, k_BGKD: Tensor) -> bool:
+def can_run(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> bool:
     """Do the kernels take these tensors, and gain by it?"""
+    if v_BGKE.shape[3] > q_BNSD.shape[3]:
+        return False
     if q_BNSD.device.type == "cpu":
         return min(q_BNSD.shape[2], k_BGKD.shape[2]) >= CPU_LENGTH
     return (q_BNSD.device.type == "cuda" and q_BNSD.dtype in (torch.bfloat16, torch.float16)

@@ -19,6 +19,8 @@ from moe_trainer.proof.observe import Outcome, Piece
 
 _FORWARD = 1e-5
 """From where on the sums of an output differ, relative to its norm."""
+_COPIES = ("gradient (step 1)", "weight at the end")
+"""What the fingerprints of a piece are of."""
 _LAYER = re.compile(r"(?:^|\.)(decoder|mtp)\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
@@ -60,7 +62,13 @@ class Difference:
 
 
 def compare(one: Outcome, many: Outcome, tolerances: Tolerances = FP32) -> list[Difference]:
-    """List what differs between one process and many ranks, in order of execution; empty: equal."""
+    """List what differs between one process and many ranks, in order of execution; empty: equal.
+
+    Raises: ValueError when there is nothing to compare: no steps, gradients, weights or pieces of the ranks.
+    """
+    lacking = [name for name in ("losses", "grad_norms", "grads", "weights") if not getattr(one, name)]
+    if lacking or not many.pieces:
+        raise ValueError(f"nothing can be proven without {', '.join(lacking or ['pieces'])}")
     found = list(_step(one, many, 0, tolerances))
     found += _tensors("gradient (step 1)", one.grads, many, many.grads, tolerances)
     if found:
@@ -207,7 +215,7 @@ def _copies(many: Outcome, tolerances: Tolerances) -> Iterator[Difference]:
     for rank, mine in enumerate(many.pieces):
         for piece in mine:
             holder, kept = first.setdefault((piece.name, piece.index), (rank, piece))
-            for what, theirs, ours in zip(("gradient (step 1)", "weight at the end"), kept.fingerprints, piece.fingerprints):
+            for what, theirs, ours in zip(_COPIES, kept.fingerprints, piece.fingerprints, strict=True):
                 scale = max(abs(theirs[0]), 1e-4)
                 size = max(_distance(a, b) for a, b in zip(theirs, ours)) / scale
                 if not size <= tolerances.copies:

@@ -112,3 +112,48 @@ def test_blocks_equal_the_attention_of_one_rank_in_fp32():
     q, k, v = (torch.randn(200, 2, heads, width) for heads, width in ((4, 8), (2, 8), (2, 8)))
     out, _ = in_blocks(*(x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v)), [Run(100, 200), Run(0, 100)], Rule())
     torch.testing.assert_close(out.permute(2, 0, 1, 3).flatten(2), attention(q, k, v, 0.4))
+
+
+LONG = 2 * flash_attention.CPU_LENGTH
+BORDERS = torch.zeros(2, LONG, dtype=torch.int64)
+BORDERS[0, LONG // 4:], BORDERS[1, LONG // 4 + 3:] = 1, 1
+
+
+@pytest.mark.parametrize(("size", "width"), [(LONG, 3), (LONG // 2, 3), (LONG // 2, 5)], ids=["one block", "four blocks", "wide values"])
+@pytest.mark.parametrize("rule", [
+    Rule(documents=Documents.of(BORDERS)), Rule(documents=Documents.of(torch.arange(LONG)[None].expand(2, -1) // 100)),
+    Rule(left=100), Rule(left=LONG // 2 + 10), Rule(left=300, documents=Documents.of(BORDERS)), Rule(),
+], ids=["borders differ", "short documents", "window", "long window", "window and borders", "causal"])
+def test_long_blocks_see_what_the_rule_lets_them_see(size, width, rule):
+    """Only blocks in which nothing but the future is hidden may go to the flash kernel, forward and backward."""
+    q, k, v, grad = tensors(LONG, LONG)
+    v, grad = v[..., :width].contiguous(), grad[..., :width].contiguous()
+    runs = [Run(start, start + size) for start in range(0, LONG, size)]
+    blocks = [(queries, keys) for queries in runs for keys in runs if rule.clip(queries, keys) is not None]
+    out, lse = begin(q, v)
+    for queries, keys in blocks:
+        rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, 0.4, rule, out[:, :, rows], lse[:, :, rows])
+    final, grads = Final(grad, out, lse, (grad * out).sum(-1)), [torch.zeros_like(x) for x in (q, k, v)]
+    for queries, keys in blocks:
+        rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        mine = grads[0][:, :, rows], grads[1][:, :, columns], grads[2][:, :, columns]
+        attend_backward(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, 0.4, rule, final.of(rows), mine)
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = softmax(*leaves, visible(rule))
+    expected.backward(grad)
+    for ours, theirs in zip((out, lse, *grads), (expected, expected_lse, *(x.grad for x in leaves)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+def visible(rule):
+    """The explicit mask, [B, LONG, LONG]."""
+    i = torch.arange(LONG)
+    seen = (i[:, None] >= i)[None]
+    if rule.left >= 0:
+        seen = seen & (i >= i[:, None] - rule.left)
+    if rule.documents is not None:
+        ids_BS = rule.documents.ids_BS
+        seen = seen & (ids_BS[:, :, None] == ids_BS[:, None])
+    return seen

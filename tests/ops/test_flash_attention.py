@@ -30,9 +30,11 @@ def test_block_equals_softmax_and_its_gradients(heads, groups, value, causal):
 
 
 def test_short_blocks_stay_with_plain_products():
-    q, k, _, _ = tensors(4, 2, 8)
-    assert not can_run(q, k)
-    assert can_run(q.repeat(1, 1, 100, 1), k.repeat(1, 1, 100, 1))
+    q, k, v, _ = tensors(4, 2, 8)
+    assert not can_run(q, k, v)
+    q, k, v = (x.repeat(1, 1, 100, 1) for x in (q, k, v))
+    assert can_run(q, k, v)
+    assert not can_run(q, k, torch.cat([v, v], -1)), "values wider than keys cannot be padded"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -50,7 +52,7 @@ def test_the_operators_of_cuda_take_these_arguments(causal):
 @pytest.mark.parametrize("heads, groups, value", [(4, 2, 8), (4, 4, 5)])
 def test_cuda_kernels_equal_the_ones_of_the_cpu(heads, groups, value, causal):
     q, k, v, grad = (x.repeat(1, 1, 64, 1) for x in tensors(heads, groups, value, "cuda", torch.bfloat16))
-    assert can_run(q, k)
+    assert can_run(q, k, v)
     out, lse = flash_block(q, k, v, 0.4, causal)
     grads = flash_block_backward(grad, q, k, v, out, lse, 0.4, causal)
     q, k, v, grad = (x.cpu().double() for x in (q, k, v, grad))

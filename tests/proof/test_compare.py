@@ -90,6 +90,21 @@ def test_what_is_missing_or_of_another_shape_is_a_difference():
     assert compare(outcome(), outcome(losses=[{"lm loss": 5.0}, {"lm loss": 4.0, "z_loss": 9.0}]))[0].detail.endswith("here absent")
 
 
+@pytest.mark.parametrize("lacking", ["losses", "grad_norms", "grads", "weights", "pieces"])
+def test_nothing_is_not_equal_to_nothing(lacking):
+    nothing = outcome(**{lacking: type(getattr(outcome(), lacking))()})
+    with pytest.raises(ValueError, match=lacking):
+        compare(nothing, nothing)
+
+
+def test_copies_without_one_of_their_fingerprints_are_not_compared():
+    """Else the weight would pass for the gradient."""
+    pieces = outcome().pieces
+    short = [replace(piece, fingerprints=piece.fingerprints[1:]) for piece in pieces[1]]
+    with pytest.raises(ValueError):
+        compare(outcome(), outcome(pieces=[pieces[0], short]))
+
+
 def test_names_sort_as_the_forward_pass_runs():
     names = [
         "embedding.word_embeddings.weight", "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.self_attention.linear_qkv.weight",

@@ -85,6 +85,23 @@ def test_masks_agree_where_tensors_are_replicated_and_differ_where_they_are_cut(
     assert len(streams) == 1 and not torch.equal(streams[0], other_streams[0])
 
 
+@pytest.mark.parametrize("beside", [(), ("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")], ids=["dp", "cp", "pp"])
+def test_no_two_ranks_draw_the_same_masks_for_what_is_cut(beside):
+    """Tensor ranks beside data, context or pipeline ranks: each has a stream of its own."""
+    argv = [*_argv("gpt2", *_mapping(2, True), *beside), "--hidden-dropout", "0.5"]
+    draws = run_ranks(_draws, 4, argv)
+    assert len({tuple(first) for first, _ in draws}) == 4
+    for first, second in draws:
+        assert first != second, "the stream moves"
+
+
+def _draws(rank, n, argv):
+    """What this rank's chunk draws, twice, through the hidden dropout of its first block."""
+    chunk = make_run(argv, rank, groups_of(argv, rank, n), 1).chunks[0]
+    dropout = next(module for name, module in chunk.decoder.layers[0].named_modules() if name.endswith("dropout"))
+    return [dropout(torch.ones(64)).bool().tolist() for _ in range(2)]
+
+
 def test_a_single_rank_has_no_stream_of_its_own():
     run = make_run(_argv("gpt2"), 0, ParallelState.single(), 1)
     assert run.chunks[0].generators() == {}
