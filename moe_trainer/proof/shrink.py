@@ -61,7 +61,7 @@ _KEPT_DATA = frozenset(
 _MACHINE = frozenset(
     "distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init local_rank world_size on_missing_backend "
     "fake_process_group pipeline_model_parallel_comm_backend grad_reduce_in_bf16 ddp_pad_buckets_for_high_nccl_busbw "
-    "megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype".split()
+    "megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype fp32_residual_connection".split()
 )
 _NOT_IN_REFERENCE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations bf16 ckpt_format "
@@ -316,10 +316,13 @@ def _steady(s: Settings) -> dict[str, object]:
 
 def _note_changes(s: Settings, notes: list[str]) -> None:
     """Say what the small runs do otherwise than the user's."""
-    narrow = ("bf16", "fp16", "fp8", "fp4", "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype")
-    half = [s.flag(dest) for dest in narrow if s.given(dest) and s.values[dest] not in (None, False, "fp32", "auto")]
+    narrow = ("bf16", "fp16", "fp8", "fp4", "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype",
+              "fp32_residual_connection")  # fmt: skip
+    half = [s.flag(dest) for dest in narrow if s.given(dest) and s.values[dest] not in (None, False, "auto")]
     if half:
         notes.append(f"{', '.join(half)}: the proof computes in fp32, where a difference is a mistake and not rounding")
+    if s.given("embedding_init_method_std"):
+        notes.append(f"{s.flag('embedding_init_method_std')}: embeddings begin like all other weights")
     noise = [s.shown(dest) for dest, still in _NOISE.items() if s.values[dest] not in (still, 0.0, None, False)]
     if noise:
         notes.append(f"{', '.join(noise)}: off, since random numbers are drawn per rank")

@@ -8,8 +8,9 @@ import torch
 from moe_trainer.moe import balancing, layer
 from moe_trainer.optim import finalize
 from moe_trainer.parallel import sequence
+from moe_trainer.parallel.params import info_of
 from moe_trainer.proof.pool import Pool
-from moe_trainer.proof.prove import Verdict, prove, reference_ranks, steady_reference
+from moe_trainer.proof.prove import Verdict, _many, prove, reference_ranks, steady_reference
 from moe_trainer.proof.shrink import as_is
 
 MODEL = (
@@ -119,14 +120,57 @@ def test_an_expert_that_computes_something_else_is_found_at_its_layer_and_rank(m
 
 
 def test_a_rank_that_raises_is_a_verdict_with_its_traceback(monkeypatch):
+    """Only the parallel run fails: a failure that is dropped would be a proof of equality."""
+    real = finalize._sum
+
     def raises(grads, group, chosen):
         if group.size > 1:
             raise OSError("no such link")
+        return real(grads, group, chosen)
 
     monkeypatch.setattr(finalize, "_sum", raises)
     result = verdict(*TP)
-    assert not result.equal and result.failure.startswith("rank 0, 1: OSError: no such link")
+    assert not result.equal and not result.differences and result.failure.startswith("rank 0, 1: OSError: no such link")
     assert result.failure.count("Traceback") == 1
+
+
+def test_a_reference_that_raises_is_told_as_one(monkeypatch):
+    from moe_trainer.proof import prove as module
+
+    def raises(*_):
+        raise OSError("no such disk")
+
+    monkeypatch.setattr(module, "emulate", raises)
+    result = verdict(*TP)
+    assert not result.equal and result.failure.startswith("the reference itself failed") and "no such disk" in result.failure
+
+
+def test_what_every_rank_holds_has_two_fingerprints():
+    """Those of the gradient and of the weight: a copy of either that goes its own way is to be seen."""
+    with Pool(2) as pool:
+        many = pool.run(_many, 2, as_is([*MODEL, *TP], 2), 0)
+    assert len(many.pieces) == 2 and all(len(mine) > 10 for mine in many.pieces)
+    for piece in (piece for mine in many.pieces for piece in mine):
+        gradient, weight = piece.fingerprints
+        assert gradient != weight, piece.name
+
+
+def test_a_copy_of_a_gradient_that_one_rank_does_not_sum_is_found(monkeypatch):
+    """Rank 0 is right; what rank 1 holds of the router is no copy of it any more."""
+    real = finalize._sum
+
+    def astray(grads, group, chosen):
+        mine = [view for slot, view in grads.owned_views() if chosen(info_of(slot.param))]
+        before = [view.clone() for view in mine]
+        real(grads, group, chosen)
+        if mine and group.size > 1 and torch.distributed.get_rank() == 1:
+            torch._foreach_copy_(mine, before)
+
+    monkeypatch.setattr(finalize, "_sum", astray)
+    result = verdict(*TP)
+    assert not result.failure
+    found = [(one.quantity, one.where) for one in result.differences]
+    assert ("copies of the gradient (step 1)", "decoder.layers.0.mlp.router.weight") in found
 
 
 def test_batches_on_which_rounding_chooses_the_experts_are_not_used(monkeypatch):

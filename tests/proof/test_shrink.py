@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import arguments
+from arguments.container import OPTIONS
 from arguments.rules.layout_grammar import read_layout
+from arguments.standing import standing_of
 from moe_trainer.proof.mapping import Mapping
 from moe_trainer.proof.shrink import ShrinkError, as_is, flags_of, shrink
 
@@ -130,6 +132,71 @@ def test_more_dimensions_than_ranks_give_several_cases_and_say_so():
         "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1".split(), "--num-layers", "64", world=512,
     )
     assert len(found) > 1 and any("cannot hold all dimensions at once" in note for note in shrunk.notes)
+
+
+PIPE = "--pipeline-model-parallel-size 4 --num-layers 64 --global-batch-size 512"
+VIRTUAL = f"{PIPE} --num-virtual-stages-per-pipeline-rank 2"
+OVERLAP = "--expert-model-parallel-size 4 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
+# flags that mean something only beside others; and those whose value has to fit the others
+BESIDE = {
+    "num_query_groups": "--group-query-attention", "sequence_parallel": "--tensor-model-parallel-size 2",
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), "--multi-latent-attention"),
+    "pipeline_schedule": PIPE, "microbatch_group_size_per_vp_stage": VIRTUAL, "overlap_p2p_comm": VIRTUAL,
+    **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), f"{PIPE} --num-layers 63"),
+    **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), f"{PIPE} --num-layers 62"),
+    "num_layers_per_virtual_pipeline_stage": PIPE, "num_virtual_stages_per_pipeline_rank": PIPE, "pipeline_model_parallel_size": PIPE,
+    **dict.fromkeys(("ddp_bucket_size", "overlap_param_gather"), "--use-distributed-optimizer --overlap-grad-reduce"),
+    "moe_shared_expert_overlap": "--moe-token-dispatcher-type alltoall", "moe_router_group_topk": "--moe-router-num-groups 8",
+    "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
+    "moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 2",
+    "cp_comm_type": "--context-parallel-size 2", "hierarchical_context_parallel_sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+    "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
+}  # fmt: skip
+VALUES = {
+    "hidden_size": "14336", "max_position_embeddings": "8192", "num_experts": "128", "cp_comm_type": "a2a",
+    "hierarchical_context_parallel_sizes": "2 2", "moe_router_group_topk": "4", "microbatch_group_size_per_vp_stage": "8",
+    "pipeline_model_parallel_layout": None,  # has tests of its own
+    "decoder_first_pipeline_num_layers": "14", "decoder_last_pipeline_num_layers": "14", "pipeline_model_parallel_size": "2",
+    "squared_relu": None, "quick_geglu": None,  # not beside --swiglu
+}  # fmt: skip
+NOT_OF_THE_NUMBERS = set(
+    "world_size local_rank on_missing_backend distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init "
+    "ddp_pad_buckets_for_high_nccl_busbw".split()
+)
+SAID_BY = {"num_layers_per_virtual_pipeline_stage": "num_virtual_stages_per_pipeline_rank"}
+GUESSES = ("2", "4", "0.5", "8,0", "a")
+
+
+def shrunk_with(option) -> list:
+    """What becomes of a command line that gives this option another value than its default: the first legal one."""
+    beside = BESIDE.get(option.dest, "").split()
+    if option.takes == 0:
+        tries = [[(option.off if option.default else option.on)[0]]]
+    else:
+        default = option.default if isinstance(option.default, list) else [option.default]
+        found = [VALUES[option.dest]] if option.dest in VALUES else [c for c in option.choices or GUESSES if c not in default]
+        tries = [[option.on[0], *str(value).split()] for value in found]
+    reasons = []
+    for words in tries:
+        try:
+            return shrink([*MODEL, *beside, *words], 64)
+        except ShrinkError as error:
+            reasons.append(error.reasons[0])
+    raise AssertionError(f"{option.dest}: no legal value among {tries}: {reasons}")
+
+
+ACTING = [option for dest, option in OPTIONS.items()
+          if option.section in ("model", "moe", "parallel") and standing_of(dest)[0] == "acts"
+          and dest not in NOT_OF_THE_NUMBERS and VALUES.get(dest, "") is not None]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ACTING, ids=lambda option: option.dest)
+def test_a_flag_that_acts_is_kept_or_named(option):
+    """A proof of another program than the user's would be worth nothing: what is left out is said."""
+    shrunk = shrunk_with(option)
+    said = " ".join([*shrunk.notes, *shrunk.left_out]).replace(",", " ").replace(":", " ").split()
+    kept = {word for case in shrunk.cases for word in case.argv}
+    assert any(word in kept or word in said for word in OPTIONS[SAID_BY.get(option.dest, option.dest)].spellings)
 
 
 def test_the_reference_has_no_parallel_flag():
