@@ -16,11 +16,13 @@ def run_validate_only(
     argv: list[str],
     count_params: Callable[[Arguments], Mapping[str, int | None]],
     checkpoint: Mapping[str, object] | None = None,
+    describe_groups: Callable[[Arguments, int], str] | None = None,
 ) -> int:
     """Resolve, check, print and (with --report FILE) write a command line. Returns the exit code, 0 or 2.
 
     The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. `count_params` gives the
-    model's parameters: total, mtp, active, active_no_embedding. `checkpoint`: as for parse_args.
+    model's parameters: total, mtp, active, active_no_embedding. `checkpoint`: as for parse_args. `describe_groups` tells
+    the process groups of legal flags on so many ranks, for --print-groups.
     """
     if "--help" in argv or "-h" in argv:
         from arguments.help import print_help
@@ -35,6 +37,9 @@ def run_validate_only(
         params |= count_params(freeze(settings, world_size))
     if not any(violation.kind == "recipe" for violation in violations):  # without its recipe the table would tell nothing
         print("\n".join(table(settings, world_size)))
+    if settings.print_groups and not violations and describe_groups is not None:
+        print(describe_groups(freeze(settings, world_size), world_size) if world_size else
+              "--print-groups: the number of ranks is not known (give --world-size)")
     print("\n".join(summary(settings, violations, params, world_size)))
     if settings.report is not None:
         try:

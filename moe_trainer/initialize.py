@@ -22,10 +22,11 @@ from arguments.container import OPTIONS
 from arguments.machine import check_packages, environment_defaults
 from moe_trainer.errors import InputError
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.state import Group, ParallelState, communicator_timeout, group_table, plan_groups
+from moe_trainer.parallel.groups import group_table, plan_groups
+from moe_trainer.parallel.state import Group, ParallelState, communicator_timeout
 from moe_trainer.parallel.trace import CommunicationError, backend_reason, is_communication_failure
 from moe_trainer.place import Place
-from moe_trainer.shape.layout import chunk_layouts, embedding_stages
+from moe_trainer.shape.layout import mapping_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -97,20 +98,8 @@ def make_groups(args: Arguments, place: Place, timeout: datetime.timedelta) -> P
 
     Raises: ValueError when the sizes do not fit.
     """
-    parallel = args.parallel
-    layouts = chunk_layouts(args.model, parallel)
-    sizes = dict(
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
-        order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-        optimizer_instances=parallel.num_distributed_optimizer_instances,
-        embedding_stages=embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights),
-        cp_levels=parallel.hierarchical_context_parallel_sizes,
-    )
-    if parallel.print_groups and place.rank == 0:
+    sizes = mapping_sizes(args)
+    if args.parallel.print_groups and place.rank == 0:
         print(f"groups of {place.world_size} ranks:\n{group_table(plan_groups(place.world_size, **sizes))}", flush=True)
     try:
         return ParallelState.create(place.world_size, place.rank, **sizes, timeout=timeout)

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arguments.rules.layout_grammar import DECODER, MTP, read_layout
 
 if TYPE_CHECKING:
+    from arguments import Arguments
     from arguments.model import ModelArgs
     from arguments.parallel import ParallelArgs
 
@@ -132,4 +133,24 @@ def embedding_stages(layouts: Sequence[Sequence[ChunkLayout]], tied: bool) -> tu
     return tuple(
         rank for rank, chunks in enumerate(layouts)
         if any(chunk.has_word_embeddings or (tied and chunk.has_loss) for chunk in chunks)
+    )
+
+
+def mapping_sizes(args: Arguments) -> dict[str, Any]:
+    """What the groups of a run depend on, as parallel/groups.py: plan_groups takes it.
+
+    Raises: ValueError when the flags give no layout.
+    """
+    parallel = args.parallel
+    return dict(
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+        order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        optimizer_instances=parallel.num_distributed_optimizer_instances,
+        embedding_stages=embedding_stages(chunk_layouts(args.model, parallel),
+                                          not args.model.untie_embeddings_and_output_weights),
+        cp_levels=parallel.hierarchical_context_parallel_sizes,
     )

@@ -41,7 +41,8 @@ ALLOWED = {
 # The roof may import everything: the loop and what belongs to it, and the entry points.
 ROOF = ("train", "run", "pretrain_moe", "scripts", "setup")
 WITHOUT_TORCH = (
-    "arguments", "model_zoo", "moe_trainer.shape", "moe_trainer.place", "moe_trainer.errors", "moe_trainer.proof.shrink",
+    "arguments", "model_zoo", "moe_trainer.shape", "moe_trainer.place", "moe_trainer.errors", "moe_trainer.parallel.groups",
+    "moe_trainer.proof.shrink",
     "moe_trainer.proof.random_layouts", "moe_trainer.proof.mapping", "moe_trainer.proof.sizes",
 )
 ONLY_GRID = ("planner",)
