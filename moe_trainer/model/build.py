@@ -59,7 +59,7 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
         layers = [layer for chunk in chunks for layer in chunk.moe_layers()]
         connect_dispatcher(layers, dispatcher, choose_fused_topk(args.moe, backends))
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
-    logger.info("model: %s parameters on %s in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
+    logger.info("model: %s parameters on this rank (%s) in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
     return chunks
 
 

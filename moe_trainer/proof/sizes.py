@@ -53,10 +53,11 @@ def _uneven(s: Settings, old: Mapping, new: Mapping, first: int | None, last: in
 def _layout(s: Settings, old: Mapping, new: Mapping) -> dict[str, object]:
     """A layout whose stages are those of the original: the first, the last, and of those between the one with the MTP layers."""
     layout = read_layout(s.pipeline_model_parallel_layout)
-    most = max(stage.count(DECODER) for stage in layout.stages)
     ranks = [0] * (new.pp > 1) + _ranks_between(layout, old.pp, new.pp - 2) + [old.pp - 1]
     chunks = [0] * (new.vpp > 1) + [old.vpp - 1]
     depth = min(s.mtp_num_layers or 0, 2)
+    # of the stages that are kept, the fullest hold two layers and the others one: uneven stages stay uneven
+    most = max(layout.stages[chunk * old.pp + rank].count(DECODER) for chunk in chunks for rank in ranks)
     texts = []
     for chunk in chunks:
         for rank in ranks:

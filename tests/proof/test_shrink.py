@@ -101,6 +101,13 @@ def test_a_layout_is_redrawn_with_its_kinds_of_stages():
     assert stages[0].startswith("E") and stages[-1].endswith("mL") and stages[1] == stages[2] == "tt"
 
 
+def test_uneven_stages_of_a_layout_stay_uneven():
+    argv = ["--num-layers", "61", "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Et*13|t*17|t*16|t*15L"]
+    (args,), _ = small(*argv, world=4, ranks=4)
+    counts = [stage.count("t") for stage in read_layout(args.parallel.pipeline_model_parallel_layout).stages]
+    assert len(set(counts)) > 1, counts
+
+
 def test_a_standalone_mtp_stage_stays_alone():
     layout = "Et*8|" + "t*8|" * 6 + "t*5m|L"
     (args, *_), _ = small("--pipeline-model-parallel-size", "9", "--pipeline-model-parallel-layout", layout, "--mtp-num-layers", "1", world=9)
