@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 
 from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
-from moe_trainer.guard.bulletin import Bulletin, Note, StoreGoneError
+from moe_trainer.guard.bulletin import PATIENCE, Bulletin, Note, StoreGoneError
 from moe_trainer.parallel.trace import (
     Call,
     CommunicationError,
@@ -53,6 +53,7 @@ class Watchdog:
         self._beat = 0
         self._others_ended = False
         self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._final: Note | None = None
         self._place_among_ends = 1
 
@@ -67,8 +68,10 @@ class Watchdog:
         return min(30.0, max(2.0, self.timeout / 10.0))
 
     def __enter__(self) -> Self:
-        for work in (self._watch, self._posting):
-            threading.Thread(target=work, name=f"watchdog {work.__name__}", daemon=True).start()
+        self._threads = [threading.Thread(target=work, name=f"watchdog {work.__name__}", daemon=True)
+                         for work in (self._watch, self._posting)]
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
@@ -76,6 +79,9 @@ class Watchdog:
         if told is not None and self._bulletin is not None and self._world_size > 1:
             self._leave(told)
         self._stopped.set()
+        for thread in self._threads:
+            # a thread inside the store when the interpreter ends would abort the process; a store that is gone answers never
+            thread.join(PATIENCE + 1.0 if error is None else 1.0)
         if told is not error:
             raise told from error
 

@@ -169,3 +169,11 @@ def test_in_a_large_job_the_first_to_end_look_around_and_the_rest_listen_to_them
         said.append(str(raised.value))
     assert "ranks 200 201 202: gives no sign of life" in said[0] and "999" not in said[0]
     assert "200" not in said[1] and "rank 0: also waited in vain" in said[1] and "ranks 1 2 3 4 5 6 7: also waited in vain" in said[1]
+
+
+def test_no_thread_is_left_when_the_watch_ends():
+    """A thread that the interpreter finds in C++ code at its end would abort a job that went well."""
+    before = set(threading.enumerate())
+    with Watchdog(Trace(), 1, None, TIMEOUT):
+        assert set(threading.enumerate()) - before, "the watch runs in threads"
+    assert not set(threading.enumerate()) - before
