@@ -68,11 +68,13 @@ class Pool:
         return self._call([(work, rank, world_size, args) for rank in range(world_size)])[0]
 
     def run_each(self, work: Callable, arguments: Sequence[tuple]) -> list:
-        """Call `work(0, 1, *args)` for every args, side by side, each a world of its own; returns what they returned.
+        """Call `work(0, 1, *args)` for every args, each a world of its own, as many side by side as there are ranks; returns what
+        they returned.
 
         Raises: RanksFailed as `run`.
         """
-        return self._call([(work, 0, 1, args) for args in arguments])
+        calls = [(work, 0, 1, args) for args in arguments]
+        return [answer for start in range(0, len(calls), self.size) for answer in self._call(calls[start:start + self.size])]
 
     def refresh(self) -> None:
         """Give the next job new processes: torch's device meshes remember the groups of an earlier one."""

@@ -9,6 +9,7 @@ from moe_trainer.moe import balancing, layer
 from moe_trainer.optim import finalize
 from moe_trainer.parallel import sequence
 from moe_trainer.parallel.params import info_of
+from moe_trainer.proof.compare import Difference
 from moe_trainer.proof.pool import Pool
 from moe_trainer.proof.prove import Verdict, _many, prove, reference_ranks, steady_reference
 from moe_trainer.proof.shrink import as_is
@@ -53,8 +54,8 @@ def test_capacity_is_counted_per_sequence_shard():
     """Without the shards the reference drops other tokens: the definition depends on the topology, and the reference knows."""
     case = as_is([*MODEL, *TP, *CAPACITY], 2)
     with Pool(3) as pool:
-        _, sharded = steady_reference(pool, case, 0)
-        _, whole = steady_reference(pool, as_is([*MODEL, *EP, *CAPACITY], 2), 0)
+        _, sharded = steady_reference(pool, case, range(8))
+        _, whole = steady_reference(pool, as_is([*MODEL, *EP, *CAPACITY], 2), range(8))
     assert sharded.dropped != whole.dropped and min(*sharded.dropped, *whole.dropped) > 0
 
 
@@ -179,3 +180,25 @@ def test_batches_on_which_rounding_chooses_the_experts_are_not_used(monkeypatch)
     monkeypatch.setattr(module, "STEADY_NORM", 0.0)
     result = verdict(*EP)
     assert not result.equal and "rounding" in result.failure
+
+
+def test_a_case_that_parts_where_more_disturbances_do_too_is_tried_on_other_batches(monkeypatch):
+    """Two disturbances can fall on the same side of a tie: a difference counts where all of them agree."""
+    from moe_trainer.proof import prove as module
+
+    found, references, asked = [Difference("loss of a validation", "", 1e-4, 2e-6)], module._references, []
+
+    def ties(pool, case, seed, disturbances):
+        asked.append((seed, len(disturbances)))
+        return None if asked[-1] == (0, 6) else references(pool, case, seed, disturbances)
+
+    real = module.compare
+    monkeypatch.setattr(module, "compare", lambda one, many: found if asked[-1][0] == 0 else real(one, many))
+    monkeypatch.setattr(module, "_references", ties)
+    result = verdict(*EP)
+    assert result.equal and result.seed == 1 and asked == [(0, 2), (0, 6), (1, 2)]
+
+    monkeypatch.setattr(module, "_references", references)
+    monkeypatch.setattr(module, "compare", lambda one, many: found)
+    result = verdict(*EP)
+    assert result.differences == found and result.seed == 0
