@@ -14,15 +14,16 @@ A group of one rank computes the whole sequence: that is how packed documents ar
 Shapes: S local positions, B sequences, N query heads, G key-value heads, D key width, E value width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from moe_trainer.ops.block_attention import Final, Rule, Run, attend, attend_backward
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.mappings import gather_rows, reduce_scatter_rows
 from moe_trainer.parallel.p2p import Receive, Send, exchange
-from moe_trainer.parallel.sequence import natural_order, rank_order
+from moe_trainer.parallel.sequence import chunks_of, natural_order, rank_order
 from moe_trainer.parallel.state import Group
 
 
@@ -49,9 +50,7 @@ class _RingAttention(torch.autograd.Function):
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
-            for queries, rows, keys, columns in _blocks(mine, _runs(source, group.size, q.shape[2]), rule):
-                attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule,
-                       out[:, :, rows], lse[:, :, rows])
+            _attend(_blocks(mine, _runs(source, group.size, q.shape[2]), rule), q, k, v, scale, rule, out, lse)
         return _end(ctx, q_SBND, k_SBGD, v_SBGE, out, lse, scale, rule, group)
 
     @staticmethod
@@ -65,10 +64,8 @@ class _RingAttention(torch.autograd.Function):
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
             sums = torch.zeros_like(flat, dtype=grad_q.dtype)
-            grad_k, grad_v = pair.unpack(sums)
-            for queries, rows, keys, columns in _blocks(mine, _runs(source, group.size, q.shape[2]), rule):
-                attend_backward(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule, final.of(rows),
-                                (grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]))
+            blocks = _blocks(mine, _runs(source, group.size, q.shape[2]), rule)
+            _attend_backward(blocks, q, k, v, scale, rule, final, (grad_q, *pair.unpack(sums)))
             if work is not None:
                 work.wait()
                 sums += arriving
@@ -83,9 +80,7 @@ class _GatheredAttention(torch.autograd.Function):
     def forward(ctx, q_SBND, k_SBGD, v_SBGE, scale, rule, group):
         q, out, lse = _begin(q_SBND, v_SBGE)
         k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
-        for queries, rows, keys, columns in _blocks_of_all(group, q.shape[2], rule):
-            attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule,
-                   out[:, :, rows], lse[:, :, rows])
+        _attend(_blocks_of_all(group, q.shape[2], rule), q, k, v, scale, rule, out, lse)
         return _end(ctx, q_SBND, k_SBGD, v_SBGE, out, lse, scale, rule, group)
 
     @staticmethod
@@ -95,11 +90,28 @@ class _GatheredAttention(torch.autograd.Function):
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
         grad_k, grad_v = torch.zeros_like(k, dtype=grad_q.dtype), torch.zeros_like(v, dtype=grad_q.dtype)
-        for queries, rows, keys, columns in _blocks_of_all(group, q.shape[2], rule):
-            attend_backward(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule, final.of(rows),
-                            (grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]))
+        _attend_backward(_blocks_of_all(group, q.shape[2], rule), q, k, v, scale, rule, final, (grad_q, grad_k, grad_v))
         return (_like(grad_q, q_SBND), _scatter(grad_k, group).to(k_SBGD.dtype), _scatter(grad_v, group).to(v_SBGE.dtype),
                 None, None, None)
+
+
+_Block = tuple[Run, slice, Run, slice]
+"""Queries and their rows in my tensors, keys and their rows in theirs."""
+
+
+def _attend(blocks: Iterable[_Block], q: Tensor, k: Tensor, v: Tensor, scale: float, rule: Rule, out: Tensor, lse: Tensor) -> None:
+    """Merge the blocks into the running output and its log-sum-exp."""
+    for queries, rows, keys, columns in blocks:
+        attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule, out[:, :, rows], lse[:, :, rows])
+
+
+def _attend_backward(blocks: Iterable[_Block], q: Tensor, k: Tensor, v: Tensor, scale: float, rule: Rule, final: Final,
+                     grads: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Add the blocks' shares to the gradients of q, k and v."""
+    grad_q, grad_k, grad_v = grads
+    for queries, rows, keys, columns in blocks:
+        attend_backward(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule, final.of(rows),
+                        (grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]))
 
 
 def _runs(rank: int, size: int, length: int) -> tuple[Run, ...]:
@@ -107,11 +119,11 @@ def _runs(rank: int, size: int, length: int) -> tuple[Run, ...]:
     if size == 1:
         return (Run(0, length),)
     half = length // 2
-    return tuple(Run(number * half, (number + 1) * half) for number in (rank, 2 * size - 1 - rank))
+    return tuple(Run(number * half, (number + 1) * half) for number in chunks_of(rank, size))
 
 
-def _blocks(mine: tuple[Run, ...], theirs: tuple[Run, ...], rule: Rule) -> Iterator[tuple[Run, slice, Run, slice]]:
-    """Blocks with something to see: queries, their rows in my tensors, keys, their rows in theirs."""
+def _blocks(mine: tuple[Run, ...], theirs: tuple[Run, ...], rule: Rule) -> Iterator[_Block]:
+    """Blocks with something to see."""
     for queries, rows in _parts(mine, rule):
         first_column = 0
         for run in theirs:
@@ -134,7 +146,7 @@ def _parts(mine: tuple[Run, ...], rule: Rule) -> Iterator[tuple[Run, slice]]:
             row += queries.size
 
 
-def _blocks_of_all(group: Group, length: int, rule: Rule) -> Iterator[tuple[Run, slice, Run, slice]]:
+def _blocks_of_all(group: Group, length: int, rule: Rule) -> Iterator[_Block]:
     return _blocks(_runs(group.rank, group.size, length), (Run(0, length * group.size),), rule)
 
 
@@ -209,15 +221,10 @@ def _send_on(flat: Tensor, group: Group) -> tuple[Tensor, object]:
 
 def _gather(x_SBGD: Tensor, group: Group) -> Tensor:
     """Everybody's keys or values in the order of the sequence, heads first: [B, G, S * size, D]."""
-    mine = x_SBGD.contiguous()
-    parts = mine.new_empty(group.size * mine.shape[0], *mine.shape[1:])
-    collectives.all_gather_flat(parts.view(-1), mine.view(-1), group)
+    parts, _ = gather_rows(x_SBGD, group)
     return natural_order(parts, group.size).permute(1, 2, 0, 3).contiguous()
 
 
 def _scatter(grad_BGSD: Tensor, group: Group) -> Tensor:
     """Sum a gradient over the members and keep the rows of this one: [S, B, G, D]."""
-    parts = rank_order(grad_BGSD.permute(2, 0, 1, 3).contiguous(), group.size)
-    mine = parts.new_empty(parts.shape[0] // group.size, *parts.shape[1:])
-    collectives.reduce_scatter_flat(mine.view(-1), parts.view(-1), group)
-    return mine
+    return reduce_scatter_rows(rank_order(grad_BGSD.permute(2, 0, 1, 3), group.size), group)[0]

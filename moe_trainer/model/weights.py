@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.parallel import collectives
+from moe_trainer.parallel import collectives, p2p
 from moe_trainer.parallel.params import ParamInfo, info_of, speaks_for, unique_params
 from moe_trainer.parallel.shards import whole as whole_tensor
 from moe_trainer.parallel.state import ParallelState
@@ -96,8 +96,8 @@ def _gather(held: Sequence[_Held], ps: ParallelState, device: torch.device) -> I
             tensor = entry.get()
             if speaks_for(entry.info, ps):
                 header = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
-                collectives.send(header, ps.world)
-                collectives.send(tensor.contiguous(), ps.world)
+                for message in (header, tensor.contiguous()):
+                    p2p.isend(message, ps.world, 0).wait()
         return
     own = {entry.place: entry.get for entry in held}
     seen: set[str] = set()
@@ -113,8 +113,11 @@ def _gather(held: Sequence[_Held], ps: ParallelState, device: torch.device) -> I
 
 
 def _receive(part: _Part, ps: ParallelState, device: torch.device) -> Tensor:
-    header = collectives.receive(torch.zeros(1, dtype=torch.int64, device=device), ps.world, part.rank)
-    return collectives.receive(torch.empty(part.shape, dtype=_DTYPES[int(header)], device=device), ps.world, part.rank)
+    header = torch.zeros(1, dtype=torch.int64, device=device)
+    p2p.irecv(header, ps.world, part.rank).wait()
+    tensor = torch.empty(part.shape, dtype=_DTYPES[int(header)], device=device)
+    p2p.irecv(tensor, ps.world, part.rank).wait()
+    return tensor
 
 
 def join_shards(shards: Sequence[Tensor], info: ParamInfo) -> Tensor:

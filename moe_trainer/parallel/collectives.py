@@ -34,12 +34,9 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def _run(group: Group, operation: str, x: Tensor | None, launch: Callable[..., Any], *args: Any, async_op: bool = False,
-         takes_async: bool | None = None, **kwargs: Any) -> Pending | None:
-    """Run a collective of torch.distributed as a call of the group's trace; see trace.communicate.
-
-    takes_async: whether launch has an argument async_op; unset: those that have a tensor x do.
-    """
-    if x is not None if takes_async is None else takes_async:
+         **kwargs: Any) -> Pending | None:
+    """Run a collective of torch.distributed as a call of the group's trace; see trace.communicate. Those of tensors can be async."""
+    if x is not None:
         kwargs["async_op"] = async_op
     return communicate(group.trace, group.name, group.ranks, operation, x, async_op, launch, *args, group=group.handle, **kwargs)
 
@@ -105,15 +102,6 @@ def all_to_all_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     return work if async_op else out
 
 
-def gather(x: Tensor, group: Group, dst: int = 0) -> list[Tensor] | None:
-    """Collect every member's `x` (all of one shape) on member number `dst`; the others get None."""
-    if group.size == 1:
-        return [x]
-    parts = [torch.empty_like(x) for _ in range(group.size)] if group.rank == dst else None
-    _run(group, "gather", x, dist.gather, x, parts, dst=group.ranks[dst])
-    return parts
-
-
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:
     """Overwrite `x` with that of the group's member number `src`."""
     if group.size == 1:
@@ -153,17 +141,6 @@ def gather_object(obj: Any, group: Group, dst: int = 0) -> list | None:
     box = [None] * group.size if group.rank == dst else None
     _run(group, "gather_object", None, dist.gather_object, obj, box, dst=group.ranks[dst])
     return box
-
-
-def send(x: Tensor, group: Group, dst: int = 0) -> None:
-    """Send `x` to the group's member number `dst`, which must call `receive`; returns when `x` may be reused."""
-    _run(group, "send", x, dist.send, x, dst=group.ranks[dst], takes_async=False)
-
-
-def receive(out: Tensor, group: Group, src: int) -> Tensor:
-    """Overwrite `out` with what the group's member number `src` sends; shape and dtype must be those sent."""
-    _run(group, "receive", out, dist.recv, out, src=group.ranks[src], takes_async=False)
-    return out
 
 
 class _AllToAll(torch.autograd.Function):

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_trainer.parallel.collectives import all_gather_flat
+from moe_trainer.parallel.mappings import gather_rows
 from moe_trainer.parallel.state import Group
+
+
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    """Numbers of the two chunks (of 2 * size) that member `rank` holds, in order."""
+    return rank, 2 * size - 1 - rank
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class SequenceShard:
 
     def chunks(self) -> tuple[int, int]:
         """Numbers of the two chunks (of 2 * cp) that this rank holds, in order."""
-        return self.cp.rank, 2 * self.cp.size - 1 - self.cp.rank
+        return chunks_of(self.cp.rank, self.cp.size)
 
     def _chunk(self, length: int) -> int:
         if length % (2 * self.cp.size):
@@ -52,10 +57,8 @@ class SequenceShard:
         """
         if self.cp.size == 1:
             return x
-        mine = x.detach().movedim(dim, 0).contiguous()
-        parts = mine.new_empty(self.cp.size, *mine.shape)
-        all_gather_flat(parts.view(-1), mine.view(-1), self.cp)
-        return natural_order(parts.flatten(0, 1), self.cp.size).movedim(0, dim)
+        parts, _ = gather_rows(x.detach().movedim(dim, 0), self.cp)
+        return natural_order(parts, self.cp.size).movedim(0, dim)
 
 
 def natural_order(x: Tensor, size: int) -> Tensor:
@@ -71,4 +74,4 @@ def rank_order(x: Tensor, size: int) -> Tensor:
     if size == 1:
         return x
     chunks = x.chunk(2 * size)
-    return torch.cat([chunks[number] for rank in range(size) for number in (rank, 2 * size - 1 - rank)])
+    return torch.cat([chunks[number] for rank in range(size) for number in chunks_of(rank, size)])

@@ -6,19 +6,16 @@ import pytest
 import torch
 from harness import run_ranks
 from train.forked import pretrain
-from train.layouts import argv_of, groups_of, make_run
+from train.layouts import argv_of, make_run
+from train.resuming import assert_alike, load_and_save, train_and_save
 from train.tiny import MOCK, TINY
 
 from arguments import parse_args
-from moe_trainer.checkpoint.checkpoint import load, save
 from moe_trainer.checkpoint.inspect import describe, differences
-from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.verify import verify_all
 from moe_trainer.model.weights import gather_named, load_named_weights
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.run import Run, TrainState
 from moe_trainer.shape.vocab import vocab_rows
-from moe_trainer.train import train_step
 
 KIND = "deepseek"
 
@@ -28,36 +25,6 @@ def _argv(ep, distributed):
             *(["--use-distributed-optimizer"] if distributed else [])]
 
 
-def _steps(run: Run, first: int, count: int) -> list[tuple[dict[str, float], float]]:
-    """Losses and gradient norms of some iterations after the first ones."""
-    microbatches = run.args.training.global_batch_size // (run.args.training.micro_batch_size * run.ps.dp.size)
-    results = [train_step(run, TrainState(iteration=number), microbatches) for number in range(first, first + count)]
-    run.optimizer.wait_params()
-    return [(result.losses, result.grad_norm) for result in results]
-
-
-def _save(run: Run, folder) -> None:
-    content = CheckpointState(iteration=2, args=run.args.as_dict())
-    save(folder, content, run.chunks, run.optimizer, run.ps, SaveOptions(save_rng=False))
-
-
-def _train_and_save(rank, n, argv, folder):
-    """Two iterations, a checkpoint; returns the next two iterations of a run that was not interrupted."""
-    run = make_run(argv, rank, groups_of(argv, rank, n), 4)
-    _steps(run, 0, 2)
-    _save(run, folder)
-    return _steps(run, 2, 2)
-
-
-def _load_and_save(rank, n, argv, source, target):
-    """Resume under another layout, from other initial values; save at once, and return the next two iterations."""
-    run = make_run([*argv, "--seed", "99"], rank, groups_of(argv, rank, n), 2, skip=2)
-    found = load(source, run.chunks, run.optimizer, run.ps, LoadOptions(run.args.as_dict(), load_rng=False))
-    assert found.iteration == 2 and found.optim_loaded
-    _save(run, target)
-    return _steps(run, 2, 2)
-
-
 # (ranks, EP, distributed optimizer); each is loaded from the one before it
 CHAIN = ((1, 1, False), (4, 4, False), (2, 2, True), (4, 2, True), (2, 1, False))
 
@@ -65,24 +32,18 @@ CHAIN = ((1, 1, False), (4, 4, False), (2, 2, True), (4, 2, True), (2, 1, False)
 @pytest.mark.parametrize("distributed", [False, True])
 def test_state_moves_between_expert_layouts_unchanged(tmp_path, distributed):
     first = tmp_path / "first"
-    run_ranks(_train_and_save, 2, _argv(2, distributed), first)
+    run_ranks(train_and_save, 2, _argv(2, distributed), first)
     kept = describe(first / "iter_0000002")
     for moment in ("exp_avg", "exp_avg_sq"):
         assert f"optimizer.state.{moment}.decoder.layers.1.mlp.experts.experts.linear_fc1.weight" in kept
     source, results = first, []
     for number, (n, ep, sharded) in enumerate(CHAIN):
         target = tmp_path / str(number)
-        results.append(run_ranks(_load_and_save, n, _argv(ep, sharded), source, target)[0])
+        results.append(run_ranks(load_and_save, n, _argv(ep, sharded), source, target)[0])
         assert differences(first / "iter_0000002", target / "iter_0000002") == [], CHAIN[number]
         source = target
     for steps in results[1:]:
-        _assert_alike(steps, results[0])
-
-
-def _assert_alike(steps, expected):
-    for (losses, norm), (other_losses, other_norm) in zip(steps, expected, strict=True):
-        assert losses == pytest.approx(other_losses, rel=1e-6)
-        assert norm == pytest.approx(other_norm, rel=2e-6)
+        assert_alike(steps, results[0])
 
 
 # ---- every dimension
@@ -121,7 +82,7 @@ def saved(tmp_path_factory):
     @functools.cache
     def make(kind):
         folder = tmp_path_factory.mktemp("saved")
-        return folder, run_ranks(_train_and_save, n, [*argv_of(kind), *mapping.split()], folder, timeout=180.0)[0]
+        return folder, run_ranks(train_and_save, n, [*argv_of(kind), *mapping.split()], folder, timeout=180.0)[0]
 
     return make
 
@@ -133,24 +94,24 @@ def test_tp2_ep2_pp2_resumes_under(saved, tmp_path, name):
     kind = "plain" if "cp" in name else KIND
     folder, expected = saved(kind)
     n, mapping = RESUMED[name]
-    steps = run_ranks(_load_and_save, n, [*argv_of(kind), *mapping.split()], folder, tmp_path, timeout=180.0)
+    steps = run_ranks(load_and_save, n, [*argv_of(kind), *mapping.split()], folder, tmp_path, timeout=180.0)
     assert verify_all(tmp_path / "iter_0000002").problems == []
     assert differences(folder / "iter_0000002", tmp_path / "iter_0000002") == []
     for rank in steps:
-        _assert_alike(rank, expected)
+        assert_alike(rank, expected)
 
 
 @pytest.mark.parametrize("mapping", ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"])
 def test_a_tied_head_is_stored_once(tmp_path, mapping):
     """The last stage's copy of the embedding is not written, and is filled when it loads."""
     argv = [*argv_of("biases, tied head"), *mapping.split()]
-    expected = run_ranks(_train_and_save, 2, argv, tmp_path / "two")[0]
+    expected = run_ranks(train_and_save, 2, argv, tmp_path / "two")[0]
     assert "output_layer.weight" not in describe(tmp_path / "two/iter_0000002")
-    alone = run_ranks(_load_and_save, 1, argv_of("biases, tied head"), tmp_path / "two", tmp_path / "one")[0]
-    again = run_ranks(_load_and_save, 2, argv, tmp_path / "one", tmp_path / "back")[0]
+    alone = run_ranks(load_and_save, 1, argv_of("biases, tied head"), tmp_path / "two", tmp_path / "one")[0]
+    again = run_ranks(load_and_save, 2, argv, tmp_path / "one", tmp_path / "back")[0]
     assert differences(tmp_path / "two/iter_0000002", tmp_path / "back/iter_0000002") == []
-    _assert_alike(alone, expected)
-    _assert_alike(again, expected)
+    assert_alike(alone, expected)
+    assert_alike(again, expected)
 
 
 def test_the_whole_program_resumes_under_another_mapping(tmp_path):

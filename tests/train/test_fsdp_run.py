@@ -7,42 +7,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from train.forked import pretrain
 from train.layouts import argv_of, groups_of, make_run
+from train.resuming import assert_alike, load_and_save, run_steps, train_and_save
 from train.tiny import MOCK, TINY
 
-from moe_trainer.checkpoint.checkpoint import load, save
 from moe_trainer.checkpoint.inspect import differences
-from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.shards import held_parts
-from moe_trainer.run import TrainState, parameters
-from moe_trainer.train import train_step
+from moe_trainer.run import parameters
 
 MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
-
-
-def steps(run, first, count):
-    microbatches = run.args.training.global_batch_size // (run.args.training.micro_batch_size * run.ps.dp.size)
-    results = [train_step(run, TrainState(iteration=number), microbatches) for number in range(first, first + count)]
-    run.optimizer.wait_params()
-    return [(result.losses, result.grad_norm) for result in results]
-
-
-def keep(run, folder):
-    save(folder, CheckpointState(iteration=2, args=run.args.as_dict()), run.chunks, run.optimizer, run.ps, SaveOptions(save_rng=False))
-
-
-def begin(rank, n, argv, folder):
-    run = make_run(argv, rank, groups_of(argv, rank, n), 4)
-    steps(run, 0, 2)
-    keep(run, folder)
-    return steps(run, 2, 2)
-
-
-def resume(rank, n, argv, source, target):
-    run = make_run([*argv, "--seed", "99"], rank, groups_of(argv, rank, n), 2, skip=2)
-    assert load(source, run.chunks, run.optimizer, run.ps, LoadOptions(run.args.as_dict(), load_rng=False)).optim_loaded
-    keep(run, target)
-    return steps(run, 2, 2)
 
 
 CHAIN = ((4, f"{MEGATRON} --expert-model-parallel-size 2"), (1, ""), (2, "--use-torch-fsdp2"),
@@ -52,15 +25,13 @@ CHAIN = ((4, f"{MEGATRON} --expert-model-parallel-size 2"), (1, ""), (2, "--use-
 
 def test_state_moves_between_sharded_and_other_layouts_unchanged(tmp_path):
     first = tmp_path / "first"
-    expected = run_ranks(begin, 2, [*argv_of("deepseek"), *MEGATRON.split()], first)[0]
+    expected = run_ranks(train_and_save, 2, [*argv_of("deepseek"), *MEGATRON.split()], first)[0]
     source = first
     for number, (n, flags) in enumerate(CHAIN):
         target = tmp_path / str(number)
-        found = run_ranks(resume, n, [*argv_of("deepseek"), *flags.split()], source, target, timeout=120.0)[0]
+        found = run_ranks(load_and_save, n, [*argv_of("deepseek"), *flags.split()], source, target, timeout=120.0)[0]
         assert differences(first / "iter_0000002", target / "iter_0000002") == [], flags
-        for (losses, norm), (other_losses, other_norm) in zip(found, expected, strict=True):
-            assert losses == pytest.approx(other_losses, rel=1e-6), flags
-            assert norm == pytest.approx(other_norm, rel=3e-6), flags
+        assert_alike(found, expected, norm=3e-6)
         source = target
 
 
@@ -73,7 +44,7 @@ def hold(rank, n, argv):
         assert isinstance(param, DTensor) and param.dtype == torch.float32, info_of(param).names
     before = sum(part.numel() for param in params for part, _, _ in held_parts(param))
     whole = sum(param.numel() for param in params)
-    steps(run, 0, 1)
+    run_steps(run, 0, 1)
     with torch.no_grad():
         batch = next(run.train_batches)
         run.chunks[0](batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS)
