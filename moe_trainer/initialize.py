@@ -37,6 +37,7 @@ _MAY_DIFFER = frozenset({
 })
 _MAX_LINES = 12
 
+
 @dataclass(frozen=True)
 class Runtime:
     """What every later step needs to know about this process."""
@@ -88,9 +89,9 @@ def check_same_flags(args: Arguments, place: Place) -> None:
     found = collectives.all_gather_object(other if digests.index(digests[world.rank]) == world.rank else {}, world)
     lines = [f"  {OPTIONS[name].spellings[0] if name in OPTIONS else name}: {first.get(name)} on rank 0, {value} on rank {rank}"
              for rank, differing in enumerate(found) for name, value in differing.items()]
-    lines += [f"  ... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-    raise InputError("the ranks were not started with the same flags (or read different checkpoints' flags):\n"
-                     + "\n".join([*lines[:_MAX_LINES], *lines[_MAX_LINES:][-1:]]))
+    rest = [f"  ... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+    raise InputError("\n".join(["the ranks were not started with the same flags (or read different checkpoints' flags):",
+                                *lines[:_MAX_LINES], *rest]))
 
 
 def make_groups(args: Arguments, place: Place, timeout: datetime.timedelta) -> ParallelState:

@@ -7,7 +7,8 @@ the main parameter itself; param_dtype is the format in which units are gathered
 groups) every instance holds all of the model, and the reduced shards are summed over them behind the reduction.
 
 All reductions are plain sums, since gloo knows no average: the mean is taken over shards, by whoever keeps the gradients
-(optim/fully_sharded.py). All communication goes through collectives.py, so that a hang is told like any other.
+(optim/fully_sharded.py). All communication of a step goes through collectives.py, so that a hang is told like any other; whole
+tensors for export and proofs are torch's `full_tensor` (shards.py).
 
 Shards are cuts of the first dimension, or of the second for a stack of experts whose number edp does not divide.
 
@@ -125,15 +126,20 @@ class _AllGather:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-        work = collectives.all_gather_flat(output_tensor, input_tensor, self._group, async_op=async_op)
-        return work if async_op else None
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        _only_sync(async_op)
+        collectives.all_gather_flat(output_tensor, input_tensor, self._group)
 
 
 class _ReduceScatter(_AllGather):
     """torch's ReduceScatter protocol on a Group; always a sum."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False) -> None:
         assert op == dist.ReduceOp.SUM, f"reduction {op}"
-        work = collectives.reduce_scatter_flat(output_tensor, input_tensor, self._group, async_op=async_op)
-        return work if async_op else None
+        _only_sync(async_op)
+        collectives.reduce_scatter_flat(output_tensor, input_tensor, self._group)
+
+
+def _only_sync(async_op: bool) -> None:
+    """torch waits only for works of its own class; one of ours would never be waited for."""
+    assert not async_op, "fully_shard asks for an asynchronous collective (unshard_async_op)"

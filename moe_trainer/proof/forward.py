@@ -33,7 +33,7 @@ class Watch:
     def add(self, place: Place, name: str, rows: Tensor) -> None:
         """Add some rows of an output."""
         flat = rows.detach().double().reshape(-1, rows.shape[-1])
-        mine = torch.stack([flat.sum(0), flat.square().sum(0)])
+        mine = torch.stack([flat.sum(0), flat.square().sum(0)]).cpu()
         self.sums[place][name] = self.sums[place].get(name, 0) + mine
 
 

@@ -62,19 +62,20 @@ class Outcome:
     forward: list[dict[Place, dict[str, Tensor]]] = field(default_factory=list)
 
 
-def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: int = 0, seed: int = 0) -> Run:
+def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: int = 0, seed: int = 0, device: str = "cpu") -> Run:
     """Build a run whose batches need no files; `skip` leaves out those of the first steps. Collective."""
     place = ProcessPlace(rank, ps.world.size, rank, None, None, "proof")
-    run = build_run(args, Runtime(place, torch.device("cpu"), ps), tokenizer(args))
+    run = build_run(args, Runtime(place, torch.device(device), ps), tokenizer(args))
     return replace(run, train_batches=iter(batches(args, ps, skip, steps, seed)))
 
 
 def train(
-    args: Arguments, rank: int, ps: ParallelState, steps: int = 3, seed: int = 0, prepare: Callable[[Run], Watch | None] | None = None
+    args: Arguments, rank: int, ps: ParallelState, steps: int = 3, seed: int = 0, prepare: Callable[[Run], Watch | None] | None = None,
+    device: str = "cpu",
 ) -> Outcome:
     """Train from the named initialisation. Collective over the world; seed chooses the batches, prepare sees the run first and
     may watch its first forward passes (see forward.py; else this rank's are watched)."""
-    run, state, results = make_run(args, rank, ps, steps, seed=seed), TrainState(), []
+    run, state, results = make_run(args, rank, ps, steps, seed=seed, device=device), TrainState(), []
     watch = (prepare(run) if prepare is not None else None) or watch_rank(run)
     grads: dict[str, Tensor] = {}
     prints: dict[str, list] = {}
@@ -84,7 +85,7 @@ def train(
     def record_and_step(**rates):
         if state.iteration == 0:
             run.grads.gather()
-            grads.update((name, grad.clone()) for name, grad in gather_named(run.chunks, ps, _main_grad))
+            grads.update((name, grad.clone().cpu()) for name, grad in gather_named(run.chunks, ps, _main_grad))
             prints.update(_fingerprints(run, _main_grad))
         return step(**rates)
 
@@ -95,7 +96,7 @@ def train(
         watch.on = False
     run.optimizer.wait_params()
     evaluation = _evaluate(run, batches(args, ps, steps, 1, seed))
-    weights = {name: tensor.clone() for name, tensor in export_named_weights(run.chunks, ps)}
+    weights = {name: tensor.clone().cpu() for name, tensor in export_named_weights(run.chunks, ps)}
     for name, value in _fingerprints(run, whole).items():
         prints[name] = [*prints.get(name, []), value[0]]
     return Outcome(
