@@ -65,6 +65,7 @@ class SelfAttention(nn.Module):
         self.rope = not skips_rope(model, layer_number)
         self.interleaved = model.rotary_interleaved
         self.stream = kit.stream if model.attention_dropout > 0.0 else None
+        self.activations = kit.activations
         self.linear_qkv = kit.column_linear(
             model.hidden_size, (heads + 2 * groups) * self.head_dim, name=f"{name}.linear_qkv", group=tp,
             init=hidden_init(model), bias=model.add_bias_linear or model.add_qkv_bias, sequence_parallel=sequence_parallel)
@@ -93,13 +94,19 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
         """rope: cos and sin [S, R/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
-        q, k_SBGD, v_SBGD = self._queries_keys_values(x_SBH)
+        with self.activations.offloading("qkv_linear"):
+            q, k_SBGD, v_SBGD = self._queries_keys_values(x_SBH)
         if self.q_layernorm is not None:
             q, k_SBGD = self.q_layernorm(q), self.k_layernorm(k_SBGD)
         q_SBND = q.reshape(*q.shape[:2], self.num_heads, self.head_dim)
         if rope is not None and self.rope:
             q_SBND = apply_rope(q_SBND, *rope, self.interleaved)
             k_SBGD = apply_rope(k_SBGD, *rope, self.interleaved)
-        with drawing(self.stream if self.training else None, x_SBH.device):
-            y = self.core_attention(q_SBND, k_SBGD, v_SBGD, visible)
-        return self.linear_proj(y)
+        with self.activations.offloading("core_attn"):
+            y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBGD, v_SBGD)
+        with self.activations.offloading("attn_proj"):
+            return self.linear_proj(y)
+
+    def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visible: Visible | None) -> Tensor:
+        with drawing(self.stream if self.training else None, q_SBND.device):
+            return self.core_attention(q_SBND, k_SBGD, v_SBGD, visible)

@@ -5,12 +5,12 @@ need no grouped linear: they run as one autograd function (ops/expert_mlp.py). T
 grouped linear become two more constructors when that kit is built.
 
 A kit also carries what all blocks of one model chunk share (`for_chunk`): the queue of weight gradients, which its linears
-then know, and the stream of random numbers for tensors that are cut over the tensor-parallel group.
+then know, the stream of random numbers for tensors that are cut over the tensor-parallel group, and what becomes of activations.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
+from moe_trainer.memory.activations import Activations
 from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
@@ -35,6 +36,7 @@ class Kit:
     core_attention: see layers/core_attention.py; `choose` binds the groups and kinds of context parallelism to it
     queue: of the chunk, or None when its weight gradients never wait. stream: of the chunk, or None when nothing is cut.
     baton: handed over where tokens are exchanged, or None when passes run one after the other.
+    activations: of the chunk; which of them are recomputed or go to the host.
     """
 
     name: str
@@ -46,12 +48,14 @@ class Kit:
     queue: WeightGradQueue | None = None
     stream: ShardStream | None = None
     baton: Baton | None = None
+    activations: Activations = field(default_factory=Activations)
 
-    def for_chunk(self, queue: WeightGradQueue | None = None, stream: ShardStream | None = None, baton: Baton | None = None) -> "Kit":
+    def for_chunk(self, queue: WeightGradQueue | None = None, stream: ShardStream | None = None, baton: Baton | None = None,
+                  activations: Activations | None = None) -> "Kit":
         """The same kit for the blocks of one model chunk."""
         linears = {kind: functools.partial(getattr(self, kind), queue=queue)
                    for kind in ("column_linear", "row_linear", "replicated_linear")}
-        return replace(self, queue=queue, stream=stream, baton=baton, **linears)
+        return replace(self, queue=queue, stream=stream, baton=baton, activations=activations or Activations(), **linears)
 
 
 LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)

@@ -11,6 +11,7 @@ group (Megatron-Core's local layers lose the other ranks' part).
 Shapes: S sequence, B microbatch, H hidden, N heads of this rank, D key width (nope + rope), E value width, C latent width.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -47,6 +48,7 @@ class MultiLatentAttention(nn.Module):
         self.value_dim, self.kv_rank = model.v_head_dim, model.kv_lora_rank
         self.rope = not skips_rope(model, layer_number)
         self.stream = kit.stream if model.attention_dropout > 0.0 else None
+        self.activations = kit.activations
         key_dim = self.nope_dim + self.rope_dim
         init = hidden_init(model)
 
@@ -78,22 +80,18 @@ class MultiLatentAttention(nn.Module):
             heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp, init=residual_init(model),
             bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
 
-    def _query(self, x_SBH: Tensor) -> Tensor:
+    def _query_latent(self, x_SBH: Tensor) -> Tensor:
+        """What queries are made of: the normalized latent, or without one the queries themselves."""
         if self.linear_q_proj is not None:
             return self.linear_q_proj(x_SBH)
         latent_SBC = self.linear_q_down_proj(x_SBH)
-        if self.q_layernorm is not None:
-            latent_SBC = self.q_layernorm(latent_SBC)
-        return self.linear_q_up_proj(latent_SBC)
+        return latent_SBC if self.q_layernorm is None else self.q_layernorm(latent_SBC)
 
-    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
-        """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
-        q = self._query(x_SBH)
+    def _expand(self, rope: Tables | None, q_latent: Tensor, latent_SBC: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From latents to q_SBND, k_SBND and v_SBNE; k_rope [S, B, rope_dim] of this rank's rows."""
+        q = q_latent if self.linear_q_proj is not None else self.linear_q_up_proj(q_latent)
         heads = (*q.shape[:2], self.num_heads)
         q_SBND = q.view(*heads, -1)
-        latent_SBC, k_rope = self.linear_kv_down_proj(x_SBH).split([self.kv_rank, self.rope_dim], dim=-1)
-        if self.kv_layernorm is not None:
-            latent_SBC = self.kv_layernorm(latent_SBC)
         kv = self.linear_kv_up_proj(latent_SBC).view(*heads, -1)
         k_nope, v_SBNE = kv.split([self.nope_dim, self.value_dim], dim=-1)
         to_all_heads = gather_rows_from_group if self.sequence_parallel else copy_to_group
@@ -101,7 +99,22 @@ class MultiLatentAttention(nn.Module):
         if rope is not None and self.rope:
             q_SBND = apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
             k_rope = apply_rope(k_rope, *rope, interleaved=True)
-        k_SBND = torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1)
-        with drawing(self.stream if self.training else None, x_SBH.device):
-            y = self.core_attention(q_SBND, k_SBND, v_SBNE, visible)
-        return self.linear_proj(y)
+        return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), v_SBNE
+
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
+        """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
+        with self.activations.offloading("qkv_linear"):
+            q_latent = self._query_latent(x_SBH)
+            latent_SBC, k_rope = self.linear_kv_down_proj(x_SBH).split([self.kv_rank, self.rope_dim], dim=-1)
+            if self.kv_layernorm is not None:
+                latent_SBC = self.kv_layernorm(latent_SBC)
+            (q_SBND, k_SBND, v_SBNE), inside = self.activations.discarding(
+                "mla_up_proj", functools.partial(self._expand, rope), q_latent, latent_SBC, k_rope)
+        with inside, self.activations.offloading("core_attn"):
+            y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBND, v_SBNE)
+        with self.activations.offloading("attn_proj"):
+            return self.linear_proj(y)
+
+    def _attend(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: Visible | None) -> Tensor:
+        with drawing(self.stream if self.training else None, q_SBND.device):
+            return self.core_attention(q_SBND, k_SBND, v_SBNE, visible)

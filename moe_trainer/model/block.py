@@ -24,6 +24,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         model, sp = args.model, args.parallel.sequence_parallel
         rows_cut = sp and ps.tp.size > 1
+        self.activations = kit.activations
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.fp32_residual = model.fp32_residual_connection
         self.hidden_dropout = Dropout(model.hidden_dropout, kit.stream if rows_cut else None)
@@ -43,11 +44,21 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
         """rope: cos and sin, or None; visible: see CoreAttention; grad_scale: of the auxiliary losses."""
-        normed = self.input_layernorm(x_SBH)
-        x_SBH = self._add(normed if self.residual_after_norm else x_SBH, self.self_attention(normed, rope, visible))
-        normed = self.pre_mlp_layernorm(x_SBH)
-        y_SBH = self.mlp(normed, grad_scale) if self.is_moe else self.mlp(normed)
+        with self.activations.offloading("attn_norm"):
+            normed, inside = self.activations.discarding("layernorm", self.input_layernorm, x_SBH)
+        with inside:
+            y_SBH = self.self_attention(normed, rope, visible)
+        x_SBH = self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
+        with self.activations.offloading("mlp_norm"):
+            normed, inside = self.activations.discarding("layernorm", self.pre_mlp_layernorm, x_SBH)
+        with inside:
+            y_SBH = self._feed_forward(normed, grad_scale)
         return self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
+
+    def _feed_forward(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Tensor:
+        if self.is_moe:
+            return self.activations.region("moe", lambda x: self.mlp(x, grad_scale), x_SBH)
+        return self.activations.region("mlp", self.mlp, x_SBH)
 
     def _add(self, residual: Tensor, y_SBH: Tensor) -> Tensor:
         y_SBH = self.hidden_dropout(y_SBH)

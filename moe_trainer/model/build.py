@@ -4,6 +4,7 @@ Values are drawn in fp32 in small blocks and rounded into the params dtype, so b
 model itself. They depend on (seed, name) alone: every layout starts from the same weights.
 """
 
+import functools
 import logging
 
 import torch
@@ -14,14 +15,17 @@ from arguments import Arguments
 from arguments.parallel import ParallelArgs
 from moe_trainer.backends import Backends
 from moe_trainer.layers.kit import choose
+from moe_trainer.memory.activations import Activations
+from moe_trainer.memory.offload import Offload
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher, choose_fused_topk, connect_dispatcher
 from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.params import info_of
-from moe_trainer.parallel.rng import init_parameter
+from moe_trainer.parallel.rng import ShardStream, init_parameter
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape import deferral
+from moe_trainer.shape.activations import offloaded_parts, recomputed_parts
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, embedding_stages
 
 logger = logging.getLogger(__name__)
@@ -49,7 +53,8 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     for layout in layouts[ps.pp.rank]:
         with torch.device("meta"):
             chunk = Transformer(args, ps, padded_vocab_size, kit, layout, shared_embedding=shared,
-                                params_dtype=dtype, device=device, queue=_queue(layout, parallel), baton=baton)
+                                params_dtype=dtype, device=device, queue=_queue(layout, parallel), baton=baton,
+                                activations=functools.partial(_activations, args, ps, device))
         _materialize(chunk, device, dtype, args.training.seed)
         if device.type != "meta":
             _check(chunk)
@@ -68,6 +73,21 @@ def _dispatched_rows(args: Arguments, ps: ParallelState, dtype: torch.dtype, dev
     sequences = max(args.training.micro_batch_size or 1, args.training.eval_micro_batch_size or 1)
     tokens = -(-(args.data.seq_length or 1) // ps.tp_cp.size) * sequences
     return Rows(args.model.hidden_size, tokens, dtype, device, args.training.deterministic_mode)
+
+
+def _activations(args: Arguments, ps: ParallelState, device: torch.device, stream: ShardStream | None) -> Activations:
+    """What one chunk recomputes in backward and sends to the host."""
+    model, moe, training = args.model, args.moe, args.training
+    offload, parts = None, offloaded_parts(training)
+    if parts and device.type != "meta":
+        fine = training.fine_grained_activation_offloading
+        offload = Offload(
+            parts, device, min_numel=training.min_offloaded_tensor_size if fine else 0,
+            fraction=training.activation_offload_fraction, max_in_flight=training.fine_grained_offloading_max_inflight_offloads,
+            less_bytes=training.delta_offload_bytes_across_pp_ranks * ps.pp.rank)
+    draws = bool(model.hidden_dropout or model.attention_dropout or moe.moe_input_jitter_eps or moe.moe_router_force_load_balancing)
+    shared = ps.tp if training.distribute_saved_activations else None
+    return Activations(recomputed_parts(training), draws=draws, stream=stream, shared_by=shared, offload=offload)
 
 
 def _queue(layout: ChunkLayout, parallel: ParallelArgs) -> WeightGradQueue | None:

@@ -50,6 +50,7 @@ class MTPLayer(nn.Module):
         super().__init__()
         model, sp = args.model, args.parallel.sequence_parallel
         size, rows_cut = model.hidden_size, sp and ps.tp.size > 1
+        self.activations = kit.activations
         self.enorm = kit.norm(size, model, name=f"{name}.enorm", partial=rows_cut)
         self.hnorm = kit.norm(size, model, name=f"{name}.hnorm", partial=rows_cut)
         self.eh_proj = kit.column_linear(2 * size, size, name=f"{name}.eh_proj", group=ps.tp, init=hidden_init(model),
@@ -61,6 +62,10 @@ class MTPLayer(nn.Module):
     def forward(self, x_SBH: Tensor, embedded_SBH: Tensor, rope: Tables | None, visible: Visible | None,
                 grad_scale: float | Tensor) -> Tensor:
         """x_SBH: normed hidden state of the previous depth; embedded_SBH: of the shifted tokens."""
+        return self.activations.region("mtp", lambda *tensors: self._run(*tensors, rope, visible, grad_scale), x_SBH, embedded_SBH)
+
+    def _run(self, x_SBH: Tensor, embedded_SBH: Tensor, rope: Tables | None, visible: Visible | None,
+             grad_scale: float | Tensor) -> Tensor:
         joined = torch.cat([self.enorm(embedded_SBH), self.hnorm(x_SBH)], dim=-1)
         return self.final_layernorm(self.mtp_model_layer(self.eh_proj(joined), rope, visible, grad_scale))
 

@@ -8,7 +8,9 @@ Shapes: S sequence (this rank's part in hidden states; whole in tokens, labels a
 vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,9 @@ from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import embedding_init, hidden_init
 from moe_trainer.layers.kit import Kit
-from moe_trainer.layers.rotary import make_rotary
+from moe_trainer.layers.rotary import Tables, make_rotary
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
+from moe_trainer.memory.activations import Activations
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
 from moe_trainer.moe.layer import MoELayer
@@ -29,6 +32,7 @@ from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape import deferral
+from moe_trainer.shape.activations import recomputed_spans
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout
 
@@ -84,11 +88,13 @@ class Transformer(nn.Module):
 
     def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, kit: Kit, layout: ChunkLayout,
                  *, shared_embedding: bool, params_dtype: torch.dtype, device: torch.device,
-                 queue: WeightGradQueue | None = None, baton: Baton | None = None):
+                 queue: WeightGradQueue | None = None, baton: Baton | None = None,
+                 activations: Callable[[ShardStream | None], Activations] | None = None):
         """shared_embedding: other pipeline stages hold the word embeddings too. params_dtype, device: where it is going to be.
 
         queue: where its weight gradients can wait, for schedules that compute them apart. baton: of this rank, for schedules that
-        run two passes in turns; also where gradients that wait are computed beside the exchange of tokens.
+        run two passes in turns; also where gradients that wait are computed beside the exchange of tokens. activations: makes what
+        decides about its activations, given its stream.
         """
         super().__init__()
         model = args.model
@@ -99,7 +105,10 @@ class Transformer(nn.Module):
             place = (f"pp {ps.pp.rank}", f"first layer {layout.layers[:1]}", f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank}")
             self.stream = ShardStream(args.training.seed, "dropout", *place)
         self.weight_grads, self.baton = queue, baton
-        kit = kit.for_chunk(None if deferral.of_the_head(args.parallel) else queue, self.stream, baton)
+        self.activations = Activations() if activations is None else activations(self.stream)
+        kit = kit.for_chunk(None if deferral.of_the_head(args.parallel) else queue, self.stream, baton, self.activations)
+        self.spans = recomputed_spans(args.training, len(layout.layers))
+        self.offloaded_layers = args.training.cpu_offloading_num_layers
         self.sequence = SequenceShard(ps.cp)
         self.rows_cut = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
         self.hidden_size = model.hidden_size
@@ -150,6 +159,7 @@ class Transformer(nn.Module):
         logits_BSV. Other chunks: x_SBH for the next one (behind it, along S, the states of MTP depths: see ChunkLayout).
         """
         local, with_mtp = self.sequence.local, self.training and labels_BS is not None
+        self.activations.begin_pass()
         states: list[Tensor] = []
         if self.layout.has_embedding:
             x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
@@ -159,8 +169,7 @@ class Transformer(nn.Module):
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
-        for layer in self.decoder.layers:
-            x_SBH = layer(x_SBH, rope, visible, grad_scale)
+        x_SBH = self._layers(x_SBH, rope, visible, grad_scale)
         if self.decoder.final_layernorm is not None:
             x_SBH = self.decoder.final_layernorm(x_SBH)
         if self.mtp is not None and with_mtp:
@@ -172,6 +181,19 @@ class Transformer(nn.Module):
         if states:
             x_SBH = self.mtp_losses(x_SBH, states, labels_BS, loss_mask_BS, self._loss_BS, grad_scale)
         return self._loss_BS(x_SBH, local(labels_BS, 1))
+
+    def _layers(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
+        """Run the decoder's layers, those of a span as one recomputed region."""
+        def run(first: int, stop: int, x_SBH: Tensor) -> Tensor:
+            for index in range(first, stop):
+                with self.activations.offloading("layer") if index < self.offloaded_layers else nullcontext():
+                    x_SBH = self.decoder.layers[index](x_SBH, rope, visible, grad_scale)
+            return x_SBH
+
+        for first, stop, recomputed in self.spans:
+            part = partial(run, first, stop)
+            x_SBH = self.activations.region("full", part, x_SBH) if recomputed else part(x_SBH)
+        return x_SBH
 
     def _tied_weight(self) -> Tensor | None:
         return self.embedding.word_embeddings.weight if self.tied else None

@@ -22,6 +22,7 @@ from arguments.moe import MoEArgs
 from moe_trainer.layers.init import Init, hidden_init, make_parameter, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mlp import MLP, make_activation
+from moe_trainer.memory.activations import Activations
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group, ParallelState
@@ -55,11 +56,12 @@ class _ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """All local experts of one layer.
 
-    queue: where weight gradients wait while it is active; None to compute them in backward always.
+    queue: where weight gradients wait while it is active; None to compute them in backward always. activations: the chunk's.
     Raises: ValueError when the experts or their width cannot be cut evenly.
     """
 
-    def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, queue: WeightGradQueue | None = None):
+    def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, queue: WeightGradQueue | None = None,
+                 activations: Activations | None = None):
         super().__init__()
         ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
         if ffn % ps.etp.size:
@@ -70,7 +72,7 @@ class Experts(nn.Module):
         self.activation = make_activation(model)
         self.allow_grouped = moe.moe_grouped_gemm
         self.probs_on_input = moe.moe_apply_probs_on_input
-        self.queue = queue
+        self.queue, self.activations = queue, activations or Activations()
         self.etp = ps.etp
         num_local = moe.num_experts // ps.ep.size
         first = ps.ep.rank * num_local
@@ -91,10 +93,13 @@ class Experts(nn.Module):
         if self.probs_on_input:
             x_RH = (x_RH * probs_R.unsqueeze(1)).to(x_RH.dtype)
             probs_R = None
-        return expert_mlp(
-            x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
-            b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), allow_grouped=self.allow_grouped, queue=self.queue,
-        )
+        rows = x_RH.untyped_storage().data_ptr()
+        with self.activations.offloading("expert_fc1", "moe_act",
+                                         which=lambda x: "expert_fc1" if x.untyped_storage().data_ptr() == rows else "moe_act"):
+            return expert_mlp(
+                x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
+                b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), allow_grouped=self.allow_grouped, queue=self.queue,
+            )
 
     def _own_bias(self) -> Tensor | None:
         """fc2's bias on the first rank of etp, zeros with a zero gradient on the others."""

@@ -38,14 +38,14 @@ class MoELayer(nn.Module):
         super().__init__()
         self.layer_number = layer_number
         self.router = TopKRouter(model, moe, ps, f"{name}.router", layer_number, per_token_loss=per_token_loss,
-                                 stream=kit.stream)
-        self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue)
+                                 stream=kit.stream, activations=kit.activations)
+        self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue, kit.activations)
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", kit, sequence_parallel)
         self.overlap_shared = self.shared_experts is not None and moe.moe_shared_expert_overlap
         self.dispatcher: TokenDispatcher | None = None
-        self.baton, self.queue = kit.baton, kit.queue
+        self.baton, self.queue, self.activations = kit.baton, kit.queue, kit.activations
         # the group over which rows must be dealt out: all its ranks hold the same ones
         self.replicas = Group.single("tp", ps.tp.ranks[ps.tp.rank]) if sequence_parallel else ps.tp
 
@@ -60,7 +60,7 @@ class MoELayer(nn.Module):
         dispatcher, shared_SBH = self.dispatcher, None
         sent = dispatcher.start_exchange(dispatcher.preprocess(own_SBH.reshape(-1, own_SBH.shape[-1]), probs_TE, routing_TE))
         if self.overlap_shared:
-            shared_SBH = self.shared_experts(x_SBH)
+            shared_SBH = self._run_shared(x_SBH)
         x_RH, probs_R = hand_over(self.baton, self.queue, sent.x_RH, sent.probs_R)
         sent = dispatcher.postprocess(dispatcher.finish_exchange(replace(sent, x_RH=x_RH, probs_R=probs_R)))
         y_RH = self.experts(sent.x_RH, sent.probs_R, sent.tokens_per_expert_e)
@@ -70,7 +70,10 @@ class MoELayer(nn.Module):
         y_SBH = gather_rows_replicated(y_TH.view(own_SBH.shape), self.replicas)
         if self.shared_experts is None:
             return y_SBH
-        return y_SBH + (self.shared_experts(x_SBH) if shared_SBH is None else shared_SBH)
+        return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
+
+    def _run_shared(self, x_SBH: Tensor) -> Tensor:
+        return self.activations.region("shared_experts", self.shared_experts, x_SBH)
 
     def named_state_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers that a checkpoint must keep, by global name: the expert bias."""

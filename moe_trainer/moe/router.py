@@ -5,6 +5,9 @@ Design: `TopKRouter` owns the weight and the running counts; everything it decid
 closed-form gradient (see balancing.py): they are computed without autograd and added to the logits' gradient, scaled by the
 `grad_scale` that the caller passes. The result is dense, `probs_TE` and `routing_TE`: every dispatcher starts from these two.
 
+Where the layer is recomputed in backward, everything that is decided, drawn or counted passes through `Activations.once`: the second
+pass weighs the same experts, whatever rounding or a changed bias would choose now, and no count or loss is taken twice.
+
 Numerics, as Megatron-Core: logits in the activation dtype or --moe-router-dtype; softmax in fp32 (fp64 for fp64 logits); ties as
 torch.topk breaks them. The position drop policy keeps the first tokens of each expert (a stable choice).
 
@@ -22,7 +25,8 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, make_parameter
-from moe_trainer.moe.balancing import LOSS_NAMES, BalancingLosses, attach_gradient, balancing_losses, loss_coefficients
+from moe_trainer.memory.activations import Activations
+from moe_trainer.moe.balancing import LOSS_NAMES, attach_gradient, balancing_losses, loss_coefficients
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
@@ -73,11 +77,19 @@ def group_limited_topk(scores_TE: Tensor, topk: int, num_groups: int, group_topk
     return masked_TE.topk(topk, dim=-1)[1]
 
 
+Once = Callable[[Callable[[], Tensor]], Tensor]
+"""Compute, or return what that gave when the layer ran for the first time."""
+
+
+def _anew(compute: Callable[[], Tensor]) -> Tensor:
+    return compute()
+
+
+@torch.no_grad()
 def _select(scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
-    with torch.no_grad():
-        if group_topk:
-            return group_limited_topk(scores_TE, topk, num_groups, group_topk)
-        return scores_TE.topk(topk, dim=-1)[1]
+    if group_topk:
+        return group_limited_topk(scores_TE, topk, num_groups, group_topk)
+    return scores_TE.topk(topk, dim=-1)[1]
 
 
 def score_topk(
@@ -89,10 +101,11 @@ def score_topk(
     group_topk: int | None = None,
     scaling_factor: float | None = None,
     expert_bias_E: Tensor | None = None,
+    once: Once = _anew,
 ) -> tuple[Tensor, Tensor]:
     """Choose top-k experts per token and weigh them.
 
-    The bias takes part in the choice only; weights come from unbiased scores.
+    The bias takes part in the choice only; weights come from unbiased scores. once: is asked for the choice.
     Returns: probs_TE in the dtype of the logits, zero where not chosen; routing_TE bool.
     """
     dtype = logits_TE.dtype
@@ -100,17 +113,17 @@ def score_topk(
     if score_function == "softmax":
         if pre_softmax:
             scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide).to(dtype)
-            indices_TK = _select(scores_TE, topk, num_groups, group_topk)
+            indices_TK = once(lambda: _select(scores_TE, topk, num_groups, group_topk))
             weights_TK = scores_TE.gather(1, indices_TK)
         else:
-            indices_TK = _select(logits_TE, topk, num_groups, group_topk)
+            indices_TK = once(lambda: _select(logits_TE, topk, num_groups, group_topk))
             weights_TK = torch.softmax(logits_TE.gather(1, indices_TK), dim=-1, dtype=wide).to(dtype)
     else:
         raw_TE = logits_TE.to(wide)
         scores_TE = torch.sigmoid(raw_TE) if score_function == "sigmoid" else F.softplus(raw_TE).sqrt()
         scores_TE = scores_TE.to(dtype)
         biased_TE = scores_TE if expert_bias_E is None else scores_TE + expert_bias_E
-        indices_TK = _select(biased_TE, topk, num_groups, group_topk)
+        indices_TK = once(lambda: _select(biased_TE, topk, num_groups, group_topk))
         weights_TK = scores_TE.gather(1, indices_TK)
         if topk > 1:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -140,10 +153,10 @@ def sinkhorn(cost_TE: Tensor, tolerance: float = 1e-4, max_rounds: int = 1000) -
     return cols_E * cost_TE * rows_T.unsqueeze(1)
 
 
-def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool) -> tuple[Tensor, Tensor]:
+def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool, once: Once = _anew) -> tuple[Tensor, Tensor]:
     """Choose experts by the Sinkhorn-normalised logits; weigh with sigmoid (top-1) or softmax (top-k).
 
-    balance False (evaluation) chooses by the weights themselves. Returns: probs_TE, routing_TE.
+    balance False (evaluation) chooses by the weights themselves. once: is asked for the choice. Returns: probs_TE, routing_TE.
     """
     wide = torch.promote_types(logits_TE.dtype, torch.float32)
     if topk == 1:
@@ -151,8 +164,7 @@ def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool) -> tuple[Tensor, 
     else:
         scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide).to(logits_TE.dtype)
     with torch.no_grad():
-        choice_TE = sinkhorn(logits_TE.to(wide)) if balance else scores_TE
-        indices_TK = choice_TE.topk(topk, dim=1)[1]
+        indices_TK = once(lambda: (sinkhorn(logits_TE.to(wide)) if balance else scores_TE).topk(topk, dim=1)[1])
         routing_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, indices_TK, True)
     return scores_TE * routing_TE, routing_TE
 
@@ -163,24 +175,26 @@ def expert_capacity(num_tokens: int, topk: int, num_experts: int, factor: float)
 
 
 def drop_beyond_capacity(
-    probs_TE: Tensor, routing_TE: Tensor, capacity: int, policy: str, pad: bool
+    probs_TE: Tensor, routing_TE: Tensor, capacity: int, policy: str, pad: bool, once: Once = _anew
 ) -> tuple[Tensor, Tensor]:
     """Keep at most `capacity` tokens per expert: the largest probabilities ("probs") or the first ("position").
 
     The kept probabilities are not renormalised. With pad, experts that have fewer take further tokens, with probability 0, until
-    they have exactly `capacity`.
+    they have exactly `capacity`. once: is asked for the choice.
     Returns: probs_TE, routing_TE.
     """
-    with torch.no_grad():
-        # tokens of the expert first, the rest (candidates for padding) behind them; equal keys keep token order
-        key_TE = routing_TE.to(torch.float64)
-        if policy == "probs":
-            key_TE = key_TE * 2 + probs_TE.detach()
-        order_TE = key_TE.argsort(dim=0, descending=True, stable=True)[:capacity]
-        kept_TE = torch.zeros_like(routing_TE).scatter_(0, order_TE, True)
-        if not pad:
-            kept_TE &= routing_TE
+    kept_TE = once(lambda: _keep(probs_TE.detach(), routing_TE, capacity, policy, pad))
     return probs_TE * kept_TE, kept_TE
+
+
+def _keep(probs_TE: Tensor, routing_TE: Tensor, capacity: int, policy: str, pad: bool) -> Tensor:
+    # tokens of the expert first, the rest (candidates for padding) behind them; equal keys keep token order
+    key_TE = routing_TE.to(torch.float64)
+    if policy == "probs":
+        key_TE = key_TE * 2 + probs_TE
+    order_TE = key_TE.argsort(dim=0, descending=True, stable=True)[:capacity]
+    kept_TE = torch.zeros_like(routing_TE).scatter_(0, order_TE, True)
+    return kept_TE if pad else kept_TE & routing_TE
 
 
 class TopKRouter(nn.Module):
@@ -192,9 +206,10 @@ class TopKRouter(nn.Module):
     """
 
     def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, layer_number: int, *,
-                 per_token_loss: bool = False, stream: ShardStream | None = None):
-        """stream: random numbers of this rank of tp, whose rows are its own; None for torch's global ones."""
+                 per_token_loss: bool = False, stream: ShardStream | None = None, activations: Activations | None = None):
+        """stream: random numbers of this rank of tp, whose rows are its own; None for torch's global ones. activations: the chunk's."""
         super().__init__()
+        self.activations = activations or Activations()
         self.stream = stream
         self.moe, self.ps, self.name, self.layer_number = moe, ps, name, layer_number
         self.num_experts, self.topk = moe.num_experts, moe.moe_router_topk
@@ -249,18 +264,21 @@ class TopKRouter(nn.Module):
         logits_TE = self._force(self._logits(x_TH, active))
         wants_losses = active and (any(self.coefficients.values()) or self.moe.moe_z_loss_coeff is not None)
         unaided_TE = logits_TE.detach()
-        losses = self._losses(unaided_TE, x_SBH.shape) if wants_losses else None
-        if losses is not None:
-            logits_TE = attach_gradient(logits_TE, losses.grad_TE, grad_scale)
-            self.loss_sums += losses.values
+        if wants_losses:
+            grad_TE = self.activations.once(lambda: self._losses(unaided_TE, x_SBH.shape))
+            logits_TE = attach_gradient(logits_TE, grad_TE, grad_scale)
         probs_TE, routing_TE = self._route(logits_TE)
         if self._drops():
             probs_TE, routing_TE = self._drop(probs_TE, routing_TE)
+        if not self.activations.replaying:
+            self._write_down(unaided_TE, probs_TE, routing_TE, active)
+        return probs_TE, routing_TE
+
+    def _write_down(self, logits_TE: Tensor, probs_TE: Tensor, routing_TE: Tensor, active: bool) -> None:
         if self.expert_bias is not None and active:
             self.local_tokens_per_expert += routing_TE.sum(0)
         if self.recorder is not None:
-            self.recorder.append({"logits": unaided_TE, "probs": probs_TE.detach(), "map": routing_TE})
-        return probs_TE, routing_TE
+            self.recorder.append({"logits": logits_TE, "probs": probs_TE.detach(), "map": routing_TE})
 
     def _logits(self, x_TH: Tensor, active: bool) -> Tensor:
         eps = self.moe.moe_input_jitter_eps
@@ -283,19 +301,21 @@ class TopKRouter(nn.Module):
             with drawing(self.stream, logits_TE.device):
                 logits_TE = _StraightThrough.apply(logits_TE, torch.randn_like(logits_TE))
         if self.moe.moe_router_force_biased is not None:
-            bias_E = self._draw_bias() if self.fixed_bias is None else self.fixed_bias
+            bias_E = self.activations.once(self._draw_bias) if self.fixed_bias is None else self.fixed_bias
             logits_TE = logits_TE + bias_E.to(logits_TE)
         return logits_TE
 
     def _route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         moe = self.moe
         if moe.moe_router_load_balancing_type == "sinkhorn":
-            return sinkhorn_topk(logits_TE, self.topk, balance=self.training)
+            return sinkhorn_topk(logits_TE, self.topk, balance=self.training, once=self.activations.once)
         if self.fused_topk is not None:
+            # the kernel cannot be told what to choose: when the layer is recomputed it gets the same numbers
+            bias_E = None if self.expert_bias is None else self.activations.once(self.expert_bias.clone)
             return self.fused_topk(
                 logits_TE, self.topk, use_pre_softmax=moe.moe_router_pre_softmax, num_groups=moe.moe_router_num_groups,
                 group_topk=moe.moe_router_group_topk, scaling_factor=moe.moe_router_topk_scaling_factor,
-                score_function=moe.moe_router_score_function, expert_bias=self.expert_bias)
+                score_function=moe.moe_router_score_function, expert_bias=bias_E)
         return score_topk(
             logits_TE,
             self.topk,
@@ -305,14 +325,16 @@ class TopKRouter(nn.Module):
             group_topk=moe.moe_router_group_topk,
             scaling_factor=moe.moe_router_topk_scaling_factor,
             expert_bias_E=self.expert_bias,
+            once=self.activations.once,
         )
 
-    def _losses(self, logits_TE: Tensor, shape: torch.Size) -> BalancingLosses:
+    def _losses(self, logits_TE: Tensor, shape: torch.Size) -> Tensor:
+        """Count the losses; returns their gradient."""
         moe = self.moe
         running = None
         if self.coefficients["global_load_balancing_loss"]:
             running = (self.global_tokens_per_expert, self.ga_steps)
-        return balancing_losses(
+        losses = balancing_losses(
             logits_TE,
             num_sequences=shape[1],
             topk=self.topk,
@@ -323,6 +345,8 @@ class TopKRouter(nn.Module):
             running=running,
             ps=self.ps,
         )
+        self.loss_sums += losses.values
+        return losses.grad_TE
 
     def _drops(self) -> bool:
         factor = self.moe.moe_expert_capacity_factor
@@ -332,8 +356,9 @@ class TopKRouter(nn.Module):
         moe = self.moe
         capacity = expert_capacity(routing_TE.shape[0], self.topk, self.num_experts, moe.moe_expert_capacity_factor)
         probs_TE, kept_TE = drop_beyond_capacity(
-            probs_TE, routing_TE, capacity, moe.moe_token_drop_policy, moe.moe_pad_expert_input_to_capacity
+            probs_TE, routing_TE, capacity, moe.moe_token_drop_policy, moe.moe_pad_expert_input_to_capacity,
+            once=self.activations.once,
         )
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and not self.activations.replaying:
             self.dropped += (routing_TE & ~kept_TE).sum()
         return probs_TE, kept_TE

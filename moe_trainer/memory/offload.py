@@ -1,0 +1,194 @@
+"""Activations on the host between forward and backward.
+
+What a part of a layer saves for backward is copied to host memory as it is saved, and the device's copy is let go; in backward it
+comes back. What one part saves is a group; the groups of a pass (one chunk, one microbatch) form a chain in the order of forward. When
+backward asks for the first tensor of a group, the group before it in the chain starts to come back too, so that it is there when its
+turn comes. A chain knows nothing of other passes, so any order of passes (pipeline stages, virtual stages) is right.
+
+On CUDA copies out and back run on a stream each, from and to pinned memory; `record_stream` keeps a tensor's memory until its copy is
+done, and the computation waits for a copy back on the device only. The pinned memory is torch's cached one. On a CPU the same
+code copies from host to host, at once.
+
+A storage that several nodes save goes once, as long as it is not written to in between. Weights never go.
+
+Shapes: any; sizes in elements or bytes, as said.
+"""
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class HostCopies:
+    """Copies from host to host: done when they are started."""
+
+    def start_out(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Returns: the copy on the host, and what tells when it is complete."""
+        return x.clone(), None
+
+    def start_back(self, host: Tensor, out: Any) -> tuple[Tensor, Any]:
+        """out: of start_out. Returns: the copy on the device, and what `finish` takes."""
+        return host.clone(), None
+
+    def finish(self, x: Tensor, back: Any) -> None:
+        """From here on the computation may read x."""
+
+    def limit(self, out: Any) -> None:
+        """The computation waits until a copy out is complete."""
+
+
+class CudaCopies(HostCopies):
+    """Copies to and from pinned memory, on streams of their own."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def start_out(self, x: Tensor) -> tuple[Tensor, Any]:
+        host = torch.empty_like(x, device="cpu", pin_memory=True)
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            host.copy_(x, non_blocking=True)
+            x.record_stream(self._out)
+            return host, self._out.record_event()
+
+    def start_back(self, host: Tensor, out: Any) -> tuple[Tensor, Any]:
+        with torch.cuda.stream(self._back):
+            self._back.wait_event(out)
+            x = torch.empty_like(host, device=self._device)
+            x.copy_(host, non_blocking=True)
+            return x, self._back.record_event()
+
+    def finish(self, x: Tensor, back: Any) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(back)
+        x.record_stream(stream)
+
+    def limit(self, out: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(out)
+
+
+class Group:
+    """What one part saved in one pass. Holds its tensors weakly: they live as long as the graph that saved them."""
+
+    def __init__(self, before: "Group | None"):
+        self.before = before
+        self._stored: list[weakref.ref[Stored]] = []
+
+    def add(self, stored: "Stored") -> None:
+        """Another tensor."""
+        self._stored.append(weakref.ref(stored))
+
+    def start_back(self) -> None:
+        """Have the tensors that are still wanted come back."""
+        for reference in self._stored:
+            stored = reference()
+            if stored is not None:
+                stored.start_back()
+
+
+class Stored:
+    """A tensor on the host."""
+
+    def __init__(self, x: Tensor, group: Group, copies: HostCopies):
+        self._group, self._copies = group, copies
+        self._host, self.out = copies.start_out(x.detach())
+        self._device: tuple[Tensor, Any] | None = None
+        self._finished = False
+
+    def start_back(self) -> None:
+        """Begin to copy back, unless that has begun."""
+        if self._device is None:
+            self._device = self._copies.start_back(self._host, self.out)
+
+    def get(self) -> Tensor:
+        """The tensor on the device."""
+        self.start_back()
+        if not self._finished:
+            self._group.start_back()
+            if self._group.before is not None:
+                self._group.before.start_back()
+            self._copies.finish(*self._device)
+            self._finished = True
+        return self._device[0]
+
+
+class Offload:
+    """Decides what goes to the host, for one model chunk.
+
+    parts: names of what goes. min_numel: smaller tensors stay. fraction: of the groups of each part that go, evenly spread.
+    max_in_flight: copies out that may be under way before the computation waits; None: any number. less_bytes: so many bytes of a
+    pass, its last ones, stay (what the first pass would send is the measure; so it sends everything).
+    """
+
+    def __init__(self, parts: frozenset[str], device: torch.device, *, min_numel: int = 0, fraction: float = 1.0,
+                 max_in_flight: int | None = None, less_bytes: int = 0, copies: HostCopies | None = None):
+        self.parts, self._min_numel, self._fraction = parts, min_numel, fraction
+        self._max_in_flight, self._less_bytes = max_in_flight, less_bytes
+        self._copies = copies or (CudaCopies(device) if device.type == "cuda" else HostCopies())
+        self._pass_bytes: int | None = None  # of the first pass
+        self._under_way: deque[Any] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._last: Group | None = None
+        self._groups: dict[str, int] = {}
+        self._known: dict[tuple[int, int], tuple[StorageWeakRef, Any, weakref.ref[Stored]]] = {}
+        self._sent = self._eligible = 0
+
+    def begin_pass(self) -> None:
+        """The next forward pass begins."""
+        if self._pass_bytes is None and self._eligible:
+            self._pass_bytes = self._eligible
+        self._begin()
+
+    def open(self, part: str) -> "Group | None":
+        """A group for what `part` is going to save, or None if it stays."""
+        number = self._groups.get(part, 0)
+        self._groups[part] = number + 1
+        reach = (math.floor(count * self._fraction + 1e-9) for count in (number, number + 1))
+        return Group(self._last) if next(reach) < next(reach) else None
+
+    def store(self, x: Tensor, group: Group) -> Callable[[], Tensor] | None:
+        """Send a tensor to the host. Returns: what brings it back, or None if it stays."""
+        num_bytes = x.numel() * x.element_size()
+        if x.numel() == 0 or x.numel() < self._min_numel:
+            return None
+        known = self._recall(x)
+        if known is not None:
+            return known.get
+        self._eligible += num_bytes
+        if self._pass_bytes is not None and self._sent + num_bytes > self._pass_bytes - self._less_bytes:
+            return None
+        self._sent += num_bytes
+        stored = Stored(x, group, self._copies)
+        group.add(stored)
+        self._last = group
+        self._remember(x, stored)
+        if self._max_in_flight is not None:
+            self._under_way.append(stored.out)
+            while len(self._under_way) > self._max_in_flight:
+                self._copies.limit(self._under_way.popleft())
+        return stored.get
+
+    def _recall(self, x: Tensor) -> Stored | None:
+        storage, geometry, stored = self._known.get(_key(x), (None, None, None))
+        return stored() if storage is not None and not storage.expired() and geometry == _geometry(x) else None
+
+    def _remember(self, x: Tensor, stored: Stored) -> None:
+        # the weak reference also keeps the address from being given to another storage
+        self._known[_key(x)] = StorageWeakRef(x.untyped_storage()), _geometry(x), weakref.ref(stored)
+
+
+def _key(x: Tensor) -> tuple[int, int]:
+    return x.untyped_storage()._cdata, x.storage_offset()
+
+
+def _geometry(x: Tensor) -> tuple:
+    return x.size(), x.stride(), x.dtype, x._version
