@@ -1,0 +1,117 @@
+"""RMSNorm, one Triton kernel each way.
+
+A program holds whole rows: short ones (heads of 64 to 128 features, for --qk-layernorm) several at a time. In backward a fixed number
+of programs walks over the rows, each summing the weight's gradient of its rows in registers; torch adds their sums. No atomics: the
+same numbers every time on one device.
+
+Shapes: T rows, H features.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_trainer.ops.triton_blocks import block_of, rows_contiguous, warps_of, wide
+
+TILE = 4096  # elements of a tile that several short rows share
+
+
+@triton.jit
+def forward_kernel(x, weight, y, rstd, num_rows, size, x_stride, eps, HAS_WEIGHT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+                   WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """ROWS whole rows; keeps the reciprocal root mean square of each."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < size)[None, :]
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(WIDE)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
+    tl.store(rstd + row, scale, mask=row < num_rows)
+    value = value * scale[:, None]
+    if HAS_WEIGHT:
+        gain = tl.load(weight + column, mask=column < size, other=0.0).to(WIDE)
+        if ZERO_CENTERED:
+            gain += 1.0
+        value = value * gain[None, :]
+    tl.store(y + row[:, None] * size + column[None, :], value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(grad, x, weight, rstd, grad_x, partial, num_rows, size, grad_stride, x_stride, HAS_WEIGHT: tl.constexpr,
+                    ZERO_CENTERED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Every num_programs-th group of ROWS rows; writes this program's share of the weight's gradient."""
+    column = tl.arange(0, BLOCK)
+    share = tl.zeros([BLOCK], WIDE)
+    gain = tl.zeros([BLOCK], WIDE) + 1.0
+    if HAS_WEIGHT:
+        gain = tl.load(weight + column, mask=column < size, other=0.0).to(WIDE)
+        if ZERO_CENTERED:
+            gain += 1.0
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < num_rows)[:, None] & (column < size)[None, :]
+        value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(WIDE)
+        g = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=inside, other=0.0).to(WIDE)
+        scale = tl.load(rstd + row, mask=row < num_rows, other=0.0)[:, None]
+        value = value * scale
+        share += tl.sum(g * value, 0)
+        g = g * gain[None, :]
+        result = (g - value * (tl.sum(g * value, 1) / size)[:, None]) * scale
+        tl.store(grad_x + row[:, None] * size + column[None, :], result.to(grad_x.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        tl.store(partial + tl.program_id(0) * size + column, share, mask=column < size)
+
+
+def _tile(size: int) -> tuple[int, int, int]:
+    """Rows of a program, columns of its tile, warps."""
+    block = block_of(size, 1 << 16)
+    rows = max(1, TILE // block)
+    return rows, block, warps_of(rows * block)
+
+
+def _programs(device: torch.device, groups: int) -> int:
+    """Programs of the backward: a few for every multiprocessor, so that their loads hide each other's latency."""
+    fit = 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return min(groups, fit)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, zero_centered):
+        x_TH = rows_contiguous(x, x.shape[-1])
+        num_rows, size = x_TH.shape
+        wide_dtype = torch.promote_types(x.dtype, torch.float32)
+        y_TH = torch.empty(num_rows, size, dtype=x.dtype if weight is None else weight.dtype, device=x.device)
+        rstd_T = torch.empty(num_rows, dtype=wide_dtype, device=x.device)
+        if num_rows:
+            rows, block, warps = _tile(size)
+            forward_kernel[(triton.cdiv(num_rows, rows),)](
+                x_TH, x_TH if weight is None else weight, y_TH, rstd_T, num_rows, size, x_TH.stride(0), eps, weight is not None,
+                zero_centered, wide(x.dtype), rows, block, num_warps=warps)
+        ctx.save_for_backward(x_TH, weight, rstd_T)
+        ctx.zero_centered = zero_centered
+        return y_TH.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_TH, weight, rstd_T = ctx.saved_tensors
+        num_rows, size = x_TH.shape
+        g_TH = rows_contiguous(grad, size)
+        grad_x = torch.empty(num_rows, size, dtype=x_TH.dtype, device=x_TH.device)
+        rows, block, warps = _tile(size)
+        programs = _programs(x_TH.device, triton.cdiv(num_rows, rows))
+        partial = torch.empty(programs, size, dtype=rstd_T.dtype, device=x_TH.device)
+        if num_rows:
+            backward_kernel[(programs,)](
+                g_TH, x_TH, x_TH if weight is None else weight, rstd_T, grad_x, partial, num_rows, size, g_TH.stride(0),
+                x_TH.stride(0), weight is not None, ctx.zero_centered, wide(x_TH.dtype), rows, block, num_warps=warps)
+        wanted = weight is not None and ctx.needs_input_grad[1]
+        return grad_x.view(grad.shape), partial.sum(0).to(weight.dtype) if wanted else None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
+    """Scale each row to unit root mean square, then by the weight; as ops/pointwise.py: rms_norm.
+
+    Shapes: x [..., H], H up to 65,536; weight [H] or None. Returns: like x, in the dtype of the weight.
+    """
+    return _RMSNorm.apply(x, weight, eps, zero_centered)

@@ -1,0 +1,180 @@
+"""Activations of feed-forward networks times the rows' probabilities, one Triton kernel each way.
+
+The torch version (ops/expert_mlp.py) makes a pass over memory per operation: six of [R, F] forward and ten backward for
+SwiGLU. Here h is read once and the result written once; the probability's gradient, a sum over a row, is taken in the same pass, by
+one program per row, so that it comes out the same every time. Intermediates are not rounded: in bf16 the results differ from the torch
+version's by its roundings.
+
+Shapes: R rows, F width of the result; h [R, 2F] = [gate; up] for SwiGLU, [R, F] for gelu and squared ReLU; p [R] or None.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_trainer.ops.triton_blocks import block_of, rows_contiguous, warps_of, wide
+
+
+@triton.jit
+def _value(gate, up, KIND: tl.constexpr):
+    """f(gate) * up for SwiGLU, f(gate) for the others."""
+    if KIND == "swiglu":
+        value = gate / (1.0 + tl.exp(-gate)) * up
+    elif KIND == "gelu":
+        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        positive = tl.maximum(gate, 0.0)
+        value = positive * positive
+    return value
+
+
+@triton.jit
+def _slope(gate, KIND: tl.constexpr):
+    """f'(gate)."""
+    if KIND == "swiglu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    elif KIND == "gelu":
+        slope = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    else:
+        slope = 2.0 * tl.maximum(gate, 0.0)
+    return slope
+
+
+@triton.jit
+def forward_kernel(h, p, a, h_stride, width, KIND: tl.constexpr, WEIGHED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """One row, one block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = h + row * h_stride + column
+    gate = tl.load(at, mask=inside, other=0.0).to(WIDE)
+    up = gate
+    if KIND == "swiglu":
+        up = tl.load(at + width, mask=inside, other=0.0).to(WIDE)
+    value = _value(gate, up, KIND)
+    if WEIGHED:
+        value *= tl.load(p + row).to(WIDE)
+    tl.store(a + row * width + column, value.to(a.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(h, p, grad_a, a, grad_h, grad_p, h_stride, grad_stride, width, KIND: tl.constexpr, WEIGHED: tl.constexpr,
+                    AGAIN: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """One row, block by block. AGAIN: write the forward's result too."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = 1.0
+    if WEIGHED:
+        weight = tl.load(p + row).to(WIDE)
+    dots = tl.zeros([BLOCK], WIDE)
+    grad_width = width
+    if KIND == "swiglu":
+        grad_width = 2 * width
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < width
+        at = h + row * h_stride + column
+        gate = tl.load(at, mask=inside, other=0.0).to(WIDE)
+        grad = tl.load(grad_a + row * grad_stride + column, mask=inside, other=0.0).to(WIDE)
+        to = grad_h + row * grad_width + column
+        up = gate
+        slope = _slope(gate, KIND)
+        if KIND == "swiglu":
+            up = tl.load(at + width, mask=inside, other=0.0).to(WIDE)
+            silu = gate / (1.0 + tl.exp(-gate))
+            tl.store(to + width, (grad * weight * silu).to(grad_h.dtype.element_ty), mask=inside)
+            slope = slope * up
+        tl.store(to, (grad * weight * slope).to(grad_h.dtype.element_ty), mask=inside)
+        value = _value(gate, up, KIND)
+        dots += grad * value
+        if AGAIN:
+            tl.store(a + row * width + column, (value * weight).to(a.dtype.element_ty), mask=inside)
+    if WEIGHED:
+        tl.store(grad_p + row, tl.sum(dots, 0).to(grad_p.dtype.element_ty))
+
+
+def _forward(kind: str, h: Tensor, p: Tensor | None) -> Tensor:
+    width = h.shape[1] // (2 if kind == "swiglu" else 1)
+    h = rows_contiguous(h, h.shape[1])
+    a = h.new_empty(h.shape[0], width)
+    if a.numel():
+        block = block_of(width, 1024)
+        forward_kernel[(h.shape[0], triton.cdiv(width, block))](
+            h, h if p is None else p, a, h.stride(0), width, KIND=kind, WEIGHED=p is not None, WIDE=wide(h.dtype), BLOCK=block)
+    return a
+
+
+def _backward(kind: str, h: Tensor, p: Tensor | None, grad_a: Tensor, again: bool = True):
+    width = grad_a.shape[1]
+    h, grad_a = rows_contiguous(h, h.shape[1]), rows_contiguous(grad_a, width)
+    a = h.new_empty(h.shape[0], width) if again else None
+    grad_h = torch.empty_like(h, memory_format=torch.contiguous_format)
+    grad_p = None if p is None else torch.empty_like(p, memory_format=torch.contiguous_format)
+    if h.shape[0]:
+        block = block_of(width, 2048)
+        backward_kernel[(h.shape[0],)](
+            h, h if p is None else p, grad_a, grad_h if a is None else a, grad_h, grad_h if grad_p is None else grad_p, h.stride(0),
+            grad_a.stride(0), width, KIND=kind, WEIGHED=p is not None, AGAIN=again, WIDE=wide(h.dtype), BLOCK=block,
+            num_warps=warps_of(4 * block))
+    return a, grad_h, grad_p
+
+
+def swiglu_forward(h: Tensor, p: Tensor | None) -> Tensor:
+    """silu(gate) * up * p. Returns: a [R, F] in the dtype of h."""
+    return _forward("swiglu", h, p)
+
+
+def swiglu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns: a again, grad_h [R, 2F] and grad_p [R] (None without probabilities)."""
+    return _backward("swiglu", h, p, grad_a)
+
+
+def gelu_forward(h: Tensor, p: Tensor | None) -> Tensor:
+    """gelu(h) * p, with the error function. Returns: a [R, F]."""
+    return _forward("gelu", h, p)
+
+
+def gelu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns: a again, grad_h [R, F], grad_p [R] or None."""
+    return _backward("gelu", h, p, grad_a)
+
+
+def squared_relu_forward(h: Tensor, p: Tensor | None) -> Tensor:
+    """relu(h)^2 * p. Returns: a [R, F]."""
+    return _forward("squared_relu", h, p)
+
+
+def squared_relu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns: a again, grad_h [R, F], grad_p [R] or None."""
+    return _backward("squared_relu", h, p, grad_a)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs):
+        x_T2F = rows_contiguous(x, x.shape[-1])
+        p_T = None if probs is None else probs.reshape(-1).contiguous()
+        ctx.save_for_backward(x_T2F, p_T)
+        return _forward("swiglu", x_T2F, p_T).view(*x.shape[:-1], x.shape[-1] // 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_T2F, p_T = ctx.saved_tensors
+        _, grad_x, grad_p = _backward("swiglu", x_T2F, p_T, grad.reshape(x_T2F.shape[0], -1), again=False)
+        return grad_x.view(*grad.shape[:-1], x_T2F.shape[1]), None if grad_p is None else grad_p.view(grad.shape[:-1])
+
+
+def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, each row times its probability; as ops/pointwise.py: swiglu."""
+    return _SwiGLU.apply(x, probs)
+
+
+class Block(NamedTuple):
+    """forward(h, p) -> a; backward(h, p, grad_a) -> (a, grad_h, grad_p)."""
+
+    forward: Callable[[Tensor, Tensor | None], Tensor]
+    backward: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, Tensor | None]]

@@ -1,0 +1,39 @@
+"""RMSNorm in Triton's interpreter against the torch version. Run by tests/ops/test_triton.py."""
+
+import pytest
+import torch
+
+from moe_trainer.ops.pointwise import rms_norm
+from moe_trainer.ops.triton_norm import rms_norm as triton_rms_norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2, 17), (700, 12), (9, 5000), (0, 16)])
+@pytest.mark.parametrize("gain", ["weight", "zero centered", None])
+def test_rms_norm(shape, gain, dtype):
+    x = torch.randn(shape, dtype=dtype)
+    weight = None if gain is None else torch.randn(shape[-1], dtype=dtype)
+    grad = torch.randn(shape, dtype=dtype)
+    results = []
+    for function in (triton_rms_norm, rms_norm):
+        inputs = [each.clone().requires_grad_() for each in (x, weight) if each is not None]
+        y = function(inputs[0], inputs[1] if gain else None, 1e-5, gain == "zero centered")
+        y.backward(grad)
+        results.append([y, *(each.grad for each in inputs)])
+    # the kernel takes epsilon as fp32
+    near = {"rtol": 1e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, **near)
+
+
+def test_rows_and_gradients_with_strides():
+    """Heads of a joint query-key-value projection are not contiguous."""
+    results = []
+    for function in (triton_rms_norm, rms_norm):
+        torch.manual_seed(5)
+        joint = torch.randn(4, 2, 3, 24, requires_grad=True)
+        y = function(joint[..., 8:16], torch.linspace(0.5, 1.5, 8), 1e-6)
+        y.backward(torch.randn(4, 2, 8, 3).transpose(2, 3))
+        results.append((y, joint.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

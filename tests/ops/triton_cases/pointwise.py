@@ -1,0 +1,53 @@
+"""Activations in Triton's interpreter against the torch versions. Run by tests/ops/test_triton.py."""
+
+import pytest
+import torch
+
+from moe_trainer.ops import triton_pointwise
+from moe_trainer.ops.expert_mlp import _choose_block
+from moe_trainer.ops.pointwise import Activation, swiglu
+
+KINDS = {"swiglu": Activation("silu", gated=True), "gelu": Activation("gelu"), "squared_relu": Activation("squared_relu")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows,width", [(1, 1), (5, 7), (3, 1030), (2, 4096), (0, 8)])
+@pytest.mark.parametrize("weighed", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks(kind, weighed, rows, width, dtype):
+    torch_block = _choose_block(KINDS[kind])
+    forward, backward = (getattr(triton_pointwise, f"{kind}_{way}") for way in ("forward", "backward"))
+    h = torch.randn(rows, width * KINDS[kind].in_per_out, dtype=dtype) * 3
+    p = torch.rand(rows, dtype=dtype) if weighed else None
+    grad = torch.randn(rows, width, dtype=dtype)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(forward(h, p), torch_block.forward(h, p), **near)
+    ours, theirs = backward(h, p, grad.clone()), torch_block.backward(h, p, grad.clone())
+    for one, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(one, other, **near)
+    if weighed:
+        torch.testing.assert_close(ours[2], theirs[2], rtol=near["rtol"], atol=near["atol"] * width)
+    else:
+        assert ours[2] is None
+
+
+@pytest.mark.parametrize("weighed", [True, False])
+def test_swiglu_of_a_dense_network(weighed):
+    """Three dimensions, rows with a stride, a gradient that is not contiguous."""
+    results = []
+    for function in (triton_pointwise.swiglu, swiglu):
+        torch.manual_seed(3)
+        whole = torch.randn(3, 5, 20, dtype=torch.float64, requires_grad=True)
+        probs = torch.rand(3, 5, dtype=torch.float64, requires_grad=True)
+        y = function(whole[..., :14], probs if weighed else None)
+        grad = torch.randn(5, 3, 7, dtype=torch.float64).transpose(0, 1)
+        y.backward(grad)
+        results.append([y, whole.grad] + ([probs.grad] if weighed else []))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_fp32_probabilities_of_half_precision_rows_keep_their_dtype():
+    h, p = torch.randn(4, 12, dtype=torch.float16), torch.rand(4)
+    a, grad_h, grad_p = triton_pointwise.swiglu_backward(h, p, torch.randn(4, 6, dtype=torch.float16))
+    assert (a.dtype, grad_h.dtype, grad_p.dtype) == (torch.float16, torch.float16, torch.float32)
