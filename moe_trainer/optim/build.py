@@ -15,6 +15,8 @@ from moe_trainer.optim.fully_sharded import ShardedGrads, ShardedState
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.loss_scale import build_loss_scale
 from moe_trainer.optim.optimizer import Optimizer
+from moe_trainer.optim.state_plan import plan_state
+from moe_trainer.optim.update import Updater
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -30,13 +32,14 @@ def build_optimizer(chunks: Sequence[nn.Module], grads: DataParallelGrads | Shar
     count_zeros: report zeros in gradients (--log-num-zeros-in-grad). timer: context manager per Megatron timer name.
     Collective over ps.world.
     """
-    loss_scale = build_loss_scale(precision)
+    loss_scale, plan = build_loss_scale(precision), plan_state(optimizer)
     gather = None
     if isinstance(grads, ShardedGrads):
-        states = [ShardedState(grads, optimizer, ps, device, precision.bf16 or precision.fp16)]
+        states = [ShardedState(grads, optimizer, plan, ps, device, precision.bf16 or precision.fp16)]
     else:
-        states = make_states(grads, optimizer, ps)
+        states = make_states(grads, optimizer, plan, ps)
     if isinstance(grads, DataParallelGrads) and grads.sharded:
         gather = ParamGather([(state.layout, state.model) for state in states], chunks, parallel.overlap_param_gather)
-    return Optimizer(grads, states, optimizer, loss_scale, gather, ps, device, check_for_nan=check_for_nan, count_zeros=count_zeros,
+    updater = Updater(states, optimizer, plan, device)
+    return Optimizer(grads, states, updater, optimizer, loss_scale, gather, ps, device, check_for_nan=check_for_nan, count_zeros=count_zeros,
                      timer=timer)

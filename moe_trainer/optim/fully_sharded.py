@@ -10,8 +10,9 @@ torch reduces every micro-batch and adds the results up in `.grad`, in fp32: hol
 micro-batch would need the memory that sharding saves. Norms, groups, clipping and the update are those of Optimizer.
 """
 
+import bisect
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from torch.nn import Parameter
 
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.flat import Slot
-from moe_trainer.optim.flat_state import MOMENTS, Piece, Segment
+from moe_trainer.optim.kept_state import Held, KeptState, Piece, Run
 from moe_trainer.optim.param_groups import group_of
+from moe_trainer.optim.state_plan import MAIN, StatePlan
 from moe_trainer.parallel.params import info_of, is_counted, unique_params
 from moe_trainer.parallel.shards import held_parts, part_at, whole
 from moe_trainer.parallel.state import ParallelState
@@ -78,53 +80,47 @@ class ShardedGrads:
             param.main_grad = whole(param.grad)
 
 
-class ShardedState:
-    """Main parameters (the shards themselves), gradients and moments: an optimizer.StateShard."""
+class ShardedState(KeptState):
+    """Main parameters (the shards themselves), gradients and moments."""
 
-    def __init__(self, grads: ShardedGrads, settings: OptimizerArgs, ps: ParallelState, device: torch.device, half: bool):
+    def __init__(self, grads: ShardedGrads, settings: OptimizerArgs, plan: StatePlan, ps: ParallelState, device: torch.device, half: bool):
         """half: the model computes in bf16 or fp16, so that checkpoints name the fp32 shards apart from its weights."""
         self.device = device
         self._half = half
-        self._moments: dict[Piece, dict[str, Tensor]] = {}
+        self.pieces = []
+        offset = 0
         for slot in grads.slots:
             if slot.stop > slot.start:
                 outer = ps.edp_outer if info_of(slot.param).kind == "expert" else ps.dp_cp_outer
                 group = group_of(slot.param, settings, ps.ep.size > 1)
-                piece = Piece(slot, slot.start, slot.stop, 0, group, outer.rank == 0 and is_counted(info_of(slot.param), ps))
-                flat = part_at(slot.param, slot.start)
-                self._moments[piece] = {name: torch.zeros_like(flat) for name in MOMENTS[settings.optimizer]}
+                self.pieces.append(Piece(slot, slot.start, slot.stop, offset, group, outer.rank == 0 and is_counted(info_of(slot.param), ps)))
+                offset = self.pieces[-1].end
+        # one run a piece: shards of different parameters lie apart
+        self.runs = [Run(piece.group, piece.counted, piece.offset, piece.end) for piece in self.pieces]
+        self._offsets = [piece.offset for piece in self.pieces]
+        self.lay_out(plan, offset, torch.float32)
 
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        return list(self._moments)
+    def model_at(self, start: int, stop: int) -> Tensor:
+        """The shard's elements of a range inside a piece; live."""
+        piece = self._piece_at(start)
+        return _param_of(piece)[start - piece.offset:stop - piece.offset]
 
-    @property
-    def segments(self) -> Sequence[Segment]:
-        """One per piece: shards of different parameters lie apart. The gradients are those of this moment."""
-        return [Segment(piece.group, piece.counted, _param_of(piece), self.grad_of(piece), moments)
-                for piece, moments in self._moments.items()]
-
-    def grad_of(self, piece: Piece) -> Tensor:
-        """The gradient of a piece; empty before the first backward."""
+    def grad_at(self, start: int, stop: int) -> Tensor:
+        """The gradients of a range inside a piece, at this moment; empty before the first backward."""
+        piece = self._piece_at(start)
         param = piece.slot.param
-        return part_at(param.grad, piece.start) if param.grad is not None else torch.empty(0, device=self.device)
+        if param.grad is None:
+            return torch.empty(0, device=self.device)
+        return part_at(param.grad, piece.start)[start - piece.offset:stop - piece.offset]
 
-    def kept_of(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
-        """What is kept of a piece, by its checkpoint name. NOTE: fp32_param is the parameter's own storage."""
+    def kept_of(self, piece: Piece) -> Iterator[Held]:
+        """What is kept of a piece. NOTE: fp32_param is the parameter's own storage."""
         if self._half:
-            yield "fp32_param", _param_of(piece)
-        yield from self._moments[piece].items()
+            yield Held(MAIN, piece.offset, piece.end, _param_of(piece), None)
+        yield from super().kept_of(piece)
 
-    def scale_grads(self, factor: float) -> None:
-        """Multiply this rank's gradients."""
-        for piece in self.pieces:
-            self.grad_of(piece).mul_(factor)
-
-    def copy_main_to_model(self) -> None:
-        """They are one."""
-
-    def copy_model_to_main(self) -> None:
-        """They are one."""
+    def _piece_at(self, start: int) -> Piece:
+        return self.pieces[bisect.bisect_right(self._offsets, start) - 1]
 
 
 def _param_of(piece: Piece) -> Tensor:

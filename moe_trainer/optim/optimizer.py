@@ -1,9 +1,9 @@
 """The optimizer step on flat storage: unscale, check, clip, update, copy to the model.
 
-Main parameters, gradients and moments lie in the same flat order (flat.py), so the parameters of one group form a
-handful of contiguous segments and the update is one fused call per group. fp32 models are their own main parameters;
-bf16 and fp16 models have fp32 main parameters, copied to the model in one pass per bucket. With the distributed optimizer
-everything covers this rank's part of each bucket only; the arithmetic is the same.
+Main parameters, gradients and moments lie in the same flat order (flat.py), in the formats and places that state_plan.py says;
+kept_state.py cuts them into stretches, and update.py updates these in fp32, one after the other. fp32 models are their own main
+parameters; bf16 and fp16 models have main parameters besides, and get their copy of each stretch as it is done. With the
+distributed optimizer everything covers this rank's part of each bucket only; the arithmetic is the same.
 
 Numbers follow Megatron-LM: AdamW with bias correction and eps outside the root, SGD with momentum and coupled decay,
 norm before clipping, factor max/(norm + 1e-6) where below 1. The loss scale is taken out together with the clipping.
@@ -15,7 +15,7 @@ Sums over model-parallel groups, dense and expert ones apart, were rejected: the
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -27,9 +27,10 @@ from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
 from moe_trainer.optim.distributed_optimizer import ParamGather
 from moe_trainer.optim.flat import Slot
-from moe_trainer.optim.flat_state import Piece, Segment, portions
+from moe_trainer.optim.kept_state import KeptState
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
 from moe_trainer.optim.param_groups import ParamGroup
+from moe_trainer.optim.update import Updater
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 
@@ -50,13 +51,22 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class ParamState:
-    """State of a parameter on this rank: elements [start, stop) of the flattened parameter; `tensor` is live storage."""
+    """State of a parameter on this rank: elements [start, stop) of the flattened parameter.
+
+    tensor: live fp32 storage. Where the state is kept in another format it has only shape and type (device "meta"), and
+    `read(first, last)` gives the fp32 values of a range counted from `start`.
+    """
 
     param: Parameter
     state_name: str
     tensor: Tensor
     start: int
     stop: int
+    read: Callable[[int, int], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """The fp32 values, to look at."""
+        return self.tensor if self.read is None else self.read(0, self.stop - self.start)
 
 
 class Gradients(Protocol):
@@ -78,41 +88,15 @@ class Gradients(Protocol):
         """Give every parameter its whole gradient as `main_grad`, after finish(). Collective."""
 
 
-class StateShard(Protocol):
-    """Main parameters, gradients and moments of some parameters, or of this rank's part of them (flat_state.FlatState, fully_sharded.ShardedState).
-
-    device: where they lie. pieces: they cover, in any order, what this rank keeps of every parameter. segments: the same
-    elements in as few tensors as possible, gradients as they are at the moment of asking; gradients outside fp32 are left
-    unscaled by scale_grads, and scaled on their way into the update instead.
-    """
-
-    device: torch.device
-
-    @property
-    def pieces(self) -> Sequence[Piece]: ...
-
-    @property
-    def segments(self) -> Sequence[Segment]: ...
-
-    def grad_of(self, piece: Piece) -> Tensor: ...
-
-    def kept_of(self, piece: Piece) -> Iterator[tuple[str, Tensor]]: ...
-
-    def scale_grads(self, factor: float) -> None: ...
-
-    def copy_main_to_model(self) -> None: ...
-
-    def copy_model_to_main(self) -> None: ...
-
-
 class Optimizer:
     """AdamW or SGD over all parameters; see build.build_optimizer."""
 
-    def __init__(self, grads: Gradients, states: Sequence[StateShard], settings: OptimizerArgs, loss_scale: LossScale,
+    def __init__(self, grads: Gradients, states: Sequence[KeptState], updater: Updater, settings: OptimizerArgs, loss_scale: LossScale,
                  gather: ParamGather | None, ps: ParallelState, device: torch.device, *, check_for_nan: bool = True, count_zeros: bool = False,
                  timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext()):
         self._grads = grads
         self._states = tuple(states)
+        self._updater = updater
         self._settings = settings
         self._scaler = loss_scale
         self._gather = gather
@@ -142,7 +126,7 @@ class Optimizer:
         self.wait_params()  # nothing to wait for, unless some module did not run since the last step
         with self._timer("optimizer-unscale-and-check-inf"):
             inverse = 1.0 / self.loss_scale
-            norm = self._norm(lambda segment: segment.grad) * inverse
+            norm = self._norm(state.grad_at(run.start, run.stop) for state in self._states for run in state.runs if run.counted) * inverse
             found_inf = not math.isfinite(norm)
             self._scaler.update(found_inf)
         if found_inf:
@@ -150,20 +134,14 @@ class Optimizer:
                 raise NonFiniteGradientError(self._describe_non_finite())
             return StepOutcome(False, None, None, True)
         with self._timer("optimizer-clip-main-grad"):
-            factor = inverse * clip_factor(norm, self._settings.clip_grad)
-            for state in self._states:
-                if factor != 1.0:
-                    state.scale_grads(factor)
+            factor = inverse * clip_factor(norm, self._settings.clip_grad)  # applied on the way into the update
         num_zeros = None
         if self._count_zeros:
             with self._timer("optimizer-count-zeros"):
                 num_zeros = self._num_zeros()
         with self._timer("optimizer-inner-step"):
             self.step_count += 1
-            self._update(lr, weight_decay, decoupled_lr, factor)
-        with self._timer("optimizer-copy-main-to-model-params"):
-            for state in self._states:
-                state.copy_main_to_model()
+            self._updater.step(lambda group: group.rates(lr, weight_decay, decoupled_lr), factor, self.step_count)
         if self._gather is not None:
             with self._timer("params-all-gather"):
                 self._gather.start()
@@ -179,14 +157,23 @@ class Optimizer:
             self._gather.wait_all()
 
     def tensors(self) -> Iterator[ParamState]:
-        """All state of this rank, parameter by parameter in model order, as live storage (load in place).
+        """All state of this rank, parameter by parameter in model order; after begin_load() all of it can be overwritten in place.
 
         Names: exp_avg, exp_avg_sq (adam), momentum_buffer (sgd), fp32_param (bf16 and fp16 models).
         """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # state on the host may still be on its way
         found = ((piece.slot.position, piece, state) for state in self._states for piece in state.pieces)
         for _, piece, state in sorted(found, key=lambda entry: entry[0]):
-            for name, tensor in state.kept_of(piece):
-                yield ParamState(piece.slot.param, name, tensor, piece.start, piece.stop)
+            base = piece.start - piece.offset
+            for name, start, stop, live, read in state.kept_of(piece):
+                tensor = torch.empty(stop - start, dtype=torch.float32, device="meta") if live is None else live
+                yield ParamState(piece.slot.param, name, tensor, base + start, base + stop, read)
+
+    def begin_load(self) -> None:
+        """Let tensors() be live fp32 storage, whatever the formats, until after_load(). Costs an fp32 copy, on the host, of what is not."""
+        for state in self._states:
+            state.stage()
 
     def scalars(self) -> dict:
         """What a checkpoint must keep besides tensors(); plain values."""
@@ -212,6 +199,8 @@ class Optimizer:
         state_loaded: fp32_param was loaded into tensors(), and is the truth. Else, where the model's parameters changed
         (weights loaded alone), the main parameters are taken from them. Collective with the distributed optimizer.
         """
+        for state in self._states:
+            state.commit()
         if state_loaded:
             for state in self._states:
                 state.copy_main_to_model()
@@ -225,7 +214,7 @@ class Optimizer:
 
     def params_norm(self) -> float:
         """Norm of all (main) parameters. Collective."""
-        return self._norm(lambda segment: segment.param)
+        return self._norm(stretch.main_params() for state in self._states for stretch in state.stretches if stretch.counted)
 
     def _describe_group(self, group: ParamGroup) -> dict:
         settings = self._settings
@@ -233,37 +222,8 @@ class Optimizer:
             if settings.optimizer == "adam" else {"momentum": settings.sgd_momentum}
         return {**asdict(group), "step": self.step_count, **own}
 
-    def _update(self, lr: float, weight_decay: float, decoupled_lr: float | None, factor: float) -> None:
-        for group in self._groups:
-            rates = group.rates(lr, weight_decay, decoupled_lr)
-            segments = [segment for state in self._states for segment in state.segments if segment.group == group]
-            for together in portions(segments):
-                # fp32 gradients are scaled in place by now; bf16 ones are scaled here, in fp32, in a copy
-                grads = [seg.grad if seg.grad.dtype == torch.float32 else seg.grad.float().mul_(factor) for seg in together]
-                if self._settings.optimizer == "adam":
-                    self._adam(together, grads, *rates)
-                else:
-                    self._sgd(together, grads, *rates)
-
-    def _adam(self, segments: list[Segment], grads: list[Tensor], lr: float, weight_decay: float) -> None:
-        # the fused kernel reads one step counter per tensor; it does not advance them
-        steps = [torch.tensor(float(self.step_count), device=self._device)] * len(segments)
-        torch._fused_adamw_([segment.param for segment in segments], grads,
-                            [segment.moments["exp_avg"] for segment in segments],
-                            [segment.moments["exp_avg_sq"] for segment in segments], [], steps, lr=lr,
-                            beta1=self._settings.adam_beta1, beta2=self._settings.adam_beta2, weight_decay=weight_decay,
-                            eps=self._settings.adam_eps, amsgrad=False, maximize=False)
-
-    def _sgd(self, segments: list[Segment], grads: list[Tensor], lr: float, weight_decay: float) -> None:
-        # a zeroed momentum buffer makes the first step no special case; without momentum the kernel refuses buffers
-        buffers = [segment.moments["momentum_buffer"] for segment in segments if self._settings.sgd_momentum]
-        torch._fused_sgd_([segment.param for segment in segments], grads, buffers, weight_decay=weight_decay,
-                          momentum=self._settings.sgd_momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
-                          is_first_step=False)
-
-    def _norm(self, view: Callable[[Segment], Tensor]) -> float:
-        """Norm over all ranks of one view of every counted segment; the same number on every rank. Collective."""
-        views = [view(segment) for state in self._states for segment in state.segments if segment.counted]
+    def _norm(self, views: Iterable[Tensor]) -> float:
+        """Norm over all ranks of what is counted here; the same number on every rank. Collective."""
         return sum_over_ranks(square_sum(views), self._world, self._device) ** 0.5
 
     def _num_zeros(self) -> int:

@@ -120,7 +120,7 @@ def test_expert_state_is_sharded_over_edp(instances, degrees, expected_dense, ex
         for state in built.tensors():
             kept[state.param.info.kind] += state.tensor.numel() if state.state_name == "exp_avg" else 0
         for state in built._states:
-            allocated[state.layout.kind] += state.moments["exp_avg"].numel()
+            allocated[state.layout.kind] += sum(store.moments["exp_avg"].flat.numel() for store in state.stores)
             buffers[state.layout.kind] += state.layout.size
         return local, kept, allocated, buffers
 

@@ -8,7 +8,6 @@ from torch import nn
 from toy import Toy, loss_of, machinery, one_step
 
 from arguments.precision import PrecisionArgs
-from moe_trainer.optim.flat_state import portions
 from moe_trainer.optim.optimizer import NonFiniteGradientError
 from moe_trainer.parallel.params import ParamInfo
 
@@ -260,17 +259,13 @@ def test_narrow_gradients_are_widened_bit_by_bit(kind, monkeypatch):
     def steps():
         model = Toy(dtype=torch.bfloat16)
         grads, optimizer = machinery(model, optimizer=kind, precision=PrecisionArgs(bf16=True, grad_reduce_in_bf16=True))
+        cut.append(max(stretch.stop - stretch.start for state in optimizer._states for stretch in state.stretches))
         for step in range(3):
             one_step(model, grads, optimizer, [step], lr=0.05, weight_decay=0.1)
         return {(held.state_name, held.param.info.names, held.start): held.tensor.clone() for held in optimizer.tensors()}
 
-    def small(segments):
-        parts = list(portions(segments, 64))
-        cut.append(max(part.grad.numel() for together in parts for part in together))
-        return parts
-
     at_once = steps()
-    monkeypatch.setattr("moe_trainer.optim.optimizer.portions", small)
+    monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", 64)
     in_parts = steps()
-    assert cut and max(cut) == 64
+    assert cut[0] > 64 and cut[1] == 64
     assert at_once.keys() == in_parts.keys() and all(torch.equal(at_once[key], in_parts[key]) for key in at_once)

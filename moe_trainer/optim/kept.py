@@ -1,0 +1,158 @@
+"""What the optimizer keeps between steps: a flat range of numbers, in a format (formats.py) and in a place, host or device.
+
+The update asks for fp32 values of a few elements (`open`), changes them, and gives them back (`close`). Plain fp32 that lies where the
+update runs is handed out as it is, and nothing is copied; everything else is a passing copy, as long as one portion of the update.
+
+A checkpoint holds fp32 whatever the format, as Megatron-LM's do, so that any run can resume with any format. Saving decodes what is
+about to be written (`read`). Loading fills whole tensors: `stage` lays fp32 copies out on the host until `commit` encodes them.
+"""
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_trainer.optim.formats import Format, decode, encode, join, split
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where numbers are stored (pinned: in host memory that a device can reach itself), and where the update runs.
+
+    apart: that they travel between the two even if both are the same device, as on a CPU that plays both parts.
+    """
+
+    storage: torch.device
+    update: torch.device
+    apart: bool = False
+    pinned: bool = False
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        """Bring stored numbers to where the update runs."""
+        return moved(stored, self.update, self.apart)
+
+
+def moved(x: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    """x on a device. Towards the host it is waited for: nothing else would."""
+    return x.to(device, non_blocking=device.type != "cpu", copy=copy)
+
+
+class Kept:
+    """Elements [start, stop) of a rank's flat state.
+
+    spans: ascending ranges that are closed whole, and share a scale where the format has one; they need not cover the gaps between
+    parameters, which stay zero.
+    """
+
+    def __init__(self, start: int, stop: int, fmt: Format, spans: Sequence[Span], place: Place):
+        self.start, self.stop, self.format, self.place = start, stop, fmt, place
+        self.flat = torch.zeros(stop - start, dtype=fmt.dtype, device=place.storage, pin_memory=place.pinned)
+        self.scales = None
+        if fmt.scaled:
+            self.scales = torch.ones(len(spans), dtype=torch.float32, device=place.storage, pin_memory=place.pinned)
+        self._spans = spans
+        self._starts = [first for first, _ in spans]
+        self._staged: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the storage is the fp32 numbers themselves."""
+        return self.format.dtype == torch.float32
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the storage, scales included."""
+        return sum(x.numel() * x.element_size() for x in (self.flat, self.scales) if x is not None)
+
+    def open(self, start: int, stop: int) -> Tensor:
+        """The fp32 values of a range inside one span (without scales: of any range), to be changed in place and then closed."""
+        stored = self.place.fetch(self._at(start, stop))
+        return stored if self.is_plain else decode(stored, None if self.scales is None else self.place.fetch(self._scale_at(start)))
+
+    def close(self, start: int, stop: int, values: Tensor) -> None:
+        """Keep the values of a span."""
+        here = self._at(start, stop)
+        if self.is_plain:
+            if values.data_ptr() != here.data_ptr():
+                here.copy_(values, non_blocking=True)
+            return
+        stored, scale = encode(values, self.format)
+        here.copy_(stored, non_blocking=True)
+        if scale is not None:
+            assert (start, stop) in self._overlapping(start, stop), f"[{start}, {stop}) is no span"
+            self._scale_at(start).copy_(scale, non_blocking=True)
+
+    def model_values(self, start: int, stop: int, values: Tensor) -> Tensor:
+        """What the model gets of main parameters that were just closed: the values as they are kept, so that a resumed run has the same."""
+        return values if self.is_plain else self.open(start, stop)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The values of any range, where they are stored, for somebody who only looks at them: storage itself where it is plain."""
+        if self.is_plain:
+            return self._at(start, stop)
+        return self._gather(start, stop)
+
+    def stage(self) -> None:
+        """Lay the values out in fp32 on the host, where `staged` hands them out to be overwritten, until `commit`."""
+        if not self.is_plain:
+            self._staged = self.read(self.start, self.stop).cpu()
+
+    def staged(self, start: int, stop: int) -> Tensor | None:
+        """Live fp32 storage of a range; None for what is encoded and not staged."""
+        if self.is_plain:
+            return self._at(start, stop)
+        return None if self._staged is None else self._staged[start - self.start:stop - self.start]
+
+    def commit(self) -> list[tuple[int, int, Tensor]]:
+        """Encode what was staged. Returns: the ranges, with the values where they are stored."""
+        if self._staged is None:
+            return []
+        staged, self._staged = self._staged, None
+        found = [(first, last, moved(staged[first - self.start:last - self.start], self.place.storage)) for first, last in self._spans]
+        for first, last, values in found:
+            self.close(first, last, values)
+        return found
+
+    def _at(self, start: int, stop: int) -> Tensor:
+        assert self.start <= start and stop <= self.stop, f"[{start}, {stop}) is outside [{self.start}, {self.stop})"
+        return self.flat[start - self.start:stop - self.start]
+
+    def _scale_at(self, start: int) -> Tensor:
+        return self.scales[bisect.bisect_right(self._starts, start) - 1]
+
+    def _overlapping(self, start: int, stop: int) -> Sequence[Span]:
+        return self._spans[max(0, bisect.bisect_right(self._starts, start) - 1):bisect.bisect_left(self._starts, stop)]
+
+    def _gather(self, start: int, stop: int) -> Tensor:
+        """Decode span by span; zeros between them."""
+        found = torch.zeros(stop - start, dtype=torch.float32, device=self.place.storage)
+        for first, last in self._overlapping(start, stop):
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                found[low - start:high - start] = moved(self.open(low, high), self.place.storage)
+        return found
+
+
+class Remainders(Kept):
+    """fp32 main parameters of bf16 ones, as the 16 bits that the model does not have.
+
+    model: the model's own elements of a range of the flat state (inside one span); whoever closes a span writes `model_values` there.
+    """
+
+    def __init__(self, start: int, stop: int, spans: Sequence[Span], place: Place, model: Callable[[int, int], Tensor]):
+        super().__init__(start, stop, Format(torch.int16), spans, place)
+        self._model = model
+
+    def open(self, start: int, stop: int) -> Tensor:
+        low = self.place.fetch(self._at(start, stop))
+        return join(moved(self._model(start, stop), low.device), low)
+
+    def close(self, start: int, stop: int, values: Tensor) -> None:
+        self._at(start, stop).copy_(split(values)[1], non_blocking=True)
+
+    def model_values(self, start: int, stop: int, values: Tensor) -> Tensor:
+        return split(values)[0]

@@ -1,0 +1,91 @@
+"""The update rules on stretches of the flat state: AdamW and SGD in fp32, whatever the formats.
+
+Every stretch is opened (its gradients unscaled and clipped on the way), updated by torch's fused kernels, closed, and copied to the model. So
+gradients are never scaled in place, and no fp32 copy outlives its portion of the state. Stretches whose state the host updates come last: the
+device works on its own while the host works on these.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from arguments.optimizer import OptimizerArgs
+from moe_trainer.optim.host_copies import HostLane
+from moe_trainer.optim.kept_state import KeptState, Stretch
+from moe_trainer.optim.param_groups import ParamGroup
+from moe_trainer.optim.state_plan import StatePlan
+
+_TOGETHER = 64  # stretches in one call: small parameters share it
+
+Rates = Callable[[ParamGroup], tuple[float, float]]
+
+
+class Updater:
+    """Updates all states of a rank."""
+
+    def __init__(self, states: Sequence[KeptState], settings: OptimizerArgs, plan: StatePlan, device: torch.device):
+        self._settings = settings
+        stretches = [stretch for state in states for stretch in state.stretches]
+        self._on_host = [stretch for stretch in stretches if stretch.store.by_host]
+        self._on_device = sorted((stretch for stretch in stretches if not stretch.store.by_host), key=lambda stretch: stretch.group)
+        self.lane = HostLane(device, pinned_grads=plan.pinned_grads, pinned_params=plan.pinned, overlap=plan.overlap)
+
+    @torch.no_grad()
+    def step(self, rates: Rates, factor: float, step_count: int) -> None:
+        """One step. factor: on every gradient; rates: (learning rate, weight decay) of a group; step_count: of this one, from 1."""
+        for together in _portions(self._on_device):
+            grads = [_scaled(stretch.grad, factor) for stretch in together]
+            for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count)):
+                if values.data_ptr() != stretch.model.data_ptr():
+                    stretch.model.copy_(values, non_blocking=True)
+        if self._on_host:
+            for stretch, grad in self.lane.gradients(self._on_host):
+                values, = self._update([stretch], [_scaled(grad, factor)], rates(stretch.group), step_count)
+                self.lane.send(stretch.model, values)
+            self.lane.finish()
+
+    def _update(self, stretches: Sequence[Stretch], grads: list[Tensor], rates: tuple[float, float], step_count: int) -> list[Tensor]:
+        """Returns: what the model must become."""
+        opened = [stretch.open() for stretch in stretches]
+        params, moments = [param for param, _ in opened], [moment for _, moment in opened]
+        (self._adam if self._settings.optimizer == "adam" else self._sgd)(params, grads, moments, *rates, step_count)
+        return [stretch.close(param, moment) for stretch, (param, moment) in zip(stretches, opened)]
+
+    def _adam(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float,
+              step_count: int) -> None:
+        # the fused kernel reads one step counter per tensor; it does not advance them
+        steps = [torch.tensor(float(step_count), device=params[0].device)] * len(params)
+        torch._fused_adamw_(params, grads, [moment["exp_avg"] for moment in moments], [moment["exp_avg_sq"] for moment in moments], [],
+                            steps, lr=lr, beta1=self._settings.adam_beta1, beta2=self._settings.adam_beta2, weight_decay=weight_decay,
+                            eps=self._settings.adam_eps, amsgrad=False, maximize=False)
+
+    def _sgd(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float,
+             step_count: int) -> None:
+        # a zeroed momentum buffer makes the first step no special case; without momentum the kernel refuses buffers
+        buffers = [moment["momentum_buffer"] for moment in moments if self._settings.sgd_momentum]
+        torch._fused_sgd_(params, grads, buffers, weight_decay=weight_decay, momentum=self._settings.sgd_momentum, lr=lr, dampening=0.0,
+                          nesterov=False, maximize=False, is_first_step=False)
+
+
+def _scaled(grad: Tensor, factor: float) -> Tensor:
+    """grad * factor in fp32; itself where that changes nothing."""
+    if grad.dtype == torch.float32:
+        return grad if factor == 1.0 else grad * factor
+    return grad.float().mul_(factor)
+
+
+def _portions(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+    """Neighbours of one group that together are no more than the longest of them all, and no more than a handful."""
+    longest = max((stretch.stop - stretch.start for stretch in stretches), default=0)
+    together: list[Stretch] = []
+    elements = 0
+    for stretch in stretches:
+        size = stretch.stop - stretch.start
+        if together and (stretch.group != together[0].group or elements + size > longest or len(together) == _TOGETHER):
+            yield together
+            together, elements = [], 0
+        together.append(stretch)
+        elements += size
+    if together:
+        yield together
