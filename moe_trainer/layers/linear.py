@@ -18,8 +18,13 @@ gradient is being computed, and the input's gradient travels while the weight's 
 communication hides behind products; the price is one more all-gather.
 
 A layer built with a WeightGradQueue hands the weight's product over while the queue is active (the gathered input stays
-alive until it runs). With one rank and no queue a layer is torch's own linear.
+alive until it runs). A layer built with `quantize` has its three products computed in fewer bits (ops/fp8.py), of operands as they
+are when the product begins: what travels does so in high precision, and gathered rows are quantised together. With one rank and
+neither of both a layer is torch's own linear.
 """
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from moe_trainer.layers.init import Init, make_parameter
+from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import columns_to_rows, gather_last_dim_replicated, gather_rows, reduce_scatter_rows
 from moe_trainer.parallel.params import ParamInfo
@@ -34,30 +40,55 @@ from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 
-def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+class Products(Protocol):
+    """The three products of a linear layer; leading dimensions are rows."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T."""
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """grad W."""
+
+    def weight_grad_later(self, grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+        """grad^T x, when it is called."""
 
 
-def _computed_or_deferred(weight: Parameter, grad: Tensor, x: Tensor, queue: WeightGradQueue | None) -> Tensor | None:
+class PlainProducts:
+    """Products in the dtype of their operands."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return grad @ weight
+
+    def weight_grad_later(self, grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+        return lambda: grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def _computed_or_deferred(weight: Parameter, grad: Tensor, x: Tensor, queue: WeightGradQueue | None, products: Products) -> Tensor | None:
+    compute = products.weight_grad_later(grad, x)
     if queue is None or not queue.active:
-        return _weight_grad(grad, x)
-    queue.defer(weight, lambda: _weight_grad(grad, x))
+        return compute()
+    queue.defer(weight, compute)
     return None
 
 
 def column_grads(grad: Tensor, x: Tensor, weight: Parameter, group: Group, *, sequence_parallel: bool,
-                 needs: tuple[bool, bool], queue: WeightGradQueue | None = None) -> tuple[Tensor | None, Tensor | None]:
+                 needs: tuple[bool, bool], queue: WeightGradQueue | None = None,
+                 products: Products | None = None) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of (x, weight) of y = x W^T, W cut along its output features; communication beside the products.
 
     Shapes: grad [..., out / size] of y; x as the layer received it: this rank's rows when sequence_parallel.
     needs: which of the two are wanted. Returns: None for what is not wanted or was deferred.
     """
     needs_x, needs_weight = needs
+    products = products or PlainProducts()
     whole, gathered, grad_x, reduced = x, None, None, None
     if sequence_parallel and needs_weight:
         whole, gathered = gather_rows(x, group, async_op=True)
     if needs_x:
-        grad_whole = grad @ weight
+        grad_whole = products.input_grad(grad, weight)
         if sequence_parallel:
             grad_x, reduced = reduce_scatter_rows(grad_whole, group, async_op=True)
         else:
@@ -66,7 +97,7 @@ def column_grads(grad: Tensor, x: Tensor, weight: Parameter, group: Group, *, se
     if gathered is not None:
         gathered.wait()
     if needs_weight:
-        grad_weight = _computed_or_deferred(weight, grad, whole, queue)
+        grad_weight = _computed_or_deferred(weight, grad, whole, queue, products)
     if reduced is not None:
         reduced.wait()
     return grad_x, grad_weight
@@ -74,38 +105,41 @@ def column_grads(grad: Tensor, x: Tensor, weight: Parameter, group: Group, *, se
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, queue):
+    def forward(ctx, x, weight, bias, group, sequence_parallel, queue, products):
         ctx.save_for_backward(x, weight)
-        ctx.plan = group, sequence_parallel, queue
+        ctx.plan = group, sequence_parallel, queue, products
         whole = gather_rows(x, group)[0] if sequence_parallel else x
-        return F.linear(whole, weight, bias)
+        if products is None:
+            return F.linear(whole, weight, bias)
+        y = products.output(whole, weight)
+        return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        group, sequence_parallel, queue = ctx.plan
+        group, sequence_parallel, queue, products = ctx.plan
         grad_x, grad_weight = column_grads(grad, x, weight, group, sequence_parallel=sequence_parallel,
-                                           needs=ctx.needs_input_grad[:2], queue=queue)
+                                           needs=ctx.needs_input_grad[:2], queue=queue, products=products)
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, group, sequence_parallel, queue):
+    def forward(ctx, x, weight, group, sequence_parallel, queue, products):
         ctx.save_for_backward(x, weight)
-        ctx.plan = group, sequence_parallel, queue
-        partial = F.linear(x, weight)
+        ctx.plan = group, sequence_parallel, queue, products
+        partial = products.output(x, weight)
         return reduce_scatter_rows(partial, group)[0] if sequence_parallel else all_reduce(partial, group)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        group, sequence_parallel, queue = ctx.plan
+        group, sequence_parallel, queue, products = ctx.plan
         if sequence_parallel:
             grad = gather_rows(grad, group)[0]
-        grad_weight = _computed_or_deferred(weight, grad, x, queue) if ctx.needs_input_grad[1] else None
-        return grad @ weight if ctx.needs_input_grad[0] else None, grad_weight, None, None, None
+        grad_weight = _computed_or_deferred(weight, grad, x, queue, products) if ctx.needs_input_grad[1] else None
+        return products.input_grad(grad, weight) if ctx.needs_input_grad[0] else None, grad_weight, None, None, None, None
 
 
 class _Linear(nn.Module):
@@ -113,13 +147,14 @@ class _Linear(nn.Module):
 
     name: global name of the layer; its parameters are `<name>.weight` and `<name>.bias`.
     sequence_parallel: the activations between blocks are cut by rows; without effect in a group of one.
-    queue: where weight gradients go while it is active.
+    queue: where weight gradients go while it is active. quantize: makes its products in fewer bits, of (name, cut=...).
     """
 
     sharded_dim: int | None = None
 
     def __init__(self, in_features: int, out_features: int, *, name: str, group: Group, init: Init, bias: bool = False,
-                 sequence_parallel: bool = False, parts: int = 1, queue: WeightGradQueue | None = None):
+                 sequence_parallel: bool = False, parts: int = 1, queue: WeightGradQueue | None = None,
+                 quantize: Callable[..., QuantizedProducts] | None = None):
         super().__init__()
         self.group, self.queue = group, queue
         self.sequence_parallel = sequence_parallel and group.size > 1
@@ -140,11 +175,12 @@ class _Linear(nn.Module):
             # only a column linear's bias is cut; the others are added to this rank's rows
             cut = cut if self.sharded_dim == 0 else {"partial": self.sequence_parallel}
             self.bias = make_parameter((shape[0],), ParamInfo((f"{name}.bias",), init="zeros", **cut))
+        self.quantized = quantize(name, cut=self.sharded_dim is not None or self.sequence_parallel) if quantize is not None else None
 
     def _without_ranks(self, x: Tensor) -> Tensor:
-        if self.queue is None:
+        if self.queue is None and self.quantized is None:
             return F.linear(x, self.weight, self.bias)
-        return _Column.apply(x, self.weight, self.bias, Group.single(self.group.name), False, self.queue)
+        return _Column.apply(x, self.weight, self.bias, Group.single(self.group.name), False, self.queue, self.quantized)
 
     def extra_repr(self) -> str:
         cut = "" if self.group.size == 1 else f", 1 of {self.group.size} ranks, sequence_parallel={self.sequence_parallel}"
@@ -169,7 +205,7 @@ class ColumnParallelLinear(_Linear):
         """Shapes: x [S, ..., in] (S / size rows when sequence_parallel) -> y [S, ..., out / size]."""
         if self.group.size == 1:
             return self._without_ranks(x)
-        y = _Column.apply(x, self.weight, self.bias, self.group, self.sequence_parallel, self.queue)
+        y = _Column.apply(x, self.weight, self.bias, self.group, self.sequence_parallel, self.queue, self.quantized)
         if not self.gather_output:
             return y
         return columns_to_rows(y, self.group) if self.sequence_parallel else gather_last_dim_replicated(y, self.group)
@@ -184,7 +220,7 @@ class RowParallelLinear(_Linear):
         """Shapes: x [S, ..., in / size] -> y [S, ..., out], or [S / size, ..., out] when sequence_parallel."""
         if self.group.size == 1:
             return self._without_ranks(x)
-        y = _Row.apply(x, self.weight, self.group, self.sequence_parallel, self.queue)
+        y = _Row.apply(x, self.weight, self.group, self.sequence_parallel, self.queue, self.quantized or PlainProducts())
         return y if self.bias is None else y + self.bias
 
 

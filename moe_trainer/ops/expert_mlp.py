@@ -113,7 +113,8 @@ def _by_autograd(activation: Activation) -> _Block:
     return _Block(lambda h, p: _weigh(activation(h), p), backward)
 
 
-def _choose_block(activation: Activation) -> _Block:
+def choose_block(activation: Activation) -> _Block:
+    """The pair of block functions of an activation; see the head of this file."""
     if activation == Activation("silu", gated=True):
         return _Block(_swiglu_forward, _swiglu_backward)
     if activation == Activation("gelu"):
@@ -331,6 +332,6 @@ def expert_mlp(
     grouped = allow_grouped and num_rows > 0 and prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.is_cuda)
     aligned = math.gcd(x_RH.shape[1], w1_eGH.shape[1], w2_eHF.shape[2]) * x_RH.element_size() % 16 == 0
     return _ExpertMLP.apply(
-        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), _choose_block(activation), grouped and aligned,
+        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), choose_block(activation), grouped and aligned,
         queue,
     )

@@ -4,7 +4,8 @@ Each named tensor is drawn on its full shape by a CPU generator in blocks of row
 (seed, name, block) stream, and only then cut. So any cut over ranks, any order of construction, any device and the
 meta device give the same weights, and a rank draws only the row blocks it holds.
 
-Dropout is another matter: it draws from streams that move (`ShardStream`).
+Dropout is another matter: it draws from streams that move (`ShardStream`). Noise of stochastic rounding belongs to a layer, an iteration
+and a draw in it (`RoundingNoise`), so nothing of it has to be saved.
 """
 
 import contextlib
@@ -130,3 +131,28 @@ def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+class RoundingNoise:
+    """Noise of one layer's stochastic rounding: a function of seed, place, iteration, role and how often that role drew since.
+
+    A resumed run draws what the uninterrupted one would have drawn. Roles count apart, so a weight's gradient may be computed later than
+    that of the input. Ranks that must round alike (replicas of a layer within tp) are made with the same place.
+    """
+
+    def __init__(self, seed: int, *place: str | int):
+        """place: the layer's name and what tells its noise from that of other ranks."""
+        self._seed, self._place = seed, place
+        self._iteration = 0
+        self._drawn: dict[str, int] = {}
+
+    def begin(self, iteration: int) -> None:
+        """Begin an iteration."""
+        self._iteration = iteration
+        self._drawn.clear()
+
+    def generator(self, role: str, device: torch.device) -> torch.Generator:
+        """A generator for the next tensor of this role."""
+        number = self._drawn.get(role, 0)
+        self._drawn[role] = number + 1
+        return torch.Generator(device).manual_seed(name_seed(self._seed, "rounding", *self._place, self._iteration, role, number))

@@ -1,0 +1,94 @@
+"""The experts' feed-forward with quantised products: as expert_mlp.py, expert by expert, with what ops/fp8.py says of each product.
+
+Every expert's rows are operands of their own, as its weights are: blocks along the rows begin with the expert, and a scale for the
+whole tensor is that of one expert's rows (delayed scaling: that of the layer). Activations between the products stay in high precision.
+
+Shape letters: R rows sorted by expert, e experts, H hidden, F expert FFN width, G fc1 output width (2F when gated).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_trainer.ops.expert_mlp import choose_block
+from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.ops.grouped_gemm import spans
+from moe_trainer.ops.pointwise import Activation
+
+
+class _QuantizedExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, products, queue):
+        fc1, fc2 = products
+        h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), torch.empty_like(x_RH)
+        for expert, start, stop, _ in spans(counts):
+            rows = slice(start, stop)
+            p = None if probs_R is None else probs_R[rows]
+            h_RG[rows] = fc1.output(x_RH[rows], w1[expert])
+            if b1 is not None:
+                h_RG[rows] += b1[expert]
+            y_RH[rows] = fc2.output(activation.forward(h_RG[rows], p), w2[expert])
+            if b2 is not None:
+                y_RH[rows] += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
+        ctx.save_for_backward(x_RH, probs_R, h_RG, w1, w2, b2)
+        ctx.plan = counts, activation, products, queue, (w1, w2), b1 is not None
+        return y_RH
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        x_RH, probs_R, h_RG, w1, w2, b2 = ctx.saved_tensors
+        counts, activation, (fc1, fc2), queue, weights, has_b1 = ctx.plan
+        grad_x, grad_p = torch.empty_like(x_RH), None if probs_R is None else torch.empty_like(probs_R)
+        grad_b1 = w1.new_zeros(w1.shape[:2]) if has_b1 else None
+        grad_b2 = None if b2 is None else torch.zeros_like(b2)
+        of_w1: dict[int, Callable[[], Tensor]] = {}
+        of_w2: dict[int, Callable[[], Tensor]] = {}
+        for expert, start, stop, _ in spans(counts):
+            rows = slice(start, stop)
+            p, grad_y = None if probs_R is None else probs_R[rows], grad_RH[rows].contiguous()
+            a, grad_h, block_grad_p = activation.backward(h_RG[rows], p, fc2.input_grad(grad_y, w2[expert]))
+            of_w2[expert] = fc2.weight_grad_later(grad_y, a)
+            of_w1[expert] = fc1.weight_grad_later(grad_h, x_RH[rows])
+            grad_x[rows] = fc1.input_grad(grad_h, w1[expert])
+            if grad_b1 is not None:
+                torch.sum(grad_h, 0, out=grad_b1[expert])
+            if b2 is not None:
+                grad_b2[expert] = grad_y.sum(0) if p is None else grad_y.t() @ p.to(grad_y.dtype)
+            if p is not None:
+                grad_p[rows] = block_grad_p
+                if b2 is not None:
+                    grad_p[rows] += grad_y @ b2[expert]
+        grad_w1, grad_w2 = (_now_or_later(queue, weight, parts) if needed else None for weight, parts, needed in
+                            zip(weights, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])))
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
+
+
+def _now_or_later(queue: Any, weight: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor | None:
+    @torch.no_grad()
+    def compute() -> Tensor:
+        grad_eNK = torch.zeros_like(weight)
+        for expert, part in parts.items():
+            grad_eNK[expert] = part()
+        return grad_eNK
+
+    if queue is None or not queue.active:
+        return compute()
+    queue.defer(weight, compute)
+    return None
+
+
+def quantized_expert_mlp(
+    x_RH: Tensor, probs_R: Tensor | None, w1_eGH: Tensor, w2_eHF: Tensor, counts: Sequence[int], activation: Activation,
+    products: tuple[QuantizedProducts, QuantizedProducts], *, b1_eG: Tensor | None = None, b2_eH: Tensor | None = None, queue: Any = None,
+) -> Tensor:
+    """Run every expert on its rows; products: those of fc1 and fc2. Everything else as expert_mlp.expert_mlp.
+
+    Raises: ValueError when the counts do not add up to R.
+    """
+    if sum(counts) != x_RH.shape[0]:
+        raise ValueError(f"quantized_expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {x_RH.shape[0]} rows")
+    probs_R = None if probs_R is None else probs_R.contiguous()
+    return _QuantizedExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), choose_block(activation),
+                                     products, queue)
