@@ -8,7 +8,7 @@ from moe_trainer.ops.triton_norm import rms_norm as triton_rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 2, 17), (700, 12), (9, 5000), (0, 16)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2, 17), (300, 12), (3, 5000), (0, 16)])
 @pytest.mark.parametrize("gain", ["weight", "zero centered", None])
 def test_rms_norm(shape, gain, dtype):
     x = torch.randn(shape, dtype=dtype)

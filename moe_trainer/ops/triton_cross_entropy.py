@@ -1,0 +1,150 @@
+"""Cross entropy over blocks of the vocabulary: what ops/cross_entropy.py does to the logits, each as one Triton kernel.
+
+A program owns a token. It walks over the columns once for the maximum and the sum of exponentials (rescaled when the maximum moves) and
+once more to replace the logits by their softmax; the second walk mostly finds the first one's reads in the L2 cache. Nothing
+of the size of the logits is made. Backward is one pass.
+
+With a vocabulary cut over ranks every rank runs the same kernels over its columns; `vocabulary_pieces` gives the maximum, the sum and
+the label's logit for whoever wants to merge these themselves and leave the logits alone.
+
+Shapes: T tokens, V vocabulary or this rank's columns of it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_trainer.ops.triton_blocks import block_of, wide
+
+FP16_GAIN = 2.0**15  # as ops/cross_entropy.py stores fp16 probabilities
+
+
+@triton.jit
+def _online(logits, columns, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Maximum of a row and the sum of exp(logit - maximum), in one walk."""
+    largest = tl.full([BLOCK], float("-inf"), WIDE)
+    total = tl.zeros([BLOCK], WIDE)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(WIDE)
+        higher = tl.maximum(largest, value)
+        # lanes that have met nothing but -inf would compute -inf - -inf
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(largest - shift) + tl.exp(value - shift)
+        largest = higher
+    top = tl.max(largest, 0)
+    return top, tl.sum(total * tl.exp(largest - top), 0)
+
+
+@triton.jit
+def pieces_kernel(logits, labels, largest, total, target, columns, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Maximum, sum of exponentials and the label's logit of one token."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * stride
+    top, amount = _online(start, columns, WIDE, BLOCK)
+    tl.store(largest + row, top)
+    tl.store(total + row, amount)
+    tl.store(target + row, tl.load(start + tl.load(labels + row)).to(WIDE))
+
+
+@triton.jit
+def softmax_kernel(logits, labels, log_sum_exp, target, columns, stride, gain, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of one token, then its logits become gain times their softmax."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * stride
+    tl.store(target + row, tl.load(start + tl.load(labels + row)).to(WIDE))
+    tl.debug_barrier()  # the label's logit has been read before anyone overwrites it
+    top, amount = _online(start, columns, WIDE, BLOCK)
+    tl.store(log_sum_exp + row, top + tl.log(amount))
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(start + column, mask=column < columns, other=float("-inf")).to(WIDE)
+        tl.store(start + column, (tl.exp(value - top) / amount * gain).to(logits.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def gradient_kernel(probs, labels, factor, at_label, mine, columns, stride, gain, SOME: tl.constexpr, WIDE: tl.constexpr,
+                    BLOCK: tl.constexpr):
+    """One token, one block of columns: probabilities times the factor; the label's column is given. SOME: only where `mine`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = probs + row * stride + column
+    value = tl.load(at, mask=column < columns, other=0.0).to(WIDE) * (tl.load(factor + row).to(WIDE) / gain)
+    is_label = column == tl.load(labels + row)
+    if SOME:
+        is_label = is_label & (tl.load(mine + row) != 0)
+    value = tl.where(is_label, tl.load(at_label + row).to(WIDE), value)
+    tl.store(at, value.to(probs.dtype.element_ty), mask=column < columns)
+
+
+def _gain(dtype: torch.dtype) -> float:
+    return FP16_GAIN if dtype == torch.float16 else 1.0
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 1024 else 8
+
+
+def vocabulary_pieces(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum of exp(logit - maximum) and the label's logit of every token. The logits stay as they are.
+
+    Shapes: logits [T, V] with elements of a row side by side; labels int64 in [0, V); results [T], fp32 or wider.
+    """
+    num_tokens, columns = logits_TV.shape
+    results = logits_TV.new_empty(3, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
+    if num_tokens:
+        block = block_of(columns, 4096)
+        pieces_kernel[(num_tokens,)](logits_TV, labels_T, *results, columns, logits_TV.stride(0), WIDE=wide(logits_TV.dtype),
+                                     BLOCK=block, num_warps=_warps(block))
+    return tuple(results)
+
+
+def softmax_in_place(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace logits by their softmax over V (times FP16_GAIN in fp16). Returns: log-sum-exp and the label's logit.
+
+    Shapes: labels int64 in [0, V); both results [T], fp32 or wider. As ops/cross_entropy.py: softmax_in_place.
+    """
+    num_tokens, columns = logits_TV.shape
+    results = logits_TV.new_empty(2, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
+    if num_tokens:
+        block = block_of(columns, 4096)
+        softmax_kernel[(num_tokens,)](logits_TV, labels_T, *results, columns, logits_TV.stride(0), _gain(logits_TV.dtype),
+                                      WIDE=wide(logits_TV.dtype), BLOCK=block, num_warps=_warps(block))
+    return tuple(results)
+
+
+def gradient_in_place(probs_TV: Tensor, labels_T: Tensor, factor_T: Tensor, at_label_T: Tensor, mine_T: Tensor | None = None) -> None:
+    """Turn what softmax_in_place left into the gradient of the logits.
+
+    factor_T: of every probability. at_label_T: the label's element. mine_T: bool, tokens whose label is one of these columns; None
+    means all. As ops/cross_entropy.py: gradient_in_place.
+    """
+    num_tokens, columns = probs_TV.shape
+    if num_tokens:
+        block = block_of(columns, 2048)
+        gradient_kernel[(num_tokens, triton.cdiv(columns, block))](
+            probs_TV, labels_T, factor_T.contiguous(), at_label_T.contiguous(), labels_T if mine_T is None else mine_T.view(torch.uint8),
+            columns, probs_TV.stride(0), _gain(probs_TV.dtype), SOME=mine_T is not None, WIDE=wide(probs_TV.dtype), BLOCK=block)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_TV, labels_T):
+        largest_T, total_T, target_T = vocabulary_pieces(logits_TV, labels_T)
+        loss_T = largest_T.add_(total_T.log_()).sub_(target_T)
+        ctx.save_for_backward(logits_TV, labels_T, loss_T)
+        return loss_T
+
+    @staticmethod
+    def backward(ctx, grad_T):
+        logits_TV, labels_T, loss_T = ctx.saved_tensors
+        grad_TV = logits_TV.clone()
+        softmax_in_place(grad_TV, labels_T)
+        gradient_in_place(grad_TV, labels_T, grad_T, torch.expm1(-loss_T).mul_(grad_T))
+        return grad_TV, None
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Per-token loss -log softmax(logits)[label], fp32 or wider [T], differentiable any number of times: the logits are kept."""
+    return _CrossEntropy.apply(logits_TV if logits_TV.stride(-1) == 1 else logits_TV.contiguous(), labels_T)

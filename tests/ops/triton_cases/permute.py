@@ -1,0 +1,81 @@
+"""Permutation in Triton's interpreter against the torch version. Run by tests/ops/test_triton.py."""
+
+import pytest
+import torch
+
+from moe_trainer.ops import permute as plain
+from moe_trainer.ops import triton_permute
+
+
+def routing_of(tokens: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
+    """Any number of experts a token; the first expert (of several) gets nothing."""
+    routing = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed)) < share
+    if experts > 1:
+        routing[:, 0] = False
+    return routing
+
+
+# a block of tokens is 128 at most: several blocks, the last one not full
+MAPS = [(1, 1, 1.0), (5, 3, 0.5), (300, 7, 0.3), (131, 70, 0.1), (9, 4, 0.0), (0, 4, 0.5), (1200, 9, 0.9)]
+# the interpreter runs a program per row and per token
+TRIPS = [(1, 1, 1.0), (5, 3, 0.5), (20, 70, 0.02), (9, 4, 0.0), (0, 4, 0.5), (15, 3, 0.9)]
+
+
+@pytest.mark.parametrize("tokens,experts,share", MAPS)
+def test_the_map_is_that_of_torch(tokens, experts, share):
+    routing = routing_of(tokens, experts, share)
+    ours, theirs = triton_permute.make_permute_map(routing), plain.make_permute_map(routing)
+    for name in ("token_R", "cell_R", "row_R", "offsets_T", "counts_E"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("tokens,experts,share", TRIPS)
+def test_there_and_back(tokens, experts, share):
+    routing = routing_of(tokens, experts, share, 1)
+    x, probs, weight = torch.randn(tokens, 21), torch.rand(tokens, experts), torch.randn(21)
+    results = []
+    for permutation in (triton_permute.TritonPermutation(), plain.Permutation()):
+        x_leaf, probs_leaf = x.clone().requires_grad_(), probs.clone().requires_grad_()
+        x_RH, probs_R, routes = permutation.permute(x_leaf, probs_leaf, routing)
+        y = permutation.unpermute(x_RH * weight * probs_R.unsqueeze(1), routes)
+        (y.square().sum() + probs_R.square().sum()).backward()
+        results.append((x_RH, probs_R, y, x_leaf.grad, probs_leaf.grad, routes.counts_E))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("spare", [0, 13])
+def test_padding_and_a_bound_instead_of_the_number_of_rows(multiple, spare):
+    """Rows are those without padding, moved; the rest is zeros, in forward and backward."""
+    tokens, experts = 12, 6
+    routing = routing_of(tokens, experts, 0.4, 2)
+    counts = routing.sum(0)
+    padded = (counts + multiple - 1) // multiple * multiple
+    num_rows = int(padded.sum()) + spare
+    routes = triton_permute.make_permute_map(routing, num_rows, multiple)
+    assert torch.equal(routes.counts_E, padded)
+    x, probs = torch.randn(tokens, 5, requires_grad=True), torch.rand(tokens, experts, requires_grad=True)
+    x_RH, probs_R = triton_permute.permute_with_probs(x, probs, routes)
+    expected, expected_probs = torch.zeros(num_rows, 5), torch.zeros(num_rows)
+    start = 0
+    for expert in range(experts):
+        chosen = routing[:, expert].nonzero().flatten()
+        expected[start:start + len(chosen)] = x.detach()[chosen]
+        expected_probs[start:start + len(chosen)] = probs.detach()[chosen, expert]
+        start += int(padded[expert])
+    assert torch.equal(x_RH, expected) and torch.equal(probs_R, expected_probs)
+    # padding rows hold rubbish after an expert with a bias: it must reach nobody
+    y = triton_permute.unpermute(torch.where(routes.token_R[:, None] < 0, 1e6, x_RH), routes)
+    torch.testing.assert_close(y, x.detach() * routing.sum(1, keepdim=True))
+    grad = torch.randn(num_rows, 5)
+    torch.autograd.backward([x_RH, probs_R], [grad, torch.arange(num_rows).float()])
+    filled = routes.token_R >= 0
+    torch.testing.assert_close(x.grad, torch.zeros_like(x).index_add(0, routes.token_R[filled], grad[filled]))
+    torch.testing.assert_close(probs.grad.flatten()[routes.cell_R[filled]], torch.arange(num_rows).float()[filled])
+    assert probs.grad.count_nonzero() <= filled.sum()
+
+
+def test_a_bound_that_is_too_small_is_an_error():
+    with pytest.raises(RuntimeError, match="more rows"):
+        triton_permute.make_permute_map(torch.ones(4, 3, dtype=torch.bool), 11)
