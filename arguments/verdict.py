@@ -72,7 +72,7 @@ def _is_on(s: Settings, parent: str) -> bool:
 
 
 def _parent_text(s: Settings, parent: str) -> str:
-    if parent in ("optimizer", "moe_flex_dispatcher_backend", "moe_router_load_balancing_type"):
+    if parent in ("optimizer", "moe_flex_dispatcher_backend", "moe_router_load_balancing_type", "fp8_recipe", "fp4_recipe"):
         return f"{s.flag(parent)} {standing.LATER[parent].values[0]}"
     value = s.default(parent)
     return f"{s.flag(parent)} above 1" if isinstance(value, int) and not isinstance(value, bool) else s.flag(parent)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import user_input
+from moe_trainer.layers.precision import begin_iteration, update_scales
 from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import gather_named
@@ -50,6 +51,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     records = attach_recorders(run.chunks, args.model.num_layers) if dump_now else {}
     run.optimizer.zero_grad()
     start_iteration(run.chunks)
+    begin_iteration(run.chunks, state.iteration)
     # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
     grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
     with run.timers("forward-backward"):
@@ -57,6 +59,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     with run.timers("all-grads-sync"):
         run.grads.finish()
     finalize_grads(run.grads, ps, run.timers)
+    update_scales(run.chunks, ps)
     loss_sum, tokens = shared_sums(run, sums)
     if run.per_token:
         run.grads.scale(1.0 / max(tokens, 1.0))

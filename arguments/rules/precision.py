@@ -63,6 +63,16 @@ def one_quantized_format(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"Use only one of {say(s, FP8)} and {say(s, FP4)}.", FP8, FP4)
 
 
+def quantized_numbers_make_sense(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len < 1:
+        yield broken(s, f"{say(s, 'fp8_amax_history_len')} must be at least 1: delayed scaling looks back.", "fp8_amax_history_len")
+    if not s.first_last_layers_bf16:
+        return
+    for dest in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if not 0 <= getattr(s, dest) <= (s.num_layers or 0):
+            yield broken(s, f"{say(s, dest)} must be from 0 to {say(s, 'num_layers')}.", dest, "num_layers")
+
+
 def quantized_gather_needs_shards(s: Settings, _f: Facts) -> Iterator[Violation]:
     for gather, fmt in (("fp8_param_gather", FP8), ("fp4_param_gather", FP4)):
         if not getattr(s, gather):
@@ -142,6 +152,7 @@ CHECKS = (
     one_half_precision,
     fp32_accumulation_needs_fp32_grads,
     one_quantized_format,
+    quantized_numbers_make_sense,
     quantized_gather_needs_shards,
     buffer_reuse_needs_gather,
     narrow_state_needs_precision_aware_optimizer,

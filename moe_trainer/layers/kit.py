@@ -19,7 +19,9 @@ from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
+from moe_trainer.layers.precision import LowPrecision
 from moe_trainer.memory.activations import Activations
+from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
@@ -37,6 +39,8 @@ class Kit:
     queue: of the chunk, or None when its weight gradients never wait. stream: of the chunk, or None when nothing is cut.
     baton: handed over where tokens are exchanged, or None when passes run one after the other.
     activations: of the chunk; which of them are recomputed or go to the host.
+    precision: of the chunk; None in high precision. quantize: of a layer that it covers (`for_layer`): makes the products of a linear,
+    of (name, cut=, expert=).
     """
 
     name: str
@@ -49,13 +53,24 @@ class Kit:
     stream: ShardStream | None = None
     baton: Baton | None = None
     activations: Activations = field(default_factory=Activations)
+    precision: LowPrecision | None = None
+    quantize: Callable[..., QuantizedProducts] | None = None
 
     def for_chunk(self, queue: WeightGradQueue | None = None, stream: ShardStream | None = None, baton: Baton | None = None,
-                  activations: Activations | None = None) -> "Kit":
+                  activations: Activations | None = None, precision: LowPrecision | None = None) -> "Kit":
         """The same kit for the blocks of one model chunk."""
         linears = {kind: functools.partial(getattr(self, kind), queue=queue)
                    for kind in ("column_linear", "row_linear", "replicated_linear")}
-        return replace(self, queue=queue, stream=stream, baton=baton, activations=activations or Activations(), **linears)
+        return replace(self, queue=queue, stream=stream, baton=baton, activations=activations or Activations(), precision=precision,
+                       **linears)
+
+    def for_layer(self, layer_number: int) -> "Kit":
+        """The same kit for one layer (counted from 1): with quantised products where the flags ask for them."""
+        low = self.precision
+        quantize = low.products if low is not None and low.covers(layer_number) else None
+        linears = {kind: functools.partial(getattr(self, kind), quantize=quantize)
+                   for kind in ("column_linear", "row_linear", "replicated_linear")}
+        return replace(self, quantize=quantize, **linears)
 
 
 LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)

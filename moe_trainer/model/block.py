@@ -22,7 +22,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, args: Arguments, ps: ParallelState, *, name: str, layer_number: int, is_moe: bool, kit: Kit):
         super().__init__()
-        model, sp = args.model, args.parallel.sequence_parallel
+        model, sp, kit = args.model, args.parallel.sequence_parallel, kit.for_layer(layer_number)
         rows_cut = sp and ps.tp.size > 1
         self.activations = kit.activations
         self.residual_after_norm = model.apply_residual_connection_post_layernorm

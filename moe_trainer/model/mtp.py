@@ -48,7 +48,7 @@ class MTPLayer(nn.Module):
 
     def __init__(self, args: Arguments, ps: ParallelState, *, name: str, layer_number: int, is_moe: bool, kit: Kit):
         super().__init__()
-        model, sp = args.model, args.parallel.sequence_parallel
+        model, sp, kit = args.model, args.parallel.sequence_parallel, kit.for_layer(layer_number)
         size, rows_cut = model.hidden_size, sp and ps.tp.size > 1
         self.activations = kit.activations
         self.enorm = kit.norm(size, model, name=f"{name}.enorm", partial=rows_cut)

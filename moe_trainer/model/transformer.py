@@ -20,6 +20,7 @@ from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import embedding_init, hidden_init
 from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.precision import LowPrecision, scaling_state
 from moe_trainer.layers.rotary import Tables, make_rotary
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from moe_trainer.memory.activations import Activations
@@ -106,7 +107,8 @@ class Transformer(nn.Module):
             self.stream = ShardStream(args.training.seed, "dropout", *place)
         self.weight_grads, self.baton = queue, baton
         self.activations = Activations() if activations is None else activations(self.stream)
-        kit = kit.for_chunk(None if deferral.of_the_head(args.parallel) else queue, self.stream, baton, self.activations)
+        kit = kit.for_chunk(None if deferral.of_the_head(args.parallel) else queue, self.stream, baton, self.activations,
+                            LowPrecision.of(args.precision, model, args.training.seed, ps))
         self.spans = recomputed_spans(args.training, len(layout.layers))
         self.offloaded_layers = args.training.cpu_offloading_num_layers
         self.sequence = SequenceShard(ps.cp)
@@ -212,3 +214,7 @@ class Transformer(nn.Module):
         """Buffers that belong to a checkpoint (routers' expert_bias), under their global names."""
         for layer in self.moe_layers():
             yield from layer.named_state_buffers()
+
+    def named_scaling_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The state of delayed scaling, which belongs to a checkpoint but not to the weights."""
+        return scaling_state(self)

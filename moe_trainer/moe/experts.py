@@ -11,7 +11,7 @@ that sum on one rank only; the others give it a zero gradient, and its gradient 
 Shape letters: R rows sorted by expert, e local experts, H hidden, F this rank's expert FFN width, G fc1 output width (2F when gated).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import Activations
 from moe_trainer.ops.expert_mlp import expert_mlp
+from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
+from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -57,11 +59,12 @@ class Experts(nn.Module):
     """All local experts of one layer.
 
     queue: where weight gradients wait while it is active; None to compute them in backward always. activations: the chunk's.
+    quantize: makes their products in fewer bits, of (name, cut=, expert=).
     Raises: ValueError when the experts or their width cannot be cut evenly.
     """
 
     def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, queue: WeightGradQueue | None = None,
-                 activations: Activations | None = None):
+                 activations: Activations | None = None, quantize: Callable[..., QuantizedProducts] | None = None):
         super().__init__()
         ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
         if ffn % ps.etp.size:
@@ -84,6 +87,9 @@ class Experts(nn.Module):
             cut=0, parts=parts)
         self.linear_fc2 = _ExpertLinear(
             [f"{expert}.linear_fc2" for expert in names], model.hidden_size, ffn, bias, residual_init(model), group=ps.etp, cut=1)
+        self.quantized = None
+        if quantize is not None:
+            self.quantized = nn.ModuleList(quantize(f"{name}.{linear}", cut=True, expert=True) for linear in ("linear_fc1", "linear_fc2"))
 
     def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int]) -> Tensor:
         """Run the experts on their rows; the result is multiplied by the probabilities.
@@ -96,6 +102,10 @@ class Experts(nn.Module):
         rows = x_RH.untyped_storage().data_ptr()
         with self.activations.offloading("expert_fc1", "moe_act",
                                          which=lambda x: "expert_fc1" if x.untyped_storage().data_ptr() == rows else "moe_act"):
+            if self.quantized is not None:
+                return quantized_expert_mlp(
+                    x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
+                    tuple(self.quantized), b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), queue=self.queue)
             return expert_mlp(
                 x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
                 b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), allow_grouped=self.allow_grouped, queue=self.queue,

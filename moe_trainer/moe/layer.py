@@ -17,6 +17,7 @@ from arguments.moe import MoEArgs
 from moe_trainer.layers.kit import Kit
 from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
+from moe_trainer.moe.padding import pad_routing
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel.baton import hand_over
 from moe_trainer.parallel.mappings import gather_rows_replicated, scatter_rows_to_group
@@ -39,7 +40,9 @@ class MoELayer(nn.Module):
         self.layer_number = layer_number
         self.router = TopKRouter(model, moe, ps, f"{name}.router", layer_number, per_token_loss=per_token_loss,
                                  stream=kit.stream, activations=kit.activations)
-        self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue, kit.activations)
+        low = kit.precision if moe.moe_router_padding_for_quantization else None
+        self.row_multiple = 1 if low is None else low.recipe.alignment
+        self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue, kit.activations, kit.quantize)
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", kit, sequence_parallel)
@@ -58,6 +61,8 @@ class MoELayer(nn.Module):
         own_SBH = scatter_rows_to_group(x_SBH, self.replicas)
         probs_TE, routing_TE = self.router(own_SBH, grad_scale)
         dispatcher, shared_SBH = self.dispatcher, None
+        if self.row_multiple > 1 and dispatcher.takes_padding:
+            routing_TE = pad_routing(routing_TE, self.row_multiple)
         sent = dispatcher.start_exchange(dispatcher.preprocess(own_SBH.reshape(-1, own_SBH.shape[-1]), probs_TE, routing_TE))
         if self.overlap_shared:
             shared_SBH = self._run_shared(x_SBH)

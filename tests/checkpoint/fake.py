@@ -92,6 +92,9 @@ class FakeModel(nn.Module):
         self.table[path] = param
         self.register_parameter(path.replace(".", "/"), param)
 
+    def named_scaling_state(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
     def named_state_buffers(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.buffer_table.items()
 
@@ -124,6 +127,7 @@ class Held:
     tensor: Tensor
     start: int
     stop: int
+    read: None = None
 
 
 class FakeOptimizer:
@@ -154,6 +158,9 @@ class FakeOptimizer:
                         self.held.append(Held(param, name, whole[first:last].clone(), first, last))
 
     def wait_params(self) -> None:
+        pass
+
+    def begin_load(self) -> None:
         pass
 
     def tensors(self) -> Iterator[Held]:

@@ -15,6 +15,9 @@ RECORD = {"num_layers": 0, "num_experts": 3}
 
 
 class Chunk(Toy):
+    def named_scaling_state(self):
+        return iter(())
+
     def named_state_buffers(self):
         return iter(())
 

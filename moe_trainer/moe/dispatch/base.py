@@ -62,6 +62,8 @@ class Dispatched:
 class TokenDispatcher:
     """Base of all dispatchers; holds constants only."""
 
+    takes_padding = True  # may a token be sent to more experts than the router chooses?
+
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
         """Order the local tokens for sending."""
         raise NotImplementedError

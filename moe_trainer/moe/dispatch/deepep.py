@@ -217,6 +217,8 @@ class _Sent:
 class DeepEPDispatcher(TokenDispatcher):
     """Tokens once to every rank of tp_ep that holds one of their experts."""
 
+    takes_padding = False  # the library is told of topk experts a token
+
     def __init__(self, ps: ParallelState, buffer: BufferV1 | BufferV2, topk: int, permutation: Permutation):
         self.permutation = permutation
         self.members = Members(ps)

@@ -1,0 +1,212 @@
+"""Quantised products against their definitions, product by product; delayed scaling's books."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_trainer.ops.expert_mlp import expert_mlp
+from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
+from moe_trainer.ops.fp8 import GRAD, WEIGHT, X, Delayed, QuantizedProducts, make_recipe
+from moe_trainer.ops.pointwise import Activation
+from moe_trainer.ops.quantize import quantize
+from moe_trainer.parallel.rng import RoundingNoise
+from moe_trainer.parallel.weight_grads import WeightGradQueue
+
+NAMES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+BOUND = {"nvfp4": 0.25}  # of a product's norm; 0.08 for 8 bits
+
+
+def operands(rows=48, inner=160, outer=40, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in ((rows, inner), (outer, inner), (rows, outer))]
+
+
+def products_of(name: str, **options) -> QuantizedProducts:
+    products = QuantizedProducts(make_recipe(name, **options), "layer", RoundingNoise(1, "layer"))
+    if products.recipe.delayed is not None:
+        products.scaling[:, 0] = torch.tensor([64.0, 32.0, 128.0])
+    return products
+
+
+def defined(matrix, scaling, scale=None, noise=None):
+    return quantize(matrix, scaling, scale, noise).dequantized()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_product_has_its_operands_quantised_along_what_is_contracted(name):
+    x, w, grad = operands()
+    products, noise = products_of(name, hybrid=name != "nvfp4"), RoundingNoise(1, "layer")
+    recipe = products.recipe
+    scales = dict(zip((X, WEIGHT, GRAD), (64.0, 32.0, 128.0))) if name == "delayed" else {}
+    scale = {operand: torch.tensor(scales[operand]) if scales else None for operand in (X, WEIGHT, GRAD)}
+
+    def draw(scaling, role):
+        return noise.generator(role, x.device) if scaling.stochastic else None
+
+    y = products.output(x.view(6, 8, -1), w)
+    expected = defined(x, recipe.x, scale[X]) @ defined(w, recipe.weight, scale[WEIGHT]).t()
+    torch.testing.assert_close(y.view(48, -1), expected)
+    grad_x = products.input_grad(grad, w)
+    g = defined(grad, recipe.grad, scale[GRAD], draw(recipe.grad, "input"))
+    torch.testing.assert_close(grad_x, g @ defined(w.t(), recipe.weight_t, scale[WEIGHT]).t())
+    grad_w = products.weight_grad(grad, x)
+    g = defined(grad.t(), recipe.grad_t, scale[GRAD], draw(recipe.grad_t, "weight"))
+    torch.testing.assert_close(grad_w, g @ defined(x.t(), recipe.x_t, scale[X]).t())
+    bound = BOUND.get(name, 0.08)
+    for found, exact in ((y.view(48, -1), x @ w.t()), (grad_x, grad @ w), (grad_w, grad.t() @ x)):
+        error = (found - exact).norm() / exact.norm()
+        assert 1e-3 < error < bound, (name, error)
+
+
+def test_what_each_recipe_means():
+    kinds = {name: make_recipe(name, hybrid=True) for name in NAMES}
+    assert {name: (recipe.x.fmt.name, recipe.grad.fmt.name) for name, recipe in kinds.items()} == {
+        **dict.fromkeys(NAMES[:4], ("e4m3", "e5m2")), "nvfp4": ("e2m1", "e2m1")}
+    assert make_recipe("mxfp8").grad.fmt.name == "e4m3" and kinds["mxfp8"].alignment == kinds["nvfp4"].alignment == 32
+    block = kinds["blockwise"]
+    assert (block.x.rows, block.x.cols, block.weight.rows, block.weight.cols, block.alignment) == (1, 128, 128, 128, 16)
+    nv = kinds["nvfp4"]
+    assert nv.grad.stochastic and nv.grad_t.stochastic and not nv.x.stochastic and not nv.x_t.stochastic and not nv.weight.stochastic
+    assert nv.grad_t.hadamard and nv.x_t.hadamard and not nv.grad.hadamard and not nv.x.hadamard and not nv.weight_t.hadamard
+    with pytest.raises(ValueError, match="no recipe"):
+        make_recipe("fp6")
+
+
+def test_a_weight_in_squares_is_the_same_both_ways():
+    _, w, _ = operands(inner=200, outer=150)
+    for name in ("blockwise", "nvfp4"):
+        recipe = make_recipe(name)
+        assert torch.equal(defined(w, recipe.weight), defined(w.t(), recipe.weight_t).t())
+
+
+def test_without_wgrad_the_weights_gradient_is_exact():
+    x, w, grad = operands()
+    torch.testing.assert_close(products_of("mxfp8", wgrad=False).weight_grad(grad, x), grad.t() @ x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_products_come_in_the_dtype_of_their_operands(dtype):
+    x, w, grad = (t.to(dtype) for t in operands())
+    products = products_of("blockwise")
+    found = products.output(x, w), products.input_grad(grad, w), products.weight_grad(grad, x)
+    assert all(f.dtype == dtype for f in found)
+
+
+def test_a_later_weight_gradient_is_that_of_now():
+    x, w, grad = operands()
+    now, later = products_of("nvfp4"), products_of("nvfp4")
+    compute = later.weight_grad_later(grad, x)
+    later.weight_grad(grad * 2, x)  # the next microbatch's
+    assert torch.equal(now.weight_grad(grad, x), compute())
+
+
+def test_delayed_scales_follow_the_maxima_of_finished_iterations():
+    products = QuantizedProducts(make_recipe("delayed", hybrid=True, delayed=Delayed(margin=1, history=2, largest=True)), "layer")
+    x, w, grad = operands()
+    assert torch.equal(products.output(x, w), defined(x, products.recipe.x, torch.tensor(1.0)) @ defined(w, products.recipe.x, torch.tensor(1.0)).t())
+    products.output(x * 2, w)
+    products.input_grad(grad, w)
+    products.output(x, w)  # as a recomputed pass: the maximum stays
+    assert torch.equal(products.amax, torch.stack([2 * x.abs().max(), w.abs().max(), grad.abs().max()]))
+    amax = products.amax.clone()
+    products.eval()
+    products.output(x * 100, w)
+    assert torch.equal(products.amax, amax), "evaluation leaves no trace"
+    products.advance(amax)
+    fmax = torch.tensor([448.0, 448.0, 57344.0])
+    torch.testing.assert_close(products.scaling[:, 0], fmax / amax / 2)
+    assert not products.amax.any()
+    products.advance(torch.tensor([1e-3, 0.0, float("inf")]))
+    torch.testing.assert_close(products.scaling[:, 0], fmax / amax / 2)  # the larger of two; zeros; not finite: nothing changes
+    assert products.scaling[2, 1:].tolist() == [amax[2], 0.0] and products.scaling[0, 1:].tolist() == pytest.approx([1e-3, amax[0].item()])
+    products.advance(torch.tensor([1e-3, 0.0, 4.0]))
+    torch.testing.assert_close(products.scaling[0, 0], fmax[0] / 1e-3 / 2)
+
+
+def test_the_most_recent_maximum():
+    products = QuantizedProducts(make_recipe("delayed", delayed=Delayed(history=3)), "layer")
+    products.advance(torch.tensor([8.0, 8.0, 8.0]))
+    products.advance(torch.tensor([2.0, 4.0, 0.0]))
+    assert products.scaling[:, 0].tolist() == [224.0, 112.0, 56.0]
+
+
+def experts(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    values = {"x": (23, 32), "p": (23,), "w1": (4, 48, 32), "w2": (4, 32, 24), "b1": (4, 48), "b2": (4, 32)}
+    return {name: torch.randn(shape, generator=generator).to(dtype).mul_(0.5).requires_grad_() for name, shape in values.items()}, (9, 0, 3, 11)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weighed", [True, False])
+def test_experts_are_linears_of_their_rows(name, weighed):
+    """Against autograd over one quantised linear per expert and product."""
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w, products):
+            ctx.save_for_backward(x, w)
+            ctx.products = products
+            return products.output(x, w)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return ctx.products.input_grad(grad, w), ctx.products.weight_grad(grad, x), None
+
+    activation, found = Activation("silu", gated=True), []
+    for way in range(2):
+        values, counts = experts()
+        pair = products_of(name), products_of(name)
+        x, p, w1, w2, b1, b2 = (values[key] for key in ("x", "p", "w1", "w2", "b1", "b2"))
+        p = p if weighed else None
+        if way == 0:
+            y = quantized_expert_mlp(x, p, w1, w2, counts, activation, pair, b1_eG=b1, b2_eH=b2)
+        else:
+            rows, parts = 0, []
+            for expert, count in enumerate(counts):
+                own = slice(rows, rows + count)
+                rows += count
+                if count:
+                    a = activation(Linear.apply(x[own], w1[expert], pair[0]) + b1[expert])
+                    a, bias = (a, b2[expert]) if p is None else (a * p[own, None], p[own, None] * b2[expert])
+                    parts.append(Linear.apply(a, w2[expert], pair[1]) + bias)
+            y = torch.cat(parts)
+        y.square().sum().backward()
+        grads = [value.grad for value in values.values() if value.grad is not None]
+        found.append([y.detach(), *grads])
+    if name == "nvfp4":  # autograd runs the experts in another order, so the noise is other noise: only the forward is the same
+        found = [each[:1] for each in found]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_quantised_experts_are_near_the_exact_ones_and_may_wait_for_weight_gradients():
+    activation, results = Activation("gelu"), []
+    for kind in ("exact", "now", "later"):
+        values, counts = experts()
+        x, p, w1, w2 = values["x"], values["p"], values["w1"].detach()[:, :24].contiguous().requires_grad_(), values["w2"]
+        queue = WeightGradQueue()
+        queue.active = kind == "later"
+        if kind == "exact":
+            y = expert_mlp(x, p, w1, w2, counts, activation)
+        else:
+            y = quantized_expert_mlp(x, p, w1, w2, counts, activation, (products_of("mxfp8"), products_of("mxfp8")), queue=queue)
+        y.square().sum().backward()
+        assert (w1.grad is None) == (kind == "later")
+        queue.run()
+        results.append((y.detach(), x.grad, w1.grad, w2.grad, p.grad))
+    for exact, now, later in zip(*results):
+        assert torch.equal(now, later)
+        assert 1e-3 < (now - exact).norm() / exact.norm() < 0.2
+    with pytest.raises(ValueError, match="add up to 4"):
+        quantized_expert_mlp(x, p, w1, w2, (4,), activation, (products_of("mxfp8"), products_of("mxfp8")))
+
+
+def test_padding_with_rows_of_zeros_changes_nothing():
+    """What the device's units need: rows in multiples of 16."""
+    x, w, grad = operands(rows=21)
+    for name in ("tensorwise", "blockwise", "mxfp8"):
+        products = products_of(name)
+        padded_x, padded_grad = (F.pad(t, (0, 0, 0, 11)) for t in (x, grad))
+        torch.testing.assert_close(products.output(padded_x, w)[:21], products.output(x, w))
+        torch.testing.assert_close(products.weight_grad(padded_grad, padded_x), products.weight_grad(grad, x))
