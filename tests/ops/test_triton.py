@@ -1,0 +1,42 @@
+"""The Triton kernels without a GPU: in Triton's interpreter against torch, and compiled for the GPUs they are meant for.
+
+Whether a kernel is interpreted is decided when triton is imported, for the whole process, so the cases of tests/ops/triton_cases run in
+a process of their own (one for all of them: `TRITON_INTERPRET=1 python -m pytest tests/ops/triton_cases/norm.py` runs one room by hand).
+Compiling needs neither a GPU nor a driver; it goes all the way to the machine code.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = "import sys; sys.path[:0] = ['tests', '.']; from ops.triton_compile import main; main(int(sys.argv[1]))"
+
+
+def run_apart(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *command], cwd=HERE.parents[1], env=kept | environment, capture_output=True, text=True,
+                          check=False)
+
+
+def test_the_interpreter_agrees_with_torch():
+    cases = sorted(str(path) for path in (HERE / "triton_cases").glob("*.py"))
+    kernels = {path.stem.removeprefix("triton_") for path in (HERE.parents[1] / "moe_trainer" / "ops").glob("triton_*.py")} - {"blocks"}
+    assert {Path(case).stem for case in cases} == kernels
+    done = run_apart(["-m", "pytest", "-q", "-p", "no:cacheprovider", *cases], TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_every_kernel_compiles(capability, tmp_path):
+    """All of them in one process: torch and triton are imported once."""
+    done = run_apart(["-c", SCRIPT, str(capability)], TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.split("\n")
+    assert any(line.startswith("rows_kernel") and "tensor cores" in line for line in lines), done.stdout

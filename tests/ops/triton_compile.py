@@ -1,0 +1,129 @@
+"""Compile every Triton kernel, in the variants that runs use, for a GPU that is not here. Run by tests/ops/test_triton.py.
+
+A variant is a list of arguments: "*bf16" a pointer, "i32" and "fp32" numbers, anything in C(...) a constant.
+"""
+
+import importlib
+import inspect
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HALF, FP32, INT, LONG, BYTES = "*bf16", "*fp32", "i32", "*i64", "*u8"
+
+
+class C(NamedTuple):
+    """A compile-time constant."""
+
+    value: object
+
+
+W = C(tl.float32)
+
+
+def pointwise():
+    for kind, weighed in product(("swiglu", "gelu", "squared_relu"), (True, False)):
+        flags = C(kind), C(weighed)
+        yield "forward_kernel", [HALF, FP32, HALF, INT, INT, *flags, W, C(1024)]
+        yield "backward_kernel", [HALF, FP32, HALF, HALF, HALF, FP32, INT, INT, INT, *flags, C(True), W, C(2048)]
+
+
+def norm():
+    for data, rows, block in ((HALF, 1, 4096), (HALF, 32, 128), (FP32, 1, 8192), ("*fp64", 4, 1024)):
+        wide = C(tl.float64) if data == "*fp64" else W
+        kept = "*fp64" if data == "*fp64" else FP32
+        rest = [C(True), C(False), wide, C(rows), C(block)]
+        yield "forward_kernel", [data, data, data, kept, INT, INT, INT, "fp32", *rest]
+        yield "backward_kernel", [data, data, data, kept, data, kept, INT, INT, INT, INT, *rest]
+
+
+def rope():
+    for interleaved, partial in product((True, False), (True, False)):
+        yield "rotate_kernel", [HALF, FP32, FP32, HALF, *[INT] * 9, C(interleaved), C(partial), W, C(16), C(32), C(256)]
+
+
+def permute():
+    tile = [C(128), C(64)]
+    yield "count_kernel", [BYTES, LONG, LONG, *[INT] * 4, *tile]
+    yield "place_kernel", [BYTES, LONG, LONG, LONG, LONG, LONG, *[INT] * 5, *tile]
+    for with_probs in (True, False):
+        yield "gather_kernel", [HALF, LONG, FP32, LONG, HALF, FP32, INT, INT, C(with_probs), C(2048)]
+    yield "sum_kernel", [HALF, LONG, LONG, HALF, INT, INT, W, C(2048)]
+    yield "spread_kernel", [FP32, LONG, FP32, INT, C(1024)]
+
+
+def router():
+    deepseek = {"bias": C(True), "groups": [C(8), C(8), C(32), C(2), C(4)], "tile": [C(8), C(256)], "k": C(8)}
+    mixtral = {"bias": C(False), "groups": [C(1), C(2), C(8), C(1), C(0)], "tile": [C(256), C(8)], "k": C(2)}
+    for size, score, pre in ((deepseek, "sigmoid", False), (mixtral, "softmax", False), (mixtral, "softmax", True),
+                             (deepseek, "sqrtsoftplus", False)):
+        how = [size["k"], C(score), C(pre)]
+        yield "choose_kernel", [FP32, FP32, FP32, BYTES, *[INT] * 3, "fp32", *how, size["bias"], *size["groups"], W, *size["tile"]]
+        yield "backward_kernel", [FP32, FP32, BYTES, FP32, *[INT] * 4, "fp32", *how, W, *size["tile"]]
+        yield "balance_kernel", [*[FP32] * 5, *[INT] * 3, *how[:2], W, *size["tile"]]
+
+
+def cross_entropy():
+    for data in (HALF, FP32):
+        yield "pieces_kernel", [data, LONG, FP32, FP32, FP32, INT, INT, W, C(4096)]
+        yield "softmax_kernel", [data, LONG, FP32, FP32, INT, INT, "fp32", W, C(4096)]
+        for some in (True, False):
+            yield "gradient_kernel", [data, LONG, FP32, FP32, BYTES, INT, INT, "fp32", C(some), W, C(2048)]
+
+
+def grouped_gemm():
+    for data, sizes, (warps, stages), precision in ((HALF, (128, 128, 64), (8, 3), "ieee"), (FP32, (64, 64, 32), (4, 2), "ieee"),
+                                                    (FP32, (64, 64, 32), (4, 2), "tf32")):
+        options = {"num_warps": warps, "num_stages": stages}
+        one, other, depth = (C(size) for size in sizes)
+        # strides of 1 are constants, as they are at a launch: column by column for the forward, row by row for the gradient
+        for strides in ([C(1), INT], [INT, C(1)]):
+            yield "rows_kernel", [data, data, data, "*i32", *[INT] * 6, *strides, INT, C(precision), one, other, depth, C(64), C(8)], options
+        yield "weight_kernel", [data, data, data, "*i32", *[INT] * 4, C(precision), depth, one, other], options
+
+
+def quantize():
+    for fmt in ([C(448.0), C(3), C(2.0**-6)], [C(57344.0), C(2), C(2.0**-14)]):
+        for power, (square, rows, columns, warps) in product((True, False), ((False, 32, 128, 4), (True, 128, 128, 16), (False, 128, 32, 4))):
+            yield "block_kernel", [HALF, BYTES, FP32, *[INT] * 4, *fmt, C(power), C(square), C(rows), C(columns)], {"num_warps": warps}
+        yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, *fmt, C(8), C(512)]
+    yield "amax_kernel", [HALF, FP32, *[INT] * 4, C(8), C(512)]
+
+
+ROOMS = (pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize)
+
+
+def compile_one(kernel, arguments: list, capability: int, options: dict):
+    names = list(inspect.signature(kernel.fn).parameters)
+    assert len(names) == len(arguments), (kernel.fn.__name__, names, arguments)
+    signature, constants, attributes = {}, {}, {}
+    for place, (name, argument) in enumerate(zip(names, arguments, strict=True)):
+        if isinstance(argument, C):
+            signature[name], constants[name] = "constexpr", argument.value
+        else:
+            signature[name] = argument
+            # what a launch finds out about its arguments: aligned pointers and sizes
+            if argument != "fp32" and not argument.startswith("f"):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def main(capability: int) -> None:
+    for room in ROOMS:
+        module = importlib.import_module(f"moe_trainer.ops.triton_{room.__name__}")
+        known = {name for name in vars(module) if name.endswith("_kernel")}
+        used = set()
+        for name, arguments, *options in room():
+            made = compile_one(getattr(module, name), arguments, capability, options[0] if options else {})
+            assert made.asm["cubin"], name
+            used.add(name)
+            units = [unit for unit in ("wgmma", "tcgen05", "mma.sync") if unit in made.asm["ptx"]]
+            print(name, f"shared {made.metadata.shared}", "tensor cores: " + units[0] if units else "", sep="  ")
+        assert used == known, (room.__name__, known ^ used)
+    assert not torch.cuda.is_initialized()
