@@ -48,7 +48,6 @@ class Later:
 
 
 _FSDP_OUTER = "sharding over the instances of fully sharded data parallelism"
-_OFFLOAD = "activation offload"
 _GRAPHS = "CUDA graphs"
 
 LATER = MappingProxyType(
@@ -63,19 +62,14 @@ LATER = MappingProxyType(
         "megatron_fsdp_main_grads_dtype": Later("main gradients in another format than fp32", MEMORY, harmless=("fp32",)),
         "moe_flex_dispatcher_backend": Later("NCCL's own token exchange", MEMORY, values=("ncclep",)),
         # ---- memory, precision and kernels
-        "recompute_granularity": Later(
-            "activation recompute",
-            MEMORY,
-            also=("recompute_activations", "moe_layer_recompute", "checkpoint_activations"),
-        ),
-        "cpu_offloading_num_layers": Later(_OFFLOAD, MEMORY, harmless=(None,)),
-        "fine_grained_activation_offloading": Later(_OFFLOAD, MEMORY),
         "cuda_graph_impl": Later(_GRAPHS, MEMORY, also=("enable_cuda_graph", "external_cuda_graph")),
         "optimizer_cuda_graph": Later(_GRAPHS, MEMORY),
         "use_precision_aware_optimizer": Later("the precision-aware optimizer", MEMORY),
         "optimizer_cpu_offload": Later("optimizer offload", MEMORY),
-        "fp8": Later("fp8", MEMORY),
-        "fp4": Later("fp4", MEMORY),
+        "fp8_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
+        "fp4_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
+        "fp8_output_proj": Later("the output layer in fp8", MEMORY),
+        "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
         "te_precision_config_file": Later("per-layer formats of TransformerEngine", MEMORY),
         "fp16_lm_cross_entropy": Later("a half-precision loss", MEMORY),
         "logit_dtype": Later("a format for the logits", MEMORY),
@@ -111,6 +105,8 @@ LATER = MappingProxyType(
         # ---- architectures and conversion
         "optimizer": Later("this optimizer", MODELS, values=("muon", "dist_muon", "lion", "soap", "adaptive_muon")),
         "experimental_attention_variant": Later("linear or sparse attention", MODELS),
+        "recompute_modules": Later("the layers that have these parts", MODELS, values=("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")),
+        "offload_modules": Later("the layers that have this part", MODELS, values=("gdp_qkv",)),
         "moe_latent_size": Later("LatentMoE", MODELS),
         "moe_use_upcycling": Later("upcycling", MODELS),
         "moe_enable_routing_replay": Later("routing replay", MODELS),
@@ -145,27 +141,14 @@ PART_OF = MappingProxyType(
             "moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
             "moe_paged_stash_buffer_size_factor_cpu"
         ),
-        "recompute_granularity": (
-            "recompute_method recompute_num_layers recompute_modules distribute_saved_activations"
-        ),
-        "cpu_offloading_num_layers": "cpu_offloading_retain_pinned_cpu_buffers",
-        "fine_grained_activation_offloading": (
-            "offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph activation_offload_fraction "
-            "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads"
-        ),
         "cuda_graph_impl": "cuda_graph_modules cuda_graph_scope_deprecated cuda_graph_warmup_steps",
         "use_precision_aware_optimizer": "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
         "optimizer_cpu_offload": (
             "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d "
             "pin_cpu_grads pin_cpu_params"
         ),
-        "fp8": (
-            "fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo "
-            "fp8_wgrad fp8_output_proj fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag first_last_layers_bf16 "
-            "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 moe_router_padding_for_quantization "
-            "moe_router_padding_for_fp8"
-        ),
-        "fp4": "fp4_recipe fp4_quantizer_factory fp4_param_gather",
+        "fp8_recipe": "fp8_quantizer_factory",
+        "fp4_recipe": "fp4_quantizer_factory",
         "optimizer": (
             "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor "
             "muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_use_syrk "
@@ -266,6 +249,10 @@ NEEDS = (
         ("num_experts",),
         "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff",
     ),
+    (("fp8",), "fp8_recipe fp8_wgrad fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
+    (("fp4",), "fp4_recipe"),
+    (("fp8", "fp4"), "first_last_layers_bf16"),
+    (("first_last_layers_bf16",), "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
     (("use_torch_fsdp2",), "torch_fsdp2_reshard_after_forward"),
     (("use_megatron_fsdp",), "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype"),
     (("fp16",), "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
@@ -280,6 +267,12 @@ NEEDS = (
     (("use_checkpoint_args",), "use_mp_args_from_checkpoint_args"),
     (("defer_embedding_wgrad_compute",), "wgrad_deferral_limit"),
     (("manual_gc",), "manual_gc_interval manual_gc_eval"),
+    (("recompute_granularity",), "recompute_method recompute_num_layers"),
+    (
+        ("fine_grained_activation_offloading",),
+        "offload_modules min_offloaded_tensor_size activation_offload_fraction delta_offload_bytes_across_pp_ranks "
+        "fine_grained_offloading_max_inflight_offloads",
+    ),
 )
 """(any of these must be on, for these to have an effect)."""
 
@@ -311,6 +304,7 @@ def standing_of(dest: str) -> tuple[str, str]:
     return "acts", ""
 
 NEEDS_VALUE = (
+    ("fp8_recipe", "delayed", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     ("moe_token_dispatcher_type", "flex", "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),
     (
         "moe_flex_dispatcher_backend",

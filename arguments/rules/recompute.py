@@ -51,6 +51,14 @@ def selective_modules(s: Settings, _f: Facts) -> None:
         )
 
 
+def what_happens_anyway(s: Settings, _f: Facts) -> None:
+    """Parts whose activations are never kept, with or without a flag; parts of which nothing is left to send."""
+    if s.recompute_granularity == "selective" and "moe_act" in as_list(s.recompute_modules):
+        s.note(f"{s.flag(MODULES)} moe_act: the experts never keep the output of their activation, with or without it.")
+    if s.recompute_granularity == "full" and s.fine_grained_activation_offloading:
+        s.note(f"{s.flag('offload_modules')}: a recomputed layer keeps its input only, and nothing of its parts goes to the host.")
+
+
 # Checks.
 
 
@@ -190,6 +198,25 @@ def activation_offloading_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
+def layer_offloading_fits(s: Settings, f: Facts) -> Iterator[Violation]:
+    dest, layers = "cpu_offloading_num_layers", s.cpu_offloading_num_layers
+    if not layers:
+        return
+    if layers < 0 or (positive(s.num_layers) and layers >= s.num_layers):
+        yield broken(s, f"{say(s, dest)} must be from 0 to below {say(s, 'num_layers')}.", dest, "num_layers")
+    if f.pp > 1:
+        yield broken(
+            s,
+            f"{say(s, dest)} cannot be combined with {say(s, 'pipeline_model_parallel_size')}; "
+            "--fine-grained-activation-offloading can.",
+            dest,
+            "pipeline_model_parallel_size",
+        )
+    for other in (GRANULARITY, "fine_grained_activation_offloading"):
+        if getattr(s, other):
+            yield broken(s, f"{say(s, dest)} cannot be combined with {s.shown(other)}.", dest, other)
+
+
 def optimizer_offloading_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
     dest = "optimizer_cpu_offload"
     if not s.optimizer_cpu_offload:
@@ -206,7 +233,7 @@ def optimizer_offloading_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
-RESOLVE = (recompute_activations_flag, moe_layer_recompute_flag, selective_modules)
+RESOLVE = (recompute_activations_flag, moe_layer_recompute_flag, selective_modules, what_happens_anyway)
 CHECKS = (
     full_recompute_is_complete,
     selective_recompute_takes_modules,
@@ -214,5 +241,6 @@ CHECKS = (
     moe_layer_recompute_is_selective,
     distributed_activations_fit,
     activation_offloading_fits,
+    layer_offloading_fits,
     optimizer_offloading_fits,
 )

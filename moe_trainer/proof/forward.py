@@ -43,7 +43,11 @@ def watch_rank(run: Run) -> Watch:
     place = (ps.dp.rank, ps.cp.rank, ps.tp.rank if run.args.parallel.sequence_parallel else 0)
     watch = Watch()
     for name, part in _parts(run):
-        part.register_forward_hook(lambda _module, _inputs, y, name=name: watch.add(place, name, y) if watch.on else None)
+        def add(_module: nn.Module, _inputs: tuple, y: Tensor, name: str = name) -> None:
+            if watch.on and not any(chunk.activations.replaying for chunk in run.chunks):
+                watch.add(place, name, y)
+
+        part.register_forward_hook(add)
     return watch
 
 

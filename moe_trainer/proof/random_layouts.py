@@ -46,6 +46,7 @@ def draw(dice: random.Random, mapping: Mapping) -> Case | None:
     values |= _stages(dice, mapping, values)
     values |= _context(dice, mapping, values["num_layers"])
     values |= _sharded(dice, mapping, values) or _overlapped(dice, mapping, values)
+    values |= _memory(dice, values)
     try:
         return make_case(mapping, {dest: value for dest, value in values.items() if value is not None}, bool(values.get("bf16")))
     except ShrinkError:
@@ -207,6 +208,25 @@ def _sharded(dice: random.Random, mapping: Mapping, values: dict[str, object]) -
         return {**values, "use_torch_fsdp2": True, "overlap_grad_reduce": False, "ddp_bucket_size": None}
     strategy = dice.choice(("optim", "optim_grads", "optim_grads_params"))
     return {**values, "use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy, "ckpt_format": "fsdp_dtensor"}
+
+
+def _memory(dice: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Often recompute, and now and then activations that go to the host."""
+    found: dict[str, object] = {}
+    kind = dice.choice(("none", "none", "full", "selective", "selective"))
+    if kind == "full":
+        found |= {"recompute_granularity": "full", "recompute_method": dice.choice(("uniform", "block")),
+                  "recompute_num_layers": dice.choice((1, 2)),
+                  "distribute_saved_activations": values["tensor_model_parallel_size"] > 1 and not values["sequence_parallel"]}
+    if kind == "selective":
+        parts = ["core_attn", "layernorm", "moe", "shared_experts", "mlp"] + ["mla_up_proj"] * bool(values.get("multi_latent_attention"))
+        found |= {"recompute_granularity": kind, "recompute_modules": dice.sample(parts, dice.choice((1, 2, 3)))}
+    if _chance(dice, 0.3):
+        parts = ["attn_norm", "qkv_linear", "core_attn", "mlp_norm"]
+        parts += [] if "moe" in found.get("recompute_modules", ()) else ["expert_fc1", "moe_act"]
+        found |= {"fine_grained_activation_offloading": True, "offload_modules": dice.sample(parts, dice.choice((1, 3, len(parts)))),
+                  "min_offloaded_tensor_size": 1, "transformer_impl": "transformer_engine"}
+    return found
 
 
 def _overlapped(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:

@@ -50,7 +50,9 @@ _REPLACED = frozenset(
     "no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl pipeline_schedule".split()
 )
 _KEPT_TRAINING = frozenset(
-    "calculate_per_token_loss recompute_granularity recompute_method recompute_modules distribute_saved_activations seed".split()
+    "calculate_per_token_loss recompute_granularity recompute_method recompute_modules distribute_saved_activations seed "
+    "fine_grained_activation_offloading offload_modules activation_offload_fraction delta_offload_bytes_across_pp_ranks "
+    "fine_grained_offloading_max_inflight_offloads".split()
 )
 _KEPT_OPTIMIZER = frozenset(
     "optimizer adam_beta1 adam_beta2 sgd_momentum clip_grad weight_decay apply_wd_to_qk_layernorm".split()
@@ -65,6 +67,8 @@ _MACHINE = frozenset(
 )
 _NOT_IN_REFERENCE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations bf16 ckpt_format "
+    "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_offload_fraction cpu_offloading_num_layers "
+    "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads "
     "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm".split()
 )
 _NOISE = MappingProxyType({
@@ -72,7 +76,8 @@ _NOISE = MappingProxyType({
     "moe_router_force_biased": None,
 })  # fmt: skip
 # old spellings whose meaning stands in these, derived
-_FROM_OLD = frozenset("position_embedding_type moe_flex_dispatcher_backend apply_wd_to_qk_layernorm recompute_granularity".split())
+_FROM_OLD = frozenset("position_embedding_type moe_flex_dispatcher_backend apply_wd_to_qk_layernorm recompute_granularity "
+                      "recompute_method recompute_num_layers recompute_modules".split())
 
 
 @dataclass(frozen=True)
@@ -225,13 +230,24 @@ def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str]) -> Case:
     values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
     layers = values["num_layers"]
     values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers) | _steady(s)
-    if s.recompute_granularity == "full" and s.recompute_num_layers:
-        values["recompute_num_layers"] = 1
+    values |= _memory(s, layers)
     if values.get("overlap_grad_reduce"):
         values["ddp_bucket_size"] = 3000
     force_fp32 = bool(values.get("overlap_moe_expert_parallel_comm"))
     values["bf16"] = force_fp32
     return make_case(new, values, force_fp32)
+
+
+def _memory(s: Settings, layers: int) -> dict[str, object]:
+    """Recompute and offload at the size of small layers: nothing would be large enough to be sent."""
+    found: dict[str, object] = {}
+    if s.recompute_granularity == "full" and s.recompute_num_layers:
+        found["recompute_num_layers"] = min(s.recompute_num_layers, 2) if s.recompute_method == "uniform" else 1
+    if s.fine_grained_activation_offloading:
+        found |= {"transformer_impl": "transformer_engine", "min_offloaded_tensor_size": 1}
+    if s.cpu_offloading_num_layers:
+        found["cpu_offloading_num_layers"] = min(s.cpu_offloading_num_layers, layers - 1) or None
+    return found
 
 
 def make_case(mapping: Mapping, values: MappingOf[str, object], force_fp32: bool = False) -> Case:

@@ -116,10 +116,7 @@ def test_spread_experts_with_what_comes_later_are_refused_by_that_name(argv, fla
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
-        (["--recompute-activations"], "--recompute-activations"),
-        (["--moe-layer-recompute"], "--moe-layer-recompute"),
         (["--enable-cuda-graph"], "--enable-cuda-graph"),
-        (["--fp8-e4m3", "--bf16"], "--fp8-e4m3"),
         (["--optimizer", "muon"], "--optimizer muon"),
     ],
 )
@@ -138,6 +135,7 @@ def test_the_spelling_the_user_typed_is_named(argv, flag):
         (["--local_rank", "3"], "parallel", "local_rank", 3),
         (["--moe-token-dispatcher-type", "alltoall_seq"], "moe", "moe_token_dispatcher_type", "alltoall"),
         (["--expert-parallel", "1"], "parallel", "expert_model_parallel_size", 1),
+        (["--fp8-e4m3", "--bf16"], "precision", "fp8", "e4m3"),
         (["--use-rotary-position-embeddings"], "model", "position_embedding_type", "rope"),
         (["--no-weight-decay-cond-type", "qwen3_next"], "optimizer", "apply_wd_to_qk_layernorm", True),
         (["--grad-reduce-in-fp32", "false", "--bf16"], "precision", "grad_reduce_in_bf16", True),

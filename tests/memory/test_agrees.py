@@ -1,0 +1,49 @@
+"""Recompute and offload change no number: losses, gradients, counts and random states are bit for bit those of the plain run."""
+
+import pytest
+from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, differences, two_microbatches
+
+NOISE = (
+    "--hidden-dropout 0.1 --attention-dropout 0.1 --moe-input-jitter-eps 0.1 --moe-router-force-biased 0.5 "
+    "--moe-expert-capacity-factor 0.7"
+)
+MTP = "--mtp-num-layers 1"
+BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-load-balancing-type global_aux_loss"
+
+HOWS = {
+    "uniform": f"{FULL} uniform --recompute-num-layers 1",
+    "uniform 2": f"{FULL} uniform --recompute-num-layers 2",
+    "block": f"{FULL} block --recompute-num-layers 2",
+    "default modules": "--recompute-activations",
+    "moe, old spelling": "--moe-layer-recompute",
+    "layernorm": f"{SELECTIVE} layernorm",
+    "offload everything": f"{OFFLOAD} {EVERYTHING}",
+    "offload half, one at a time": (
+        f"{OFFLOAD} {EVERYTHING} --activation-offload-fraction 0.5 --fine-grained-offloading-max-inflight-offloads 1"),
+    "offload and recompute": f"{OFFLOAD} {EVERYTHING} {SELECTIVE} layernorm core_attn",
+    "layers to the host": "--cpu-offloading-num-layers 2",
+}
+LATENT_HOWS = {
+    **{part: f"{SELECTIVE} {part}" for part in ("mla_up_proj", "mlp", "moe", "shared_experts", "moe_act")},
+    "all parts": f"{SELECTIVE} core_attn moe_act layernorm mla_up_proj mlp shared_experts",
+    "some parts, offload": f"{SELECTIVE} layernorm mla_up_proj {OFFLOAD} {EVERYTHING}",
+    **{how: HOWS[how] for how in ("uniform", "block", "offload everything")},
+}
+CASES = {
+    "plain": (GROUPED, HOWS),
+    "random numbers and capacity": (f"{GROUPED} {NOISE}", HOWS),
+    "expert bias, MTP, LayerNorm": (f"{GROUPED} {BIAS} {MTP} --normalization LayerNorm", HOWS),
+    "sinkhorn, biases, bf16": ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --bf16", HOWS),
+    "latent": (f"{GROUPED} {LATENT}", LATENT_HOWS),
+    "latent, random numbers": (f"{GROUPED} {LATENT} {NOISE} --apply-residual-connection-post-layernorm", LATENT_HOWS),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_number_changes(case):
+    flags, hows = CASES[case]
+    plain = {interleaved: two_microbatches(flags, interleaved=interleaved) for interleaved in (False, True)}
+    for name, how in hows.items():
+        for interleaved in (False, True):
+            different = differences(plain[interleaved], two_microbatches(flags, how, interleaved=interleaved))
+            assert not different, f"{name}{', interleaved' * interleaved}: {different}"
