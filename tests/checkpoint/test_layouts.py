@@ -235,31 +235,34 @@ def _streams(rank, n, folder, sizes, iteration, read):
     return torch.rand(1).item(), numbers, read and found.rng_loaded, (ps.pp.rank, ps.dp_cp.rank, ps.tp.rank)
 
 
-def test_random_streams_go_on_in_the_same_layout(tmp_path):
-    sizes = dict(tp=2, pp=2, ep=2, etp=1)
+@pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, ep=2, etp=1), dict(tp=2, cp=2)], ids=["pp2 tp2 dp2", "tp2 cp2 dp2"])
+def test_random_streams_go_on_in_the_same_layout(tmp_path, sizes):
     wrote = run_ranks(_streams, 8, tmp_path, sizes, 3, False)
     read = run_ranks(_streams, 8, tmp_path, sizes, 3, True)
     for one, other in zip(wrote, read):
         assert other[:2] == one[:2] and other[2]
 
 
-def test_random_streams_start_afresh_in_another_layout(tmp_path, caplog):
+@pytest.mark.parametrize("beside", ["dp", "cp", "pp"])
+def test_random_streams_start_afresh_in_another_layout(tmp_path, beside):
+    sizes = dict(tp=2, etp=2) | ({} if beside == "dp" else {beside: 2})
     for iteration in (3, 6):
         run_ranks(_streams, 4, tmp_path / str(iteration), dict(pp=2, ep=2), iteration, False)
-    three, six = (run_ranks(_streams, 4, tmp_path / name, dict(tp=2, etp=2), 0, True) for name in ("3", "6"))
-    again = run_ranks(_streams, 4, tmp_path / "3", dict(tp=2, etp=2), 0, True)
+    three, six = (run_ranks(_streams, 4, tmp_path / name, sizes, 0, True) for name in ("3", "6"))
+    again = run_ranks(_streams, 4, tmp_path / "3", sizes, 0, True)
     assert three == again and not any(loaded for _, _, loaded, _ in three)
     by_place = {place: (number, streams["tensor_parallel"]) for number, streams, _, place in three}
     # tensor-parallel ranks draw the same dropout masks for what they all hold, and others for what they have cut
-    for dp in range(2):
-        assert by_place[0, dp, 0][0] == by_place[0, dp, 1][0]
+    for (stage, replica, _), (number, _) in by_place.items():
+        assert number == by_place[stage, replica, 0][0]
     assert len({number for number, _ in by_place.values()}) == 2 and len({own for _, own in by_place.values()}) == 4
     for one, other in zip(three, six):
         assert one[0] != other[0] and one[1]["tensor_parallel"] != other[1]["tensor_parallel"], "the masks of another iteration"
     # a forced bias is the same on all ranks, and goes on
-    expected = torch.Generator().manual_seed(0)
-    torch.rand(3, generator=expected)
-    assert {streams["decoder.layers.0.mlp.router.bias_stream"] for _, streams, _, _ in three} == {torch.rand(1, generator=expected).item()}
+    for _, streams, _, (stage, _, _) in three:
+        expected = torch.Generator().manual_seed(stage)
+        torch.rand(3, generator=expected)
+        assert streams[f"decoder.layers.{stage}.mlp.router.bias_stream"] == torch.rand(1, generator=expected).item()
 
 
 def test_ranks_beyond_those_that_saved_do_not_repeat_their_masks(tmp_path):
