@@ -7,7 +7,7 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, fake_chunks, layer_shapes, moment
 from harness import run_ranks
 
-from moe_trainer.checkpoint import reading, share
+from moe_trainer.checkpoint import random_state, reading, share
 from moe_trainer.checkpoint.checkpoint import (
     AsyncSaver,
     CheckpointError,
@@ -263,6 +263,12 @@ def test_random_streams_start_afresh_in_another_layout(tmp_path, beside):
         expected = torch.Generator().manual_seed(stage)
         torch.rand(3, generator=expected)
         assert streams[f"decoder.layers.{stage}.mlp.router.bias_stream"] == torch.rand(1, generator=expected).item()
+
+
+def test_chunks_of_a_rank_start_afresh_with_streams_of_their_own():
+    streams = [{"tensor_parallel": torch.Generator()} for _ in range(2)]
+    random_state.restart(7, 3, ParallelState.single(), streams)
+    assert len({chunk["tensor_parallel"].initial_seed() for chunk in streams}) == 2
 
 
 def test_ranks_beyond_those_that_saved_do_not_repeat_their_masks(tmp_path):

@@ -102,6 +102,17 @@ def _draws(rank, n, argv):
     return [dropout(torch.ones(64)).bool().tolist() for _ in range(2)]
 
 
+def test_no_two_chunks_of_a_rank_draw_the_same_masks():
+    argv = [*argv_of("plain"), *_mapping(2, True), "--mtp-num-layers", "1", "--pipeline-model-parallel-size", "2",
+            "--pipeline-model-parallel-layout", "E|tt|tt|mL"]
+    seeds = [seed for rank in run_ranks(_stream_seeds, 4, argv) for seed in rank]
+    assert len(seeds) == len(set(seeds)) == 8
+
+
+def _stream_seeds(rank, n, argv):
+    return [chunk.stream.generator(chunk.device).initial_seed() for chunk in make_run(argv, rank, groups_of(argv, rank, n), 1).chunks]
+
+
 def test_a_single_rank_has_no_stream_of_its_own():
     run = make_run(_argv("gpt2"), 0, ParallelState.single(), 1)
     assert run.chunks[0].generators() == {}
