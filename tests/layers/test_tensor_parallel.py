@@ -131,6 +131,8 @@ CASES = {
     "embedding": Case(lambda ps, sp: VocabParallelEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
     "positions": Case(lambda ps, sp: PositionEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
     "head, loss": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss_BS(x, _labels())),
+    # beyond what exp can hold
+    "head, loss of large logits": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss_BS(x * 1000, _labels())),
     "head, logits": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.logits_BSV(x)),
     "tied head": Case(_Tied, REPLICATED, REPLICATED, 0),
 }
