@@ -61,6 +61,25 @@ def test_round_trip_of_everything(tmp_path):
     assert found.state == replace(state(), scheduler={})
 
 
+@pytest.mark.parametrize("save_optim", [True, False])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_parameters_on_their_way_are_waited_for(tmp_path, asynchronous, save_optim):
+    """With --overlap-param-gather the model is complete once the optimizer has waited for it."""
+    model = FakeModel(expert_bias=True)
+    complete, arriving = model.tensors(), [param.detach().clone() for param in model.parameters()]
+    optimizer = FakeOptimizer(model, SINGLE)
+    for param in model.parameters():
+        param.data.fill_(torch.nan)
+    optimizer.wait_params = lambda: [param.data.copy_(value) for param, value in zip(model.parameters(), arriving)]
+    saver = AsyncSaver()
+    writer = saver.start if asynchronous else save
+    writer(tmp_path, state(), [model], optimizer, SINGLE, SaveOptions(save_optim=save_optim))
+    saver.finish()
+    other = FakeModel(seed=9, expert_bias=True)
+    load(tmp_path, [other], None, SINGLE, OPTIONS)
+    assert equal(other.tensors().values(), complete.values())
+
+
 def test_files_and_tracker(tmp_path):
     tokenizer = tmp_path / "tokenizer.model"
     tokenizer.write_bytes(b"model")
