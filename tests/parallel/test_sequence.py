@@ -44,11 +44,11 @@ def test_length_must_give_every_rank_two_equal_chunks():
 
 def _round_trip(rank, size):
     ps = ParallelState.create(size, rank, cp=size)
-    x = torch.arange(2 * 4 * size * 3.0).view(2, 4 * size, 3)
+    x = torch.arange((4 * size)**3).view([4 * size] * 3)
     mine = SequenceShard(ps.cp)
-    return torch.equal(mine.full(mine.local(x, 1), 1), x)
+    return [torch.equal(mine.full(mine.local(x, dim), dim), x) for dim in range(3)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_full_puts_the_parts_back_in_order(size):
-    assert run_ranks(_round_trip, size) == [True] * size
+    assert run_ranks(_round_trip, size) == [[True] * 3] * size
