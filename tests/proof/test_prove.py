@@ -59,6 +59,14 @@ def test_capacity_is_counted_per_sequence_shard():
     assert sharded.dropped != whole.dropped and min(*sharded.dropped, *whole.dropped) > 0
 
 
+def test_sinkhorn_balances_the_tokens_of_each_sequence_shard():
+    model = [word for word in MODEL if word != "--moe-router-enable-expert-bias"]
+    case = as_is([*model, *TP, "--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0"], 2)
+    with Pool(3) as pool:
+        result = prove(pool, case)
+    assert result.equal, (result.failure, *map(str, result.differences[:4]))
+
+
 def test_gradients_of_sequence_shards_that_are_not_summed_are_found(monkeypatch):
     """Router and norm weights see a shard of the sequence each: their gradients are partial over tensor ranks."""
     real = finalize._sum
