@@ -69,14 +69,13 @@ def main(argv: list[str]) -> int:
 
 
 def _recorded_flags(argv: list[str]) -> Mapping[str, object] | None:
-    """With --use-checkpoint-args the flags that the checkpoint recorded (none if there is no checkpoint yet), else None."""
+    """With --use-checkpoint-args the flags that the checkpoint recorded (none where this run has yet to write it), else None."""
     wanted = arguments.checkpoint_wanted(argv)
     if wanted is None:
         return None
     from moe_trainer.checkpoint.checkpoint import latest_iteration, read_saved_args
 
-    folder, step = wanted
-    return {} if step is None and latest_iteration(folder) is None else read_saved_args(folder, step)
+    return {} if wanted.may_come and latest_iteration(wanted.folder) is None else read_saved_args(wanted.folder, wanted.step)
 
 
 def _refuse(error: ValueError, rank: str) -> int:

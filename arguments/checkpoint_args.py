@@ -4,7 +4,9 @@ Reading a checkpoint needs torch, which this package does without. So it happens
 which checkpoint is meant, before any rule runs; the caller reads its recorded flags and hands them to `parse_args`.
 """
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from arguments.container import OPTIONS
 from arguments.settings import Settings
@@ -42,10 +44,22 @@ MAPPING = (
 parallelism), which depends on the number of ranks at hand."""
 
 
-def wanted(settings: Settings) -> tuple[str, int | None] | None:
-    """The checkpoint whose flags are wanted, as folder and --ckpt-step, or None."""
+@dataclass(frozen=True)
+class Wanted:
+    """The checkpoint whose flags are wanted. may_come: the run writes to this folder itself, so its first start finds nothing there."""
+
+    folder: str
+    step: int | None
+    may_come: bool
+
+
+def wanted(settings: Settings) -> Wanted | None:
+    """The checkpoint whose flags are wanted, or None."""
     folder = settings.load if settings.load is not None else settings.pretrained_checkpoint
-    return (folder, settings.ckpt_step) if settings.use_checkpoint_args and folder is not None else None
+    if not settings.use_checkpoint_args or folder is None:
+        return None
+    own = settings.save is not None and os.path.abspath(settings.save) == os.path.abspath(folder)
+    return Wanted(folder, settings.ckpt_step, own and settings.ckpt_step is None)
 
 
 def apply(settings: Settings, recorded: Mapping[str, object]) -> None:

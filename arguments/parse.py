@@ -40,8 +40,8 @@ def parse_args(
     return freeze(settings, world_size, violations)
 
 
-def checkpoint_wanted(argv: list[str]) -> tuple[str, int | None] | None:
-    """The checkpoint whose recorded flags `parse_args` should be given: (folder, --ckpt-step), or None.
+def checkpoint_wanted(argv: list[str]) -> checkpoint_args.Wanted | None:
+    """The checkpoint whose recorded flags `parse_args` should be given, or None.
 
     It is that of --load or --pretrained-checkpoint, with --use-checkpoint-args.
     """

@@ -3,7 +3,7 @@
 import pytest
 
 from arguments import ArgumentError, checkpoint_wanted, parse_args
-from arguments.checkpoint_args import MAPPING, SHAPE, TOKENIZER
+from arguments.checkpoint_args import MAPPING, SHAPE, TOKENIZER, Wanted
 from arguments.container import OPTIONS
 from tests.arguments.test_tokens import TOY
 
@@ -11,10 +11,16 @@ LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
 
 
 def test_the_folder_is_known_before_any_rule():
-    assert checkpoint_wanted(LINE) == ("runs/a", None)
-    assert checkpoint_wanted(["--use-checkpoint-args", "--load", "b", "--num-layers", "x"]) == ("b", None)
-    assert checkpoint_wanted(["--pretrained-checkpoint", "c", "--use-checkpoint-args", "--ckpt-step", "5"]) == ("c", 5)
+    assert checkpoint_wanted(LINE) == Wanted("runs/a", None, False)
+    assert checkpoint_wanted(["--use-checkpoint-args", "--load", "b", "--num-layers", "x"]) == Wanted("b", None, False)
+    assert checkpoint_wanted(["--pretrained-checkpoint", "c", "--use-checkpoint-args", "--ckpt-step", "5"]) == Wanted("c", 5, False)
     assert checkpoint_wanted(TOY + ["--load", "b"]) is None
+
+
+def test_only_a_checkpoint_that_the_run_writes_itself_may_be_missing():
+    assert checkpoint_wanted([*LINE, "--save", "runs/../runs/a"]).may_come
+    assert not checkpoint_wanted([*LINE, "--save", "runs/b"]).may_come
+    assert not checkpoint_wanted([*LINE, "--save", "runs/a", "--ckpt-step", "5"]).may_come
 
 
 def test_lists_name_flags():
