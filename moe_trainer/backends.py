@@ -20,11 +20,13 @@ class Backends:
     on_missing: None stands for "error" where this rank has a CUDA device and the user typed the backend's flag, and for
     "fallback" everywhere else: Megatron's own defaults and ranks on a CPU never stop a run.
     typed: destinations of the flags on the command line. cuda: whether this rank computes on a CUDA device.
+    missing: gathers what stops the run until `check`, so that all of it is told at once; None: the first one raises.
     """
 
     on_missing: Literal["error", "fallback"] | None = None
     typed: frozenset[str] = frozenset()
     cuda: bool = False
+    missing: list[str] | None = None
 
     def use(self, dests: tuple[str, ...], *, flag: str, problem: str | None, remedy: str, instead: str) -> bool:
         """Whether to use a backend. Called once per model and backend: a fallback is one line in the log.
@@ -32,12 +34,24 @@ class Backends:
         dests: destinations of the flags that ask for it. flag: as the user would write it. problem: what stands in the way
         ("the package deep_ep is not installed"), None if nothing does. remedy: what to do about it, with the install line.
         instead: what runs if it cannot be used.
-        Raises: MissingBackend.
+        Raises: MissingBackend, unless these are gathered.
         """
         if problem is None:
             return True
         stop = self.cuda and not self.typed.isdisjoint(dests) if self.on_missing is None else self.on_missing == "error"
         if stop:
-            raise MissingBackend(f"{flag}: {problem}. {remedy}, or add --on-missing-backend fallback to use {instead}.")
+            text = f"{flag}: {problem}. {remedy}, or add --on-missing-backend fallback to use {instead}."
+            if self.missing is None:
+                raise MissingBackend(text)
+            self.missing.append(text)
+            return False
         logger.info("%s: %s; using %s", flag, problem, instead)
         return False
+
+    def check(self) -> None:
+        """Stop if anything was gathered that stops the run.
+
+        Raises: MissingBackend naming all of it.
+        """
+        if self.missing:
+            raise MissingBackend("\n  ".join(self.missing))

@@ -42,7 +42,7 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     """
     device = torch.device(device)
     dtype = dict(DTYPES)[args.precision.params_dtype_name]
-    backends = Backends(args.parallel.on_missing_backend, args.typed, device.type == "cuda")
+    backends = Backends(args.parallel.on_missing_backend, args.typed, device.type == "cuda", missing=[])
     kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type, backends)
     layouts = chunk_layouts(args.model, args.parallel)
     assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
@@ -63,6 +63,7 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
         dispatcher = choose_dispatcher(args.moe, ps, _dispatched_rows(args, ps, dtype, device), backends)
         layers = [layer for chunk in chunks for layer in chunk.moe_layers()]
         connect_dispatcher(layers, dispatcher, choose_fused_topk(args.moe, backends))
+    backends.check()
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info("model: %s parameters on this rank (%s) in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
     return chunks

@@ -59,3 +59,11 @@ def test_layers_of_transformer_engine(caplog):
     with pytest.raises(MissingBackend, match="--transformer-impl local, or add --on-missing-backend fallback"):
         choose("transformer_engine", ps, ["p2p"], Backends(typed=frozenset({"transformer_impl"}), cuda=True))
     assert choose("local", ps, ["p2p"], Backends("error", cuda=True)).name == "local"
+
+
+def test_gathered_they_are_told_together():
+    backends = Backends("error", missing=[])
+    backends.check()
+    assert not use(backends) and not use(backends, "the package elsewhere is not installed")
+    with pytest.raises(MissingBackend, match="(?s)nowhere.*elsewhere"):
+        backends.check()
