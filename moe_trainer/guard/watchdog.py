@@ -109,8 +109,9 @@ class Watchdog:
             pass  # nobody is left to be told; _peers finds the same and says it
 
     def _linger(self) -> None:
-        """Rank 0 may keep the store: it stays until the others have read it, for a moment."""
-        deadline = time.monotonic() + self.grace + 3 * self.period
+        """Rank 0 may keep the store: it stays until the others have read it, for as long as that may take them."""
+        # they notice the end (two postings apart at most), wait out the grace, and look twice
+        deadline = time.monotonic() + self.grace + 6 * self.period + 2 * _TICK
         try:
             self._bulletin.leave()
             while self._trace.rank == 0 and time.monotonic() < deadline and self._bulletin.have_left() < self._world_size:

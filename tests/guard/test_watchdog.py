@@ -1,9 +1,11 @@
 """The watchdog by itself: forked ranks, a GPU that never comes back, and what is said of the others."""
 
+import io
 import os
 import signal
 import threading
 import time
+from contextlib import redirect_stderr, suppress
 from datetime import timedelta
 
 import pytest
@@ -139,6 +141,24 @@ def test_who_waits_although_the_job_has_failed_is_ended(tmp_path, capsys):
         assert ended.wait(20)
     said = capsys.readouterr().err
     assert codes == [EXIT_CODE] and "and the job has failed" in said and "rank 1: ended: MemoryError: no more" in said
+
+
+def ends_at_once_or_waits(rank, n, port):
+    """Rank 0 keeps the store and raises; rank 1 waits in a call that nothing else ends. Returns: what rank 1 says."""
+    store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0, timeout=timedelta(seconds=30))
+    trace, ended, said = Trace(rank), threading.Event(), io.StringIO()
+    with suppress(ValueError), redirect_stderr(said), \
+            Watchdog(trace, n, Bulletin(store, rank), 12.0, end=lambda code: ended.set()):
+        if rank == 0:
+            raise ValueError("a mistake")
+        trace.begin("recv", "pp", (0, 1))
+        assert ended.wait(20)
+    return said.getvalue()
+
+
+def test_the_keeper_of_the_store_stays_until_it_is_read():
+    _, said = run_ranks(ends_at_once_or_waits, 2, free_port())
+    assert "and the job has failed" in said and "rank 0: ended: ValueError: a mistake" in said, said
 
 
 def test_ranks_are_told_apart_and_those_in_one_place_share_a_line():
