@@ -22,9 +22,11 @@ The number of ranks of your job is --world-size N or the environment's WORLD_SIZ
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -63,11 +65,25 @@ def _options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if "--random" in words:
         parser.add_argument("--seed", type=int, default=0)
     options, flags = parser.parse_known_args(words)
-    if options.report is not None and not os.access(options.report.absolute().parent, os.W_OK):
-        parser.error(f"--report {options.report}: the file cannot be written")
-    if options.ranks < 1 or (options.random is not None and (options.random < 1 or options.ranks < 2)):
-        parser.error("--ranks and --random need positive numbers, and --random at least two ranks")
+    problems = list(_problems(options))
+    if problems:
+        parser.error("; ".join(problems))
     return options, flags
+
+
+def _problems(options: argparse.Namespace) -> Iterator[str]:
+    """What is wrong with the values of our own options."""
+    report = options.report
+    if report is not None and (report.is_dir() or not os.access(report.absolute().parent, os.W_OK)):
+        yield f"--report {report}: the file cannot be written"
+    if options.ranks < 1:
+        yield f"--ranks {options.ranks} must be above 0"
+    if options.random is not None and options.random < 1:
+        yield f"--random {options.random} must be above 0"
+    if options.random is not None and options.ranks == 1:
+        yield "--ranks 1: --random needs at least 2 ranks"
+    if not (options.timeout > 0 and math.isfinite(options.timeout)):
+        yield f"--timeout {options.timeout} must be a number of seconds above 0"
 
 
 def _cases(options: argparse.Namespace, flags: list[str]) -> tuple[list[Case], Shrunk | None]:
@@ -87,13 +103,18 @@ def _cases(options: argparse.Namespace, flags: list[str]) -> tuple[list[Case], S
 
 
 def _without_launcher(flags: list[str]) -> tuple[list[str], int | None]:
-    """Drop `torchrun ... program.py` from the front; returns the flags and the number of ranks that the launcher names."""
+    """Drop `torchrun ... program.py` from the front; returns the flags and the number of ranks that the launcher names.
+
+    Raises: ShrinkError when it names none that can be counted.
+    """
     program = next((at for at, word in enumerate(flags) if word.endswith(".py") and not word.startswith("-")), None)
     if program is not None and (program == 0 or not flags[0].startswith("--") or "torchrun" in flags[:program]):
         counts = {"nproc": 1, "nnodes": 1}
         head = " ".join(flags[:program]).replace("=", " ").replace("_", "-").split()
         for name, value in zip(head, head[1:]):
-            if name in ("--nproc-per-node", "--nnodes") and value.isdigit():
+            if name in ("--nproc-per-node", "--nnodes"):
+                if not value.isdigit() or int(value) == 0:
+                    raise ShrinkError([f"the launcher's {name} {value}: a number above 0 is needed, to know how many ranks there are"])
                 counts["nproc" if "nproc" in name else "nnodes"] = int(value)
         ranks = counts["nproc"] * counts["nnodes"]
         return flags[program + 1:], ranks if ranks > 1 else None

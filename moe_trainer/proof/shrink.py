@@ -125,12 +125,13 @@ def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Sh
     world_size: ranks of the user's job; None: --world-size, else the environment's WORLD_SIZE, else one model replica.
     Raises: ShrinkError when the command line itself is wrong, or nothing of its shape fits on `ranks` ranks.
     """
+    unusable = [] if world_size else _unusable_world(argv)
     world_size = world_size or _world_size(argv)
     settings, violations = understand(argv, world_size)
     if world_size is None and not any(violation.kind not in ("later", "build") for violation in violations):
         world_size = _smallest_world(settings)
         settings, violations = understand(argv, world_size)
-    wrong = [violation.message for violation in violations if violation.kind != "later"]
+    wrong = unusable + [violation.message for violation in violations if violation.kind != "later"]
     if wrong:
         raise ShrinkError(wrong)
     left_out = _leave_out(settings, violations)
@@ -147,12 +148,13 @@ def as_is(argv: list[str], world_size: int | None = None) -> Case:
 
     Raises: ShrinkError when it is wrong, or leaves open what a proof must fix (vocabulary, batch, number of steps).
     """
+    unusable = [] if world_size else _unusable_world(argv)
     world_size = world_size or _world_size(argv)
     settings, violations = understand(argv, world_size)
     if world_size is None and not violations:
         world_size = _smallest_world(settings)
         settings, violations = understand(argv, world_size)
-    wrong = [violation.message for violation in violations]
+    wrong = unusable + [violation.message for violation in violations]
     if settings.vocab_size is None:
         wrong.append("--vocab-size is missing: the batches are random tokens of --tokenizer-type NullTokenizer")
     if wrong:
@@ -169,7 +171,18 @@ def _world_size(argv: list[str]) -> int | None:
 
     text = os.environ.get("WORLD_SIZE", "")
     typed = read(argv).last("world_size")
-    return typed or (int(text) if text.isdigit() and int(text) > 0 else None)
+    found = int(text) if typed is None and text.isdigit() else typed
+    return found if found is not None and found > 0 else None
+
+
+def _unusable_world(argv: list[str]) -> list[str]:
+    """What is wrong with the number of ranks that --world-size, or else the environment, gives."""
+    from arguments.tokens import read
+
+    typed, text = read(argv).last("world_size"), os.environ.get("WORLD_SIZE")
+    if typed is not None:
+        return [] if typed > 0 else [f"--world-size {typed} must be above 0."]
+    return [] if text is None or (text.isdigit() and int(text) > 0) else [f"the environment's WORLD_SIZE is {text!r}; a number above 0 is needed."]
 
 
 def _smallest_world(s: Settings) -> int:
