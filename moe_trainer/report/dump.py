@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -12,10 +13,13 @@ def dump_gradients(directory: str, iteration: int, gradients: Iterable[tuple[str
     """Write `grads_step{N}.safetensors`: accumulated gradients, fp32, before clipping.
 
     Args: gradients (global name, tensor); scale multiplies each (1 / loss scale).
-    Raises: ValueError if the folder cannot be written.
+    Raises: ValueError if the file cannot be written.
     """
     path = _folder(directory) / f"grads_step{iteration}.safetensors"
-    save_file({name: (tensor.float() * scale).cpu().contiguous() for name, tensor in gradients}, path)
+    try:
+        save_file({name: (tensor.float() * scale).cpu().contiguous() for name, tensor in gradients}, path)
+    except SafetensorError as error:
+        raise ValueError(f"cannot write {path}: {error}") from error
     return path
 
 

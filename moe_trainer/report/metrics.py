@@ -21,11 +21,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from arguments.output import OutputArgs
+from moe_trainer.errors import InputError
 from moe_trainer.report.console import IterationLine, ProgressBar, perplexity, validation_line
 
 
@@ -78,7 +80,7 @@ class LogOptions:
 class MetricsLogger:
     """Turns iteration records into lines, files and scalars. One per run, on the last rank.
 
-    Raises: ValueError if the metrics file or the TensorBoard folder cannot be written.
+    Raises: InputError, then or at any later time, if the metrics file or the TensorBoard folder cannot be written.
     """
 
     def __init__(self, options: LogOptions, world_size: int, start_iteration: int, settings: Mapping[str, object]):
@@ -183,14 +185,16 @@ class MetricsLogger:
         self._reset_record_counters()
 
     def _append(self, values: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        with _writes("--metrics-file", self._options.metrics_file):
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
 
     def _scalar(self, name: str, value: float, iteration: int, samples: int | None = None) -> None:
         if self._tensorboard is not None:
-            self._tensorboard.add_scalar(name, value, iteration)
-            if samples is not None:
-                self._tensorboard.add_scalar(f"{name} vs samples", value, samples)
+            with _writes("--tensorboard-dir", self._options.output.tensorboard_dir):
+                self._tensorboard.add_scalar(name, value, iteration)
+                if samples is not None:
+                    self._tensorboard.add_scalar(f"{name} vs samples", value, samples)
         if self._wandb is not None:
             self._wandb.log({name: value}, iteration)
 
@@ -255,11 +259,23 @@ class MetricsLogger:
     def close(self) -> None:
         """Flush and close every file."""
         self._bar.clear()
-        for target in (self._file, self._tensorboard):
-            if target is not None:
-                target.close()
+        if self._file is not None:
+            with _writes("--metrics-file", self._options.metrics_file):
+                self._file.close()
+        if self._tensorboard is not None:
+            with _writes("--tensorboard-dir", self._options.output.tensorboard_dir):
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+@contextmanager
+def _writes(flag: str, target: str | Path | None) -> Iterator[None]:
+    """Name the flag and the place where something could not be written, such as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{flag}: cannot write {target}: {error.strerror or error}") from error
 
 
 def _memory_scalars(max_memory_mb: float) -> dict[str, float]:
@@ -281,10 +297,10 @@ def open_metrics_file(path: str, start_iteration: int):
 
     Records of later iterations (they will be repeated) and a torn last line (a killed run) are dropped; with
     start_iteration 0 an old file is kept under a numbered name.
-    Raises: ValueError if the file cannot be written.
+    Raises: InputError if the file cannot be written.
     """
     target = Path(path)
-    try:
+    with _writes("--metrics-file", target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() and target.stat().st_size > 0:
             if start_iteration == 0:
@@ -292,8 +308,6 @@ def open_metrics_file(path: str, start_iteration: int):
             else:
                 _drop_after(target, start_iteration)
         return open(target, "a", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--metrics-file: cannot write {target}: {error.strerror}") from error
 
 
 def _free_name(target: Path) -> Path:
@@ -323,17 +337,14 @@ def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mappi
     # Imported here: it takes a second, and only one rank needs it.
     from torch.utils.tensorboard import SummaryWriter
 
-    try:
+    with _writes("--tensorboard-dir", options.output.tensorboard_dir):
         writer = SummaryWriter(
             log_dir=options.output.tensorboard_dir,
             # no purge_step: it would count the "vs samples" curves, whose steps are samples, as expired
             max_queue=options.output.tensorboard_queue_size,
         )
-    except OSError as error:
-        message = f"--tensorboard-dir: cannot write {options.output.tensorboard_dir}: {error.strerror}"
-        raise ValueError(message) from error
-    for name in sorted(settings):
-        writer.add_text(name, str(settings[name]), global_step=start_iteration)
+        for name in sorted(settings):
+            writer.add_text(name, str(settings[name]), global_step=start_iteration)
     return writer
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from arguments.output import OutputArgs
+from moe_trainer.errors import InputError
 from moe_trainer.report.metrics import IterationRecord, LogOptions, MetricsLogger, open_metrics_file
 
 
@@ -101,3 +102,21 @@ def test_an_unwritable_metrics_file_is_named(tmp_path):
     blocked.write_text("")
     with pytest.raises(ValueError, match="metrics-file.*file"):
         open_metrics_file(str(blocked / "metrics.jsonl"), 0)
+
+
+def test_a_full_disk_is_named_with_its_flag(tmp_path):
+    log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10, "/dev/full"), 1, 0, {})
+    with pytest.raises(InputError, match="--metrics-file: cannot write /dev/full: No space left on device"):
+        log.record(record(1, 4.0))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_tensorboards_thread_could_not_write_is_raised_with_its_flag(tmp_path):
+    log = MetricsLogger(LogOptions(OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "tb")), 10), 1, 0, {})
+    for path in (tmp_path / "tb").iterdir():
+        path.unlink()
+    (tmp_path / "tb").rmdir()  # its next flush finds no folder
+    with pytest.raises(InputError, match="--tensorboard-dir: cannot write .*tb"):
+        for iteration in range(1, 200):
+            log.record(record(iteration, 4.0))
+        log.close()

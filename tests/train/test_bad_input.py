@@ -108,6 +108,14 @@ def test_missing_checkpoint_with_exit_on_missing(tmp_path):
     refused([*TINY, *MOCK, "--train-iters", "1", "--load", "nowhere", "--exit-on-missing-checkpoint"], tmp_path, "nowhere")
 
 
+def test_an_architecture_from_a_checkpoint_that_is_not_there(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "1", "--use-checkpoint-args"]
+    refused([*argv, "--load", "nowhere"], tmp_path, "--use-checkpoint-args", "nowhere")
+    # a job that is started again and again with the same line writes it there
+    finished = run([*argv, "--load", "ckpt", "--save", "ckpt", "--save-interval", "1"], tmp_path)
+    assert finished.returncode == 0 and "there is no checkpoint yet, the command line counts" in finished.stdout + finished.stderr
+
+
 def test_initial_weights_that_do_not_fit(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "1"]
     refused([*argv, "--init-from", "missing.safetensors"], tmp_path, "missing.safetensors")
@@ -186,3 +194,19 @@ def test_a_foreign_metrics_file_does_not_stop_a_resumed_run(tmp_path):
     finished = run(argv, tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert [r["iteration"] for r in read_metrics(tmp_path / "ckpt" / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_disk_that_fills_up_while_logging(tmp_path):
+    message = refused([*TINY, *MOCK, "--train-iters", "2", "--metrics-file", "/dev/full"], tmp_path, "--metrics-file: cannot write /dev/full")
+    assert "No space left" in message
+    (tmp_path / "dump" / "grads_step1.safetensors").mkdir(parents=True)
+    refused([*TINY, *MOCK, "--train-iters", "2", "--dump-step", "1", "dump"], tmp_path, "--dump-step", "grads_step1.safetensors")
+
+
+def test_all_missing_backends_are_named_at_once(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "1", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "flex",
+            "--moe-flex-dispatcher-backend", "deepep", "--moe-permute-fusion", "--on-missing-backend", "error"]
+    finished = run(argv, tmp_path, 2)
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+    for flag in ("--transformer-impl transformer_engine", "--moe-permute-fusion", "--moe-flex-dispatcher-backend deepep"):
+        assert flag in finished.stderr, finished.stderr
