@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch import Tensor
 from arguments import Arguments, parse_args
 from arguments.precision import PrecisionArgs
 from moe_trainer.initialize import make_groups
+from moe_trainer.parallel import collectives
 from moe_trainer.place import Place
 from moe_trainer.proof.compare import Difference, closeness, compare
 from moe_trainer.proof.emulate import emulate
@@ -128,11 +130,13 @@ def _is_steady(plain: tuple[Outcome, list[Tensor]], other: tuple[Outcome, list[T
 
 
 def _one(rank: int, world_size: int, case: Case, seed: int, size: float, direction: int) -> tuple[Outcome, list[Tensor]]:
-    """The reference, in a rank of the pool, and its routing maps."""
+    """The reference, in a rank of the pool, and the routing maps of all its ranks."""
     args = _parse(case.reference, world_size, False)
     records: list[dict] = []
+    runs: list[Run] = []
 
     def prepare(run: Run) -> Watch:
+        runs.append(run)
         emulate(run, Topology(case.mapping.tp, case.mapping.cp))
         _disturb(run, size, direction)
         for chunk in run.chunks:
@@ -141,7 +145,9 @@ def _one(rank: int, world_size: int, case: Case, seed: int, size: float, directi
         rows_cut = case.mapping.tp if "--sequence-parallel" in case.argv else 1
         return watch_whole(run, Topology(rows_cut, case.mapping.cp), case.mapping.dp)
 
-    return _train(args, rank, world_size, seed, prepare), [record["map"] for record in records]
+    outcome = _train(args, rank, world_size, seed, prepare)
+    everywhere = collectives.all_gather_object([record["map"] for record in records], runs[0].ps.world)
+    return outcome, list(chain.from_iterable(everywhere))
 
 
 def _many(rank: int, world_size: int, case: Case, seed: int) -> Outcome:

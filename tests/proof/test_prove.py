@@ -11,7 +11,7 @@ from moe_trainer.parallel import sequence
 from moe_trainer.parallel.params import info_of
 from moe_trainer.proof.compare import Difference
 from moe_trainer.proof.pool import Pool
-from moe_trainer.proof.prove import Verdict, _many, prove, reference_ranks, steady_reference
+from moe_trainer.proof.prove import Verdict, _many, _one, prove, reference_ranks, steady_reference
 from moe_trainer.proof.shrink import as_is
 
 MODEL = (
@@ -48,6 +48,15 @@ def test_one_pool_proves_many_mappings():
 
 def test_reference_of_the_global_loss_has_its_data_ranks():
     assert reference_ranks(as_is([*MODEL, *EP, *GLOBAL], 2)) == 2 and reference_ranks(as_is([*MODEL, *EP], 2)) == 1
+
+
+def test_every_rank_of_a_reference_shows_its_routing():
+    """A near tie on any of them counts."""
+    with Pool(3) as pool:
+        _, one = pool.run(_one, 1, as_is([*MODEL, *EP], 2), 0, 0.0, 0)
+        _, two = pool.run(_one, 2, as_is([*MODEL, *EP, *GLOBAL], 2), 0, 0.0, 0)
+    assert len(one) == len(two), "as many passes in all"
+    assert not all(torch.equal(a, b) for a, b in zip(two, two[len(two) // 2:])), "the other rank's are others"
 
 
 def test_capacity_is_counted_per_sequence_shard():
