@@ -181,6 +181,8 @@ BROKEN = (
     ("--accumulate-allreduce-grads-in-fp32 --main-grads-dtype bf16 --use-precision-aware-optimizer", "",
      "--main-grads-dtype"),
     ("--fp8-format e4m3 --fp4-format e2m1", "", "--fp4-format"),
+    ("--fp8-format e4m3 --fp8-amax-history-len 0", "", "--fp8-amax-history-len"),
+    ("--fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 1000", "", "--num-layers-at-end-in-bf16"),
     ("--fp8-param-gather --use-distributed-optimizer", "", "--fp8-format"),
     ("--fp8-param-gather --fp8-format e4m3", "", "--use-distributed-optimizer"),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "", "--fp8-param-gather"),
@@ -230,6 +232,7 @@ BROKEN = (
     ("--multiple-validation-sets --train-data-path /t --valid-data-path /a /b --validation-set-names a", "--mock-data",
      "--validation-set-names"),
     # numbers
+    ("--distributed-timeout-seconds-after-init 0", "", "--distributed-timeout-seconds-after-init"),
     ("--num-layers 1000000000000", "--num-layers", "--num-layers"),
     ("--train-iters 99999999999999999999", "--train-iters", "--train-iters"),
     ("--seed 8589934592", "", "--seed"),

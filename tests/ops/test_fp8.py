@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
-from moe_trainer.ops.fp8 import GRAD, WEIGHT, X, Delayed, QuantizedProducts, make_recipe
+from moe_trainer.ops.fp8 import GRAD, WEIGHT, Delayed, QuantizedProducts, X, make_recipe
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.ops.quantize import quantize
 from moe_trainer.parallel.rng import RoundingNoise
