@@ -22,7 +22,7 @@ POSITIVE = (
     "min_loss_scale", "loss_scale_window", "hysteresis", "seed", "moe_upcycling_granularity",
     # intervals and times
     "log_interval", "eval_interval", "tensorboard_log_interval", "exit_interval", "log_memory_interval",
-    "distributed_timeout_minutes", "tensorboard_queue_size",
+    "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "tensorboard_queue_size",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "train_iters", "train_samples", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "lr_decay_samples",
