@@ -184,7 +184,8 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
         logger.info("one data-parallel rank: there is nothing to shard")
     if parallel.use_megatron_fsdp and strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
-    return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token)
+    return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token,
+                             main_grads=args.optimizer.main_grads_dtype)
 
 
 def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer], strategy: str) -> None:

@@ -52,7 +52,8 @@ def machinery(model, *, parallel=None, precision=None, ps=None, per_token_loss=F
               **optimizer):
     """(grads, optimizer) of a model; everything not given is a default."""
     parallel, precision, ps = parallel or ParallelArgs(), precision or PrecisionArgs(), ps or ParallelState.single()
-    grads = DataParallelGrads(model.parameters(), ps, parallel, precision, per_token_loss=per_token_loss)
+    grads = DataParallelGrads(model.parameters(), ps, parallel, precision, per_token_loss=per_token_loss,
+                              main_grads=optimizer.get("main_grads_dtype", "fp32"))
     built = build_optimizer([model], grads, OptimizerArgs(**optimizer), precision, parallel, ps, check_for_nan=check_for_nan,
                             count_zeros=count_zeros)
     return grads, built

@@ -43,7 +43,8 @@ def save(directory: str | Path, state: CheckpointState, chunks: Sequence[Any], o
          options: SaveOptions) -> None:
     """Write `directory/iter_XXXXXXX` and then the tracker file; return when both are on disk.
 
-    chunks: modules whose parameters carry `info` and that have `named_state_buffers()`.
+    chunks: modules whose parameters carry `info` and that have `named_state_buffers()` and
+        `named_scaling_state()`.
     optimizer: anything with tensors(), scalars(), wait_params(); None (or options.save_optim False) saves weights only.
     Communication: the plans and the write results of all ranks, gathered as objects.
     Raises: CheckpointError on every rank when any rank cannot write; the previous checkpoint is untouched then.
@@ -99,8 +100,8 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
          options: LoadOptions) -> LoadedState | None:
     """Load the checkpoint that the tracker names (or options.ckpt_step) into the model and the optimizer, in place.
 
-    The layout that wrote it need not be the present one. Calls optimizer.load_scalars and optimizer.after_load, and
-    restores the random states.
+    The layout that wrote it need not be the present one, nor the formats of its optimizer state: a checkpoint holds fp32. Calls
+    optimizer.begin_load, load_scalars and after_load, and restores the random states.
     Returns: None when `directory` has no checkpoint and options.exit_on_missing is False (a warning is logged).
     Raises: CheckpointError when there is none and there must be, when it is incomplete or damaged (before anything is
         overwritten where that can be seen from sizes), or when it is of another architecture.
@@ -116,13 +117,16 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
     with_main = optimizer is not None and options.load_main_params and not with_optim
     loader = Loader(folder, index, options, state.args, speaks=ps.world.rank == 0)
     _together(lambda: loader.want_model(chunks), ps)
+    if not options.finetune:
+        loader.want_scaling(chunks)
     loader.compare(ps, _device(chunks))
     _together(loader.check, ps)
     if with_optim or with_main:
+        optimizer.begin_load()
         _together(lambda: loader.want_optimizer(optimizer, None if with_optim else ("fp32_param",)), ps)
     loader.divide(ps)
     _together(loader.read, ps)
-    loader.exchange()
+    loader.exchange(_device(chunks))
     if with_optim:
         optimizer.load_scalars(scalars)
     if optimizer is not None:

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _OPTIMIZER = "optimizer."
 # Megatron's keys of a chain of optimizers begin with the second of these
 _OPTIMIZER_KEYS = (_OPTIMIZER, "chained_")
+# the state of delayed scaling: a run without it leaves it, a run with it may begin anew
+SCALING = "fp8."
 _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
@@ -79,6 +81,20 @@ class Loader:
                 if runs is not None:
                     self._want(("dense", "weights"), pieces(runs, buffer, 0, buffer.numel()), {run.key: run.key for run in runs})
 
+    def want_scaling(self, chunks: Sequence[Any]) -> None:
+        """Ask for the state of delayed scaling. Where there is none that fits, it begins anew, as at the start of a run."""
+        lost = []
+        for chunk in chunks:
+            for name, state in chunk.named_scaling_state():
+                runs = self._schemes[0].placements(ParamInfo((name,)), tuple(state.shape))
+                if runs[0].key in self._stored and self._fits(runs[0]):
+                    self._want(("dense", "weights"), pieces(runs, state, 0, state.numel()), {run.key: run.key for run in runs})
+                else:
+                    lost.append(name)
+        if lost:
+            self._warn("%s has no scales of delayed scaling that fit %s%s: they begin anew", self._folder, lost[0],
+                       f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+
     def want_optimizer(self, optimizer: Any, state_names: tuple[str, ...] | None = None) -> None:
         """Ask for the optimizer's tensors; state_names: only these.
 
@@ -118,7 +134,7 @@ class Loader:
         """Put together what all ranks miss, cannot fit and leave over: each holds another part of the model. Collective."""
         found = collectives.all_gather_object((self._missing, self._mismatched), ps.world)
         self._missing, self._mismatched = (list(dict.fromkeys(line for rank in found for line in rank[part])) for part in (0, 1))
-        keys = [key for key in self._stored if not key.startswith(_OPTIMIZER_KEYS)]
+        keys = [key for key in self._stored if not key.startswith((*_OPTIMIZER_KEYS, SCALING))]
         used = torch.tensor([any(key in wanted for wanted in self._wanted.values()) for key in keys], dtype=torch.uint8, device=device)
         if keys:
             collectives.all_reduce(used, ps.world, op="max")
@@ -173,11 +189,14 @@ class Loader:
         """The pieces wanted, under the stored keys."""
         return [replace(piece, key=key) for key, local in self._wanted[place].items() for piece in local]
 
-    def exchange(self) -> None:
-        """Hand on what this rank has read for others, and take what they have; collective."""
+    def exchange(self, device: torch.device) -> None:
+        """Hand on what this rank has read for others, and take what they have; collective. device: that of the groups."""
         for shared in self._shared.values():
             for piece, owner in zip(shared.pieces, shared.owners):
-                collectives.broadcast(piece.data, shared.group, owner)
+                data = piece.data.to(device)  # an optimizer's state may lie on the host
+                collectives.broadcast(data, shared.group, owner)
+                if data is not piece.data:
+                    piece.data.copy_(data)
 
     def random_states(self, ps: ParallelState) -> dict[str, Any] | None:
         """The random states saved for this rank's place (pp, tp, position in dp x cp), or None.

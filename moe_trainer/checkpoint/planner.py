@@ -61,11 +61,11 @@ class PieceSavePlanner(SavePlanner):
         """Replace live storage by copies, so that training may go on while they are written."""
         for index, value in self._data.items():
             if isinstance(value, Piece):
-                self._data[index] = replace(value, data=value.data.to("cpu", copy=True))
+                self._data[index] = replace(value, data=value.values().to("cpu", copy=value.read is None), read=None)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         value = self._data[write_item.index]
-        return io.BytesIO(value) if isinstance(value, bytes) else value.data
+        return io.BytesIO(value) if isinstance(value, bytes) else value.values()
 
 
 def _write_item(index: MetadataIndex, value: Piece | bytes) -> WriteItem:

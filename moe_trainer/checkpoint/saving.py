@@ -207,14 +207,14 @@ def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
                 runs[id(param)] = scheme.placements(info, tuple(param.shape))
                 for part in held_parts(param):
                     weights[info.kind].pieces += pieces(runs[id(param)], *part)
-        for name, buffer in chunk.named_state_buffers():
+        for name, buffer in (*chunk.named_state_buffers(), *chunk.named_scaling_state()):
             info = ParamInfo((name,))
             if is_counted(info, ps):
                 buffers.pieces += pieces(scheme.placements(info, tuple(buffer.shape)), buffer, 0, buffer.numel())
     for held in optimizer.tensors() if optimizer is not None else ():
         if id(held.param) in runs:
             moments[info_of(held.param).kind].pieces += pieces(runs[id(held.param)], held.tensor, held.start, held.stop,
-                                                               f"optimizer.state.{held.state_name}.")
+                                                               f"optimizer.state.{held.state_name}.", held.read)
     return [*moments.values(), *weights.values(), buffers]
 
 

@@ -16,9 +16,10 @@ distributed optimizer holds flat ranges of parameters; `boxes` splits a range of
 which the storage layer writes as they are. Nothing is gathered, and the keys do not tell who wrote them.
 """
 
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,13 +61,22 @@ class Placement:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor together with the live local storage that holds it (a view of shape `sizes`)."""
+    """A box of a global tensor together with the live local storage that holds it (a view of shape `sizes`).
+
+    read: gives the values where no storage holds them as they are stored (an optimizer's state in another format); `data`
+    has shape and type only then.
+    """
 
     key: str
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     data: Tensor
+    read: Callable[[], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """The values, of shape `sizes`."""
+        return self.data if self.read is None else self.read().view(self.sizes)
 
     @property
     def num_bytes(self) -> int:
@@ -205,11 +215,13 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
             start = end
 
 
-def pieces(runs: list[Placement], tensor: Tensor, start: int, stop: int, prefix: str = "") -> Iterator[Piece]:
+def pieces(runs: list[Placement], tensor: Tensor, start: int, stop: int, prefix: str = "",
+           read: Callable[[int, int], Tensor] | None = None) -> Iterator[Piece]:
     """Cut a flat range of a parameter into pieces of global tensors.
 
     tensor: contiguous storage of the elements [start, stop) of the flat local parameter that `runs` describe.
-    prefix: put before every key ("optimizer.state.exp_avg.").
+    prefix: put before every key ("optimizer.state.exp_avg."). read: gives a range of the values, counted from `start`, where
+    `tensor` is no storage of them (Piece.read).
     """
     assert tensor.is_contiguous() and tensor.numel() == stop - start, \
         f"{runs[0].key}: a contiguous tensor of {stop - start} elements is needed, got {tuple(tensor.shape)}"
@@ -220,5 +232,6 @@ def pieces(runs: list[Placement], tensor: Tensor, start: int, stop: int, prefix:
         for offsets, sizes in boxes(run.shape, low - run.start, high - run.start):
             count = math.prod(sizes)
             data = flat[position - start:position - start + count].view(sizes)
+            values = None if read is None else functools.partial(read, position - start, position - start + count)
             position += count
-            yield Piece(prefix + run.key, run.global_shape, tuple(a + b for a, b in zip(run.offsets, offsets)), sizes, data)
+            yield Piece(prefix + run.key, run.global_shape, tuple(a + b for a, b in zip(run.offsets, offsets)), sizes, data, values)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 BLOCK_NUMEL = 1 << 18  # fp32 elements widened at a time: 1 MB, a core's L2
+CHUNK_NUMEL = 1 << 24  # logits held at once, where they are not held whole
+MIN_CHUNK_ROWS = 256  # fewer rows would starve the products
 FP16_GAIN = 2.0**15  # fp16 stores probabilities times this, to keep the small ones; bf16 and fp32 have the range
 
 
@@ -98,10 +100,94 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def linear_cross_entropy(x: Tensor, weight_VH: Tensor, labels: Tensor) -> Tensor:
+def chunk_rows(rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many tokens' logits to hold at once; all of them where holding fewer would not save memory.
+
+    In chunks, the gradient of the weight is added up in fp32 from the forward on; held whole, the logits wait for the backward, which then
+    makes that gradient in the weight's dtype. fp16 is never cut: its small gradients need the loss scale, which only the backward knows.
+    """
+    step = max(MIN_CHUNK_ROWS, (CHUNK_NUMEL if device.type == "cpu" else 4 * CHUNK_NUMEL) // columns)
+    size = torch.finfo(dtype).bits // 8
+    saves = rows * columns * size + width * columns * size > step * columns * size + width * columns * 4
+    return step if saves and step < rows and dtype != torch.float16 else rows
+
+
+def factor_of(grad_T: Tensor, weights_T: Tensor) -> Tensor:
+    """The number c with which grad = c * weights, a scalar on their device; 0 where all weights are.
+
+    That it is so was promised to `linear_cross_entropy`; that it is not is an error (on CUDA when the device gets there).
+    """
+    at = weights_T.abs().argmax()
+    c = torch.where(weights_T[at] == 0, 0.0, grad_T[at] / weights_T[at])
+    within = (grad_T - c * weights_T).abs() <= 1e-5 * (c * weights_T[at]).abs()
+    torch._assert_async(within.all(), "the gradient of the token losses is not their announced weights times one factor")
+    return c
+
+
+class _ChunkedLinearCrossEntropy(torch.autograd.Function):
+    """Loss and gradients in one pass over chunks of tokens: possible where the tokens' weights in the loss are known beforehand."""
+
+    @staticmethod
+    def forward(ctx, x_TH, weight_VH, labels_T, weights_T, step, with_grads):
+        loss_T = torch.empty(len(x_TH), dtype=torch.promote_types(x_TH.dtype, torch.float32), device=x_TH.device)
+        grads = Gradients(x_TH, weight_VH) if with_grads else None
+        weights_T = weights_T.to(loss_T.dtype)
+        for start in range(0, len(x_TH), step):
+            here = slice(start, start + step)
+            probs_TV = x_TH[here] @ weight_VH.t()
+            log_sum_exp_T, target_T = softmax_in_place(probs_TV, labels_T[here])
+            torch.sub(log_sum_exp_T, target_T, out=loss_T[here])
+            if with_grads:
+                weights = weights_T[here]
+                gradient_in_place(probs_TV, labels_T[here], weights, torch.expm1(-loss_T[here]).mul_(weights))
+                grads.add(here, probs_TV)
+        ctx.grads, ctx.needs = grads, with_grads
+        ctx.save_for_backward(weights_T)
+        return loss_T
+
+    @staticmethod
+    def backward(ctx, grad_T):
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise ConsumedError
+        grad_x, grad_weight = grads.times(factor_of(grad_T, *ctx.saved_tensors))
+        return grad_x, grad_weight, None, None, None, None
+
+
+class Gradients:
+    """The gradients of x @ weight.T, added up from those of chunks of rows."""
+
+    def __init__(self, x_TH: Tensor, weight_VH: Tensor):
+        self._x, self._weight = x_TH, weight_VH
+        self._of_x = torch.empty_like(x_TH)
+        wide = torch.promote_types(weight_VH.dtype, torch.float32)
+        self._of_weight = torch.zeros(weight_VH.shape, dtype=wide, device=weight_VH.device)
+
+    def add(self, rows: slice, grad_TV: Tensor) -> None:
+        """Take in the gradient of some rows of the product."""
+        torch.mm(grad_TV, self._weight, out=self._of_x[rows])
+        if grad_TV.dtype == self._of_weight.dtype:
+            self._of_weight.addmm_(grad_TV.t(), self._x[rows])
+        else:
+            self._of_weight.add_(grad_TV.t() @ self._x[rows])
+
+    def times(self, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Both gradients times a number, in the formats of x and weight; consumes them."""
+        return self._of_x.mul_(factor.to(self._of_x.dtype) if self._of_x.dtype == factor.dtype else factor), \
+            self._of_weight.mul_(factor).to(self._weight.dtype)
+
+
+def linear_cross_entropy(x: Tensor, weight_VH: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """Per-token loss -log softmax(x @ weight.T)[label], fp32, of the same leading shape as the labels.
 
-    Shapes: x [..., H]; weight [V, H]; labels [...] int64 in [0, V). Differentiable once.
+    Shapes: x [..., H]; weight [V, H]; labels [...] int64 in [0, V); weights [...]: a promise that the gradient of the result will be
+    these times one number (a loss mask), with which the logits need never be whole. Differentiable once.
     """
-    loss_T = _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight_VH, labels.reshape(-1))
+    x_TH, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+    step = chunk_rows(*x_TH.shape[:1], *weight_VH.shape, weight_VH.dtype, x.device) if weights is not None else len(x_TH)
+    if step < len(x_TH):
+        with_grads = torch.is_grad_enabled() and (x.requires_grad or weight_VH.requires_grad)
+        loss_T = _ChunkedLinearCrossEntropy.apply(x_TH, weight_VH, labels_T, weights.reshape(-1), step, with_grads)
+    else:
+        loss_T = _LinearCrossEntropy.apply(x_TH, weight_VH, labels_T)
     return loss_T.view(labels.shape)

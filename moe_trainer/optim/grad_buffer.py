@@ -1,12 +1,14 @@
 """Main gradients: accumulation in flat buffers, and their reduction over data-parallel ranks.
 
-Every parameter gets `main_grad`, a view of a flat buffer (fp32; bf16 with --grad-reduce-in-bf16). A hook adds each
-fresh `.grad` to it and drops `.grad`, so only one gradient per parameter exists for long. The first micro-batch
+Every parameter gets `main_grad`, a view of a flat buffer (fp32; bf16 with --grad-reduce-in-bf16 or --main-grads-dtype bf16). A hook
+adds each fresh `.grad` to it and drops `.grad`, so only one gradient per parameter exists for long. The first micro-batch
 overwrites instead of adding: nobody has to clear the buffer. The factor of the data-parallel mean is applied in the
-same pass.
+same pass. A parameter of a bf16 buffer may add its micro-batches up in an fp32 tensor of its own, which is rounded once, when its
+bucket is reduced (--ddp-param-name-patterns-for-fp32-local-accumulation).
 
 Reduction works on buckets (flat.py): all-reduce, or with the distributed optimizer reduce-scatter (and, where it has several
-instances, all-reduce of what a rank owns across them). With overlap a bucket is launched by the hook that completes it in
+instances, all-reduce of what a rank owns across them). A bf16 reduce-scatter may be an exchange, whose parts are added up in fp32 and
+rounded once (--ddp-reduce-scatter-with-fp32-accumulation). With overlap a bucket is launched by the hook that completes it in
 the last micro-batch of its model chunk: the schedule runs every other backward inside accumulate(). How often a parameter's hook
 runs in that micro-batch is learned in the first iteration, which overlaps nothing: twice for a weight that two chunks share, or
 whose gradient comes in parts because some of it was deferred. Buckets are launched strictly in one order, on every
@@ -18,6 +20,7 @@ DistributedDataParallel was rejected: it knows neither main gradients nor expert
 """
 
 import contextlib
+import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -30,17 +33,20 @@ from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.flat import Bucket, FlatLayout, Slot, plan_layouts
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.state import Group, ParallelState
 
 
 class GradBuffer:
     """The gradients of one layout."""
 
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype, sharded: bool, factor: float, op: str):
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, sharded: bool, factor: float, op: str, wide_sums: bool = False):
+        """wide_sums: reduce-scatter narrower formats than fp32 with sums in fp32."""
         self.layout = layout
         self.sharded = sharded
         self.factor = factor
         self.op = op
+        self.wide_sums = wide_sums and dtype != torch.float32 and layout.group.size > 1
         self.flat = layout.allocate(dtype)
 
     def owned(self, bucket: Bucket) -> Tensor:
@@ -54,10 +60,29 @@ class GradBuffer:
         if not self.sharded:
             return collectives.all_reduce(whole, group, self.op, async_op=True)
         owned = self.owned(bucket)
-        inside = collectives.reduce_scatter_flat(owned, whole, group, self.op, async_op=True)
+        if self.wide_sums:
+            inside = _WideSum(owned, whole, group, self.op)
+        else:
+            inside = collectives.reduce_scatter_flat(owned, whole, group, self.op, async_op=True)
         if outer.size == 1:
             return inside
         return _InTwoSteps(inside, lambda: collectives.all_reduce(owned, outer, self.op, async_op=True), side_stream)
+
+
+class _WideSum:
+    """A reduce-scatter that sends every rank its part of all others' as it is, and adds them up in fp32 when they are waited for."""
+
+    def __init__(self, owned: Tensor, whole: Tensor, group: Group, op: str):
+        self._owned, self._count, self._divisor = owned, group.size, group.size if op == "avg" else 1
+        parts = [owned.numel()] * group.size
+        self._flight = collectives.InFlight((whole,), parts, parts, group)
+
+    def wait(self) -> None:
+        received, = self._flight.wait()
+        if received.is_cuda:
+            received.record_stream(torch.cuda.current_stream(received.device))  # a side stream may add them up
+        total = received.view(self._count, -1).sum(0, dtype=torch.float32)
+        self._owned.copy_(total if self._divisor == 1 else total.div_(self._divisor))
 
 
 class _InTwoSteps:
@@ -89,6 +114,7 @@ class _PendingBucket:
     def __init__(self, buffer: GradBuffer, bucket: Bucket):
         self.buffer = buffer
         self.bucket = bucket
+        self.local: dict[Slot, Tensor] = {}  # where micro-batches are added up, if not in the buffer itself
         self.visits = dict.fromkeys(bucket.slots, 0)  # hooks that ran in the first iteration's last micro-batch
         self.reset()
 
@@ -114,16 +140,17 @@ class DataParallelGrads:
     """
 
     def __init__(self, params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs, precision: PrecisionArgs, *,
-                 per_token_loss: bool):
-        """Allocate the buffers and register hooks. `params` in order of use.
+                 per_token_loss: bool, main_grads: str = "fp32"):
+        """Allocate the buffers and register hooks. `params` in order of use. main_grads: --main-grads-dtype.
 
         Raises: ValueError when a parameter carries no ParamInfo.
         """
         self.sharded = parallel.use_distributed_optimizer
         self.overlap = parallel.overlap_grad_reduce
         self.buffers = tuple(
-            GradBuffer(layout, main_grad_dtype(layout.dtype, precision), self.sharded,
-                       *_mean_factor(layout, ps, per_token_loss, parallel.ddp_average_in_collective))
+            GradBuffer(layout, main_grad_dtype(layout.dtype, precision, main_grads), self.sharded,
+                       *_mean_factor(layout, ps, per_token_loss, parallel.ddp_average_in_collective),
+                       wide_sums=parallel.ddp_reduce_scatter_with_fp32_accumulation)
             for layout in plan_layouts(params, ps, parallel))
         self._order = sorted((_PendingBucket(buffer, bucket) for buffer in self.buffers for bucket in buffer.layout.buckets),
                              key=lambda pending: -min(slot.position for slot in pending.bucket.slots))
@@ -135,6 +162,8 @@ class DataParallelGrads:
         for pending in self._order:
             for slot in pending.bucket.slots:
                 slot.param.main_grad = pending.buffer.flat[slot.start:slot.stop].view(slot.param.shape)
+                if pending.buffer.flat.dtype != torch.float32 and _matches(slot, parallel.ddp_param_name_patterns_for_fp32_local_accumulation):
+                    pending.local[slot] = torch.empty_like(slot.param.main_grad, dtype=torch.float32)
                 hook = functools.partial(self._on_grad, pending, slot)
                 slot.param.register_post_accumulate_grad_hook(hook)
 
@@ -198,7 +227,7 @@ class DataParallelGrads:
         if param.grad is None:
             return  # this pass put its gradient off (parallel/weight_grads.py); it will come this way
         assert pending.work is None, f"{param.info.names[0]}: a gradient came after its bucket was reduced"
-        grad, main, factor = param.grad, param.main_grad, pending.buffer.factor
+        grad, main, factor = param.grad, pending.local.get(slot, param.main_grad), pending.buffer.factor
         if slot not in pending.stale:
             main.add_(grad, alpha=factor)
         elif factor == 1.0:
@@ -221,18 +250,26 @@ class DataParallelGrads:
             self._launch(self._order[self._next])
             self._next += 1
 
+    @torch.no_grad()
     def _launch(self, pending: _PendingBucket) -> None:
         for slot in pending.stale:
             slot.param.main_grad.zero_()
+        for slot, total in pending.local.items():
+            if slot not in pending.stale:
+                slot.param.main_grad.copy_(total)
         pending.stale.clear()
         pending.work = pending.buffer.reduce(pending.bucket, self._side_stream)
 
 
-def main_grad_dtype(dtype: torch.dtype, precision: PrecisionArgs) -> torch.dtype:
-    """fp32, but bf16 for bf16 parameters with --grad-reduce-in-bf16."""
-    if dtype == torch.bfloat16 and precision.grad_reduce_in_bf16:
-        return torch.bfloat16
-    return torch.float32
+def main_grad_dtype(dtype: torch.dtype, precision: PrecisionArgs, main_grads: str = "fp32") -> torch.dtype:
+    """fp32, but bf16 for bf16 parameters with --grad-reduce-in-bf16, and for all half-precision ones with --main-grads-dtype bf16."""
+    narrow = precision.grad_reduce_in_bf16 and dtype == torch.bfloat16 or main_grads == "bf16" and dtype != torch.float32
+    return torch.bfloat16 if narrow else torch.float32
+
+
+def _matches(slot: Slot, patterns: Iterable[str]) -> bool:
+    """Whether a parameter's global name is meant by one of the patterns; "all" means every one."""
+    return any(pattern == "all" or fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in info_of(slot.param).names)
 
 
 def _mean_factor(layout: FlatLayout, ps: ParallelState, per_token_loss: bool, average: bool) -> tuple[float, str]:
