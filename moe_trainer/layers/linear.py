@@ -18,7 +18,8 @@ gradient is being computed, and the input's gradient travels while the weight's 
 communication hides behind products; the price is one more all-gather.
 
 A layer built with a WeightGradQueue hands the weight's product over while the queue is active (the gathered input stays
-alive until it runs). A layer built with `quantize` has its three products computed in fewer bits (ops/fp8.py), of operands as they
+alive until it runs). It names the parameter itself: what comes out of `saved_tensors` may be another object, whose gradient nobody
+reads, where saved tensors pass through hooks (memory/activations.py). A layer built with `quantize` has its three products computed in fewer bits (ops/fp8.py), of operands as they
 are when the product begins: what travels does so in high precision, and gathered rows are quantised together. With one rank and
 neither of both a layer is torch's own linear.
 """
@@ -107,6 +108,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, group, sequence_parallel, queue, products):
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight
         ctx.plan = group, sequence_parallel, queue, products
         whole = gather_rows(x, group)[0] if sequence_parallel else x
         if products is None:
@@ -116,7 +118,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        (x, _), weight = ctx.saved_tensors, ctx.weight
         group, sequence_parallel, queue, products = ctx.plan
         grad_x, grad_weight = column_grads(grad, x, weight, group, sequence_parallel=sequence_parallel,
                                            needs=ctx.needs_input_grad[:2], queue=queue, products=products)
@@ -128,13 +130,14 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, group, sequence_parallel, queue, products):
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight
         ctx.plan = group, sequence_parallel, queue, products
         partial = products.output(x, weight)
         return reduce_scatter_rows(partial, group)[0] if sequence_parallel else all_reduce(partial, group)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        (x, _), weight = ctx.saved_tensors, ctx.weight
         group, sequence_parallel, queue, products = ctx.plan
         if sequence_parallel:
             grad = gather_rows(grad, group)[0]
