@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -31,14 +32,15 @@ class Tolerances:
 
     loss, norm: relative. grad: norm of the difference relative to the norm of the gradient, plus `tiny` times the norm of all gradients
     (some are zero but for rounding, such as that of a bias of keys without positions). weight: absolute, some thousandths of what three
-    steps move it (Adam divides by the gradient, so a weight that is hardly used is moved by rounding too). copies: fingerprints of
-    one piece on several ranks, relative to its norm.
+    steps move it, or `shaken` times what a disturbance of the reference moves it (Adam divides by the gradient, so a weight that is hardly
+    used is moved by rounding too). copies: fingerprints of one piece on several ranks, relative to its norm.
     """
 
     loss: float = 2e-6
     norm: float = 2e-6
     grad: float = 1e-5
     weight: float = 5e-6
+    shaken: float = 0.1
     copies: float = 1e-6
     tiny: float = 3e-8
 
@@ -77,7 +79,7 @@ def compare(one: Outcome, many: Outcome, tolerances: Tolerances = FP32) -> list[
     for step in range(1, len(one.losses)):
         found += _step(one, many, step, tolerances)
         found += _number(f"gradient norm (step {step + 1})", one.grad_norms[step], many.grad_norms[step], tolerances.norm)
-    found += _tensors(f"weight (after step {len(one.losses)})", one.weights, many, many.weights, tolerances)
+    found += _tensors(f"weight (after step {len(one.losses)})", one.weights, many, many.weights, tolerances, one.shaken)
     found += _number("loss of a validation", one.evaluation, many.evaluation, tolerances.loss)
     return found + list(_copies(many, tolerances))
 
@@ -158,8 +160,10 @@ def _shown(value: float | None) -> str:
     return "absent" if value is None else f"{value:.9g}"
 
 
-def _tensors(what: str, one: dict[str, Tensor], many: Outcome, ours: dict[str, Tensor], tolerances: Tolerances) -> list[Difference]:
-    """Tensors that differ, from the last layer to the first."""
+def _tensors(
+    what: str, one: dict[str, Tensor], many: Outcome, ours: dict[str, Tensor], tolerances: Tolerances, shaken: Mapping[str, float] = MappingProxyType({})
+) -> list[Difference]:
+    """Tensors that differ, from the last layer to the first. shaken: see Outcome."""
     found = []
     floor = tolerances.tiny * math.sqrt(sum(tensor.double().square().sum().item() for tensor in one.values()))
     for name in sorted(one.keys() | ours.keys(), key=execution_order, reverse=True):
@@ -170,7 +174,8 @@ def _tensors(what: str, one: dict[str, Tensor], many: Outcome, ours: dict[str, T
             detail = f"one process {list(one[name].shape)}, here {list(ours[name].shape)}"
             found.append(Difference(what, name, math.inf, 0.0, f"shapes: {detail}"))
         else:
-            found += _tensor(what, name, one[name], ours[name], many.pieces, tolerances, floor)
+            room = replace(tolerances, weight=max(tolerances.weight, tolerances.shaken * shaken.get(name, 0.0)))
+            found += _tensor(what, name, one[name], ours[name], many.pieces, room, floor)
     return found
 
 

@@ -48,7 +48,7 @@ class Outcome:
 
     Of every step: `losses` as the log names them, `per_layer` (loss name -> one value a layer), `grad_norms`, `dropped` tokens.
     `grads`: all gradients of the first step, reduced and not yet clipped; `weights`: parameters and expert bias after the last step.
-    `evaluation`: the loss of further batches after the last step, as a validation computes it. `forward`: by rank, what its layers put out in the first step (see forward.py). `pieces`: by rank, what it holds; their fingerprints are those of the gradient of the first step and of the weight after the last.
+    `evaluation`: the loss of further batches after the last step, as a validation computes it. `forward`: by rank, what its layers put out in the first step (see forward.py). `pieces`: by rank, what it holds; their fingerprints are those of the gradient of the first step and of the weight after the last. `shaken`: of a reference, how far a disturbance moves each weight in the end (see prove.py).
     """
 
     losses: list[dict[str, float]]
@@ -60,6 +60,7 @@ class Outcome:
     pieces: list[list[Piece]] = field(default_factory=list)
     evaluation: float | None = None
     forward: list[dict[Place, dict[str, Tensor]]] = field(default_factory=list)
+    shaken: dict[str, float] = field(default_factory=dict)
 
 
 def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: int = 0, seed: int = 0, device: str = "cpu") -> Run:

@@ -67,6 +67,16 @@ def test_the_first_difference_is_the_first_that_is_computed():
     ]
 
 
+def test_a_weight_may_be_apart_as_far_as_rounding_moves_it():
+    """Ten times less than what a disturbance of the reference does to it, and no other weight."""
+    shaken = outcome(shaken={FC1: 1e-3})
+    assert compare(shaken, outcome(weights=changed(outcome().weights, FC1, 9e-5))) == []
+    (difference,) = compare(shaken, outcome(weights=changed(outcome().weights, FC1, 1.1e-4)))
+    assert difference.where == FC1 and difference.allowed == pytest.approx(1e-4)
+    (difference,) = compare(shaken, outcome(weights=changed(outcome().weights, QKV, 9e-5)))
+    assert difference.where == QKV and difference.allowed == FP32.weight
+
+
 def test_a_copy_that_went_its_own_way_is_found_although_rank_0_is_right():
     pieces = outcome().pieces
     astray = [replace(piece, fingerprints=((1.0, 0.5, 0.25), (2.0, 1.1, 0.5))) if piece.name == FC1 else piece for piece in pieces[1]]
