@@ -40,6 +40,11 @@ VARIANTS = {
     "tp2-dropout-validation": (
         "--tensor-model-parallel-size 2 --sequence-parallel --hidden-dropout 0.1 --attention-dropout 0.1 --eval-interval 3 "
         "--eval-iters 1 --use-distributed-optimizer".split(), 2),
+    "fp8-delayed": ("--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max --eval-interval 3 --eval-iters 1".split(), 1),
+    "nvfp4": ("--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0".split(), 1),
+    "tp2-fp8-delayed-recompute": (
+        "--fp8-format e4m3 --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1".split(), 2),
     "async": (["--async-save", "--use-persistent-ckpt-worker"], 1),
 }
 
