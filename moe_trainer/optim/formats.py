@@ -4,7 +4,8 @@ fp32 and bf16 are kept as they are. fp16 and fp8 (e4m3) have a narrow range, so 
 `values = stored * scale` (TransformerEngine's FusedAdam: one scale a tensor). The scale is the smallest power of two with which the largest
 magnitude fits, not the quotient itself: multiplying by it is exact, so the rounding of an element is that of the format alone whoever holds
 its neighbours, storing what was read changes nothing, and runs cut differently over ranks keep the same values. The price is at most one of
-the binades below the largest value; elements further below it than the format reaches become coarser, then zero.
+the binades below the largest value; elements further below it than the format reaches become coarser, then zero. Second moments are the
+exception: a row that gets no gradient for a step would be moved by its first moment over eps, so what is above zero never becomes zero.
 
 fp32 main parameters of a bf16 model need not repeat the half that the model has: `split` keeps the other half, 16 bits, and `join` gives
 back all 32. The model's half is rounded to nearest, ties away from zero (torch's cast: to even), since a tie is the one
@@ -59,12 +60,18 @@ def scale_for(values: Tensor, largest: float) -> Tensor:
     return torch.where(mantissa > 0, torch.ldexp(torch.ones_like(mantissa), wanted), 1.0)
 
 
-def encode(values: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
-    """fp32 values in a format, and their scale where the format has one."""
+def encode(values: Tensor, fmt: Format, keep_positive: bool = False) -> tuple[Tensor, Tensor | None]:
+    """fp32 values in a format, and their scale where the format has one.
+
+    keep_positive: what is above zero stays so, if need be as the smallest number of a format with a scale.
+    """
     if not fmt.scaled:
         return values.to(fmt.dtype), None
     scale = scale_for(values, fmt.largest)
-    return (values / scale).to(fmt.dtype), scale
+    scaled = values / scale
+    if keep_positive:
+        scaled = torch.where(values > 0, scaled.clamp(min=torch.finfo(fmt.dtype).smallest_normal * torch.finfo(fmt.dtype).eps), scaled)
+    return scaled.to(fmt.dtype), scale
 
 
 def decode(stored: Tensor, scale: Tensor | None) -> Tensor:

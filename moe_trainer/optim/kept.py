@@ -45,10 +45,11 @@ class Kept:
     """Elements [start, stop) of a rank's flat state.
 
     spans: ascending ranges that are closed whole, and share a scale where the format has one; they need not cover the gaps between
-    parameters, which stay zero.
+    parameters, which stay zero. keep_positive: see formats.encode.
     """
 
-    def __init__(self, start: int, stop: int, fmt: Format, spans: Sequence[Span], place: Place):
+    def __init__(self, start: int, stop: int, fmt: Format, spans: Sequence[Span], place: Place, keep_positive: bool = False):
+        self._keep_positive = keep_positive
         self.start, self.stop, self.format, self.place = start, stop, fmt, place
         self.flat = torch.zeros(stop - start, dtype=fmt.dtype, device=place.storage, pin_memory=place.pinned)
         self.scales = None
@@ -80,7 +81,7 @@ class Kept:
             if values.data_ptr() != here.data_ptr():
                 here.copy_(values, non_blocking=True)
             return
-        stored, scale = encode(values, self.format)
+        stored, scale = encode(values, self.format, self._keep_positive)
         here.copy_(stored, non_blocking=True)
         if scale is not None:
             assert (start, stop) in self._overlapping(start, stop), f"[{start}, {stop}) is no span"

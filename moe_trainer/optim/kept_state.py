@@ -20,7 +20,7 @@ from moe_trainer.optim.flat import Slot
 from moe_trainer.optim.formats import FORMATS
 from moe_trainer.optim.kept import Kept, Place, Remainders, moved
 from moe_trainer.optim.param_groups import ParamGroup
-from moe_trainer.optim.state_plan import MAIN, StatePlan
+from moe_trainer.optim.state_plan import MAIN, SQUARES, StatePlan
 
 STRETCH_CPU = 1 << 17
 STRETCH_GPU = 1 << 24
@@ -174,7 +174,7 @@ class KeptState:
 
     def _store(self, plan: StatePlan, start: int, stop: int, cuts: Sequence[Run], is_host: bool, dtype: torch.dtype) -> Store:
         place, spans, by_host = plan.place(self.device, is_host), [(run.start, run.stop) for run in cuts], is_host and plan.host_update
-        moments = {name: Kept(start, stop, FORMATS[fmt], spans, place) for name, fmt in plan.moments.items()}
+        moments = {name: Kept(start, stop, FORMATS[fmt], spans, place, name == SQUARES) for name, fmt in plan.moments.items()}
         if dtype == torch.float32:
             main = None
         elif plan.remainders and dtype == torch.bfloat16 and not by_host:  # the host has no model to join them with

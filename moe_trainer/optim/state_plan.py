@@ -13,6 +13,7 @@ from moe_trainer.optim.kept import Place
 # moments that each --optimizer keeps, under their checkpoint names
 MOMENTS = MappingProxyType({"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)})
 MAIN = "fp32_param"
+SQUARES = "exp_avg_sq"
 
 
 @dataclass(frozen=True)

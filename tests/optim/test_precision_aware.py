@@ -1,0 +1,230 @@
+"""--use-precision-aware-optimizer: the update against a definition, the memory, every way to spread and resume it."""
+
+import itertools
+
+import pytest
+import torch
+from harness import run_ranks
+from toy import Toy, loss_of, machinery, one_step
+
+from arguments.parallel import ParallelArgs
+from arguments.precision import PrecisionArgs
+from moe_trainer.checkpoint.checkpoint import CheckpointState, LoadOptions, SaveOptions, load, save
+from moe_trainer.checkpoint.inspect import differences
+from moe_trainer.optim.formats import FORMATS, decode, encode
+from moe_trainer.parallel.state import ParallelState
+
+BF16 = PrecisionArgs(bf16=True)
+RECORD = {"num_layers": 0, "num_experts": 3}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+AWARE = {"use_precision_aware_optimizer": True}
+NARROW = {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+FP8 = {**AWARE, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
+HALF = {**AWARE, "main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
+
+
+class Chunk(Toy):
+    def named_state_buffers(self):
+        return iter(())
+
+    def named_scaling_state(self):
+        return iter(())
+
+    def generators(self):
+        return {}
+
+
+def _rounded(x, name, positive=False):
+    return decode(*encode(x, FORMATS[name], positive))
+
+
+def _state(optimizer):
+    return {(held.state_name, held.param.info.names, held.start): held.values().clone() for held in optimizer.tensors()}
+
+
+@pytest.mark.parametrize("first, second", list(itertools.product(FORMATS, FORMATS)))
+def test_moments_in_every_pair_of_formats(first, second):
+    """Adam in fp32 on what is kept, then rounded, one tensor after the other; the gradients are those of the model itself."""
+    model = Toy()
+    grads, optimizer = machinery(model, clip_grad=0.0, adam_beta2=0.95, **AWARE, exp_avg_dtype=first, exp_avg_sq_dtype=second)
+    params = [p.detach().clone() for p in model.parameters()]
+    kept = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
+    for step in range(1, 5):
+        one_step(model, grads, optimizer, [step], lr=0.05, weight_decay=0.0)
+        for number, (param, (m, v)) in enumerate(zip(params, kept)):
+            grad = list(model.parameters())[number].main_grad
+            m.lerp_(grad, 0.1)
+            v.mul_(0.95).addcmul_(grad, grad, value=0.05)
+            param.sub_(0.05 / (1 - 0.9**step) * m / ((v / (1 - 0.95**step)).sqrt() + 1e-8))
+            m.copy_(_rounded(m, first)), v.copy_(_rounded(v, second, True))
+    exact = first == second == "fp32"
+    for name, ours, theirs in zip(dict(model.named_parameters()), model.parameters(), params):
+        # where a rounding of ours fell to the other side of a tie, one step of the format
+        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6 if exact else 5e-3, msg=name)
+    state = _state(optimizer)
+    assert {name for name, *_ in state} == set(MOMENTS)
+    for (kind, *_), tensor in state.items():
+        assert torch.equal(tensor, _rounded(tensor, first if kind == "exp_avg" else second))
+
+
+@pytest.mark.parametrize("stretch", [64, 1 << 17])
+def test_fp32_formats_equal_the_plain_optimizer(stretch, monkeypatch):
+    monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", stretch)
+    plain, aware = Toy(), Toy()
+    for model, more in ((plain, {}), (aware, AWARE)):
+        grads, optimizer = machinery(model, **more)
+        for step in range(4):
+            one_step(model, grads, optimizer, [step])
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), aware.parameters()))
+
+
+def test_remainders_are_the_fp32_main_parameters():
+    """Bit by bit those of the plain optimizer, in half the memory; the model parts from plain rounding at ties only."""
+    (plain, plain_run), (aware, aware_run) = ((model, machinery(model, precision=BF16, clip_grad=0.0, **more))
+                                              for model, more in ((Toy(torch.bfloat16), {}), (Toy(torch.bfloat16), AWARE)))
+    for step in range(4):
+        for model, (grads, optimizer) in ((plain, plain_run), (aware, aware_run)):
+            optimizer.zero_grad()
+            loss_of(plain, step).backward() if model is plain else None
+            for ours, theirs in zip(aware.parameters(), plain.parameters()):
+                if model is aware:
+                    ours.main_grad.copy_(theirs.main_grad)  # the same gradients, whatever the models became
+            if model is plain:
+                grads.finish()
+            optimizer.step(1e-3, 0.1)
+        expected, found = _state(plain_run[1]), _state(aware_run[1])
+        assert expected.keys() == found.keys() and all(torch.equal(expected[key], found[key]) for key in expected)
+    assert plain_run[1].params_norm() == aware_run[1].params_norm()
+    main, = {store.main.flat.dtype for state in aware_run[1]._states for store in state.stores}
+    assert main == torch.int16
+    for ours, theirs in zip(aware.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("formats", [NARROW, FP8, HALF])
+def test_no_fp32_copy_of_everything(formats, monkeypatch):
+    """What the update opens at once is a stretch, however large the state."""
+    monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", 64)
+    model = Toy(torch.bfloat16)
+    grads, optimizer = machinery(model, precision=BF16, **formats)
+    opened, update = [], optimizer._updater._update
+    monkeypatch.setattr(optimizer._updater, "_update", lambda stretches, grads, *rest: (
+        opened.append(sum(grad.numel() for grad in grads)), update(stretches, grads, *rest))[1])
+    one_step(model, grads, optimizer, [0])
+    assert max(opened) <= 64 and sum(opened) >= sum(p.numel() for p in model.parameters())
+
+
+def _train(model, grads, optimizer, steps, rank=0, size=1):
+    norms = []
+    for step in steps:
+        norms.append(one_step(model, grads, optimizer, [step * 8 + rank] if size > 1 else [step * 8, step * 8 + 1], lr=1e-2).grad_norm)
+    return norms
+
+
+def _spread(rank, n, formats, distributed, bf16):
+    model = Toy(torch.bfloat16 if bf16 else torch.float32)
+    ps = ParallelState.create(n, rank) if n > 1 else ParallelState.single()
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 300} if distributed else {}
+    built = machinery(model, ps=ps, precision=BF16 if bf16 else None, parallel=ParallelArgs(use_distributed_optimizer=distributed, **overlap),
+                      **formats)
+    norms = _train(model, *built, range(4), rank, n)
+    built[1].wait_params()
+    return norms, [p.detach().float() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("formats", [NARROW, FP8, {**FP8, "exp_avg_sq_dtype": "fp8"}])
+def test_two_ranks_equal_one(formats):
+    """The formats' rounding does not depend on who holds what; what is left is the order of fp32 sums, at times a rounding apart."""
+    norms, expected = _spread(0, 1, formats, False, False)
+    for distributed in (False, True):
+        for found, params in run_ranks(_spread, 2, formats, distributed, False):
+            assert found == pytest.approx(norms, rel=1e-3)
+            for ours, theirs in zip(params, expected):
+                assert (ours - theirs).norm() <= 2e-3 * theirs.norm()
+
+
+@pytest.mark.parametrize("formats", [NARROW, HALF])
+def test_two_ranks_of_a_bf16_model_are_near_one(formats):
+    _, expected = _spread(0, 1, formats, False, True)
+    for _, params in run_ranks(_spread, 2, formats, True, True):
+        assert all((ours - theirs).norm() <= 3e-2 * theirs.norm() for ours, theirs in zip(params, expected))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp16"])
+def test_a_row_without_gradient_is_not_thrown_away(name):
+    """Its second moment is far below the largest, its first is not: over eps alone that would be a leap."""
+    model = Toy()
+    grads, optimizer = machinery(model, clip_grad=0.0, **AWARE, exp_avg_dtype="fp32", exp_avg_sq_dtype=name)
+    before = model.word_embeddings.weight.detach().clone()
+    for step in range(3):
+        optimizer.zero_grad()
+        grads.finish()
+        model.word_embeddings.weight.main_grad.zero_()
+        model.word_embeddings.weight.main_grad[0] = 1e6
+        if step == 0:
+            model.word_embeddings.weight.main_grad[1] = 1e-3
+        optimizer.step(1e-2, 0.0)
+    assert 0 < (model.word_embeddings.weight[1] - before[1]).abs().max() < 0.05
+
+
+def _make(rank, n, formats, bf16, distributed, seed=0):
+    ps = ParallelState.create(n, rank) if n > 1 else ParallelState.single()
+    model = Chunk(torch.bfloat16 if bf16 else torch.float32, seed=seed)
+    return ps, model, machinery(model, ps=ps, precision=BF16 if bf16 else None, parallel=ParallelArgs(use_distributed_optimizer=distributed),
+                                **formats)
+
+
+def _straight_and_saved(rank, n, folder, formats, bf16):
+    ps, model, built = _make(rank, n, formats, bf16, True)
+    _train(model, *built, range(3), rank, n)
+    save(folder, CheckpointState(3, RECORD), [model], built[1], ps, SaveOptions())
+    _train(model, *built, range(3, 6), rank, n)
+    return [p.detach().clone() for p in model.parameters()], _state(built[1])
+
+
+def _resumed(rank, n, source, target, formats, bf16, go_on):
+    ps, model, built = _make(rank, n, formats, bf16, True, seed=9)
+    _train(model, *built, [17], rank, n)  # everything is different before
+    load(source, [model], built[1], ps, LoadOptions(RECORD))
+    if target is not None:
+        save(target, CheckpointState(3, RECORD), [model], built[1], ps, SaveOptions())
+    if go_on:
+        _train(model, *built, range(3, 6), rank, n)
+    return [p.detach().clone() for p in model.parameters()], _state(built[1])
+
+
+@pytest.mark.parametrize("formats, bf16", [(NARROW, True), (FP8, False), (HALF, True)])
+def test_resume(tmp_path, formats, bf16):
+    """Bit for bit on the same ranks; the same values on any others, and into any formats that hold them."""
+    straight = run_ranks(_straight_and_saved, 2, tmp_path / "a", formats, bf16)
+    again = run_ranks(_resumed, 2, tmp_path / "a", None, formats, bf16, True)
+    for (params, state), (other, other_state) in zip(straight, again):
+        assert all(torch.equal(a, b) for a, b in zip(params, other))
+        assert state.keys() == other_state.keys() and all(torch.equal(state[key], other_state[key]) for key in state)
+    # a remainder rounds ties away from zero: into it only what is no tie of the coarser fp16
+    for number, (n, here) in enumerate(((1, formats), (3, formats), (1, {}), *(((2, AWARE),) if formats is not HALF else ()))):
+        target = tmp_path / str(number)
+        run_ranks(_resumed, n, tmp_path / "a", target, here, bf16, False)
+        assert differences(tmp_path / "a/iter_0000003", target / "iter_0000003") == []
+
+
+def test_weights_loaded_alone_reach_the_main_parameters():
+    for formats in (NARROW, HALF):
+        model = Toy(torch.bfloat16)
+        grads, optimizer = machinery(model, precision=BF16, **formats)
+        one_step(model, grads, optimizer, [0])
+        with torch.no_grad():
+            model.first.weight.fill_(3.0)
+        optimizer.after_load(params_changed=True, state_loaded=False)
+        one_step(model, grads, optimizer, [1], lr=0.0)
+        assert torch.equal(model.first.weight, torch.full_like(model.first.weight, 3.0))
+
+
+def test_fp16_main_parameters_remember_more_than_the_model():
+    model = Toy(torch.bfloat16)
+    grads, optimizer = machinery(model, precision=BF16, clip_grad=0.0, **AWARE, main_params_dtype="fp16")
+    for step in range(10):
+        one_step(model, grads, optimizer, [step], lr=3e-4, weight_decay=0.0)
+    main = {held.param: held.values() for held in optimizer.tensors() if held.state_name == "fp32_param"}
+    assert all(torch.equal(values.bfloat16(), param.detach().flatten()) for param, values in main.items())
+    assert any(not torch.equal(values, values.bfloat16().float()) for values in main.values())
