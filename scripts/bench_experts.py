@@ -53,7 +53,7 @@ def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
     w1 = (torch.randn(num_experts, 2 * ffn, hidden) * 0.02).to(dtype).requires_grad_()
     w2 = (torch.randn(num_experts, hidden, ffn) * 0.02).to(dtype).requires_grad_()
     grad = torch.randn(tokens * topk, hidden).to(dtype)
-    block = module._choose_block(Activation("silu", gated=True))
+    block = module.choose_block(Activation("silu", gated=True))
     skew = torch.randn(num_experts) * 0.15
     times = {False: [], True: []}
     for _ in range(rounds + rounds // 3):

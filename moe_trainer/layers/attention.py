@@ -19,7 +19,6 @@ from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.norm import L2Norm
 from moe_trainer.layers.rotary import Tables, skips_rope
-from moe_trainer.ops.rope import apply_rope
 from moe_trainer.parallel.mappings import gather_last_dim
 from moe_trainer.parallel.state import ParallelState
 
@@ -65,7 +64,7 @@ class SelfAttention(nn.Module):
         self.rope = not skips_rope(model, layer_number)
         self.interleaved = model.rotary_interleaved
         self.stream = kit.stream if model.attention_dropout > 0.0 else None
-        self.activations = kit.activations
+        self.activations, self.apply_rope = kit.activations, kit.kernels.apply_rope
         self.linear_qkv = kit.column_linear(
             model.hidden_size, (heads + 2 * groups) * self.head_dim, name=f"{name}.linear_qkv", group=tp,
             init=hidden_init(model), bias=model.add_bias_linear or model.add_qkv_bias, sequence_parallel=sequence_parallel)
@@ -78,7 +77,7 @@ class SelfAttention(nn.Module):
 
     def _qk_norm(self, model: ModelArgs, kit: Kit, name: str) -> nn.Module | None:
         if model.qk_l2_norm:
-            return L2Norm(model.layernorm_epsilon)
+            return L2Norm(model.layernorm_epsilon, kit.kernels.rms_norm)
         # one gain for all heads, of which this rank sees some
         return kit.norm(self.head_dim, model, name=name, partial=self.tp.size > 1) if model.qk_layernorm else None
 
@@ -100,8 +99,8 @@ class SelfAttention(nn.Module):
             q, k_SBGD = self.q_layernorm(q), self.k_layernorm(k_SBGD)
         q_SBND = q.reshape(*q.shape[:2], self.num_heads, self.head_dim)
         if rope is not None and self.rope:
-            q_SBND = apply_rope(q_SBND, *rope, self.interleaved)
-            k_SBGD = apply_rope(k_SBGD, *rope, self.interleaved)
+            q_SBND = self.apply_rope(q_SBND, *rope, self.interleaved)
+            k_SBGD = self.apply_rope(k_SBGD, *rope, self.interleaved)
         with self.activations.offloading("core_attn"):
             y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBGD, v_SBGD)
         with self.activations.offloading("attn_proj"):

@@ -17,6 +17,7 @@ from torch import nn
 from moe_trainer.backends import Backends
 from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.layers.core_attention import CoreAttention
+from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.precision import LowPrecision
@@ -36,6 +37,7 @@ class Kit:
     row_linear, replicated_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel)
     norm: (size, model, *, name, partial)
     core_attention: see layers/core_attention.py; `choose` binds the groups and kinds of context parallelism to it
+    kernels: what the small operations run on
     queue: of the chunk, or None when its weight gradients never wait. stream: of the chunk, or None when nothing is cut.
     baton: handed over where tokens are exchanged, or None when passes run one after the other.
     activations: of the chunk; which of them are recomputed or go to the host.
@@ -49,6 +51,7 @@ class Kit:
     replicated_linear: Callable[..., nn.Module]
     norm: Callable[..., nn.Module]
     core_attention: Callable[..., nn.Module]
+    kernels: Kernels = Kernels()
     queue: WeightGradQueue | None = None
     stream: ShardStream | None = None
     baton: Baton | None = None
@@ -76,7 +79,8 @@ class Kit:
 LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
 
 
-def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends = Backends()) -> Kit:
+def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends = Backends(),
+           kernels: Kernels = Kernels()) -> Kit:
     """Return the kit for --transformer-impl, and for --cp-comm-type over the groups of `ps`.
 
     TransformerEngine layers are not built yet: where that choice (Megatron's default) may fall back, it runs the local kit and
@@ -87,4 +91,6 @@ def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str
             ("transformer_impl",), flag=f"--transformer-impl {transformer_impl}",
             problem="this version has no layers of the package transformer_engine yet", remedy="Use --transformer-impl local",
             instead="the local layers (plain torch)")
-    return replace(LOCAL, core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)))
+    return replace(
+        LOCAL, norm=functools.partial(Norm, rms_norm=kernels.rms_norm), kernels=kernels,
+        core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)))

@@ -24,7 +24,7 @@ from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import Tables, skips_rope
-from moe_trainer.ops.rope import apply_rope, yarn_mscale
+from moe_trainer.ops.rope import yarn_mscale
 from moe_trainer.parallel.mappings import copy_to_group, gather_rows_from_group
 from moe_trainer.parallel.state import ParallelState
 
@@ -48,7 +48,7 @@ class MultiLatentAttention(nn.Module):
         self.value_dim, self.kv_rank = model.v_head_dim, model.kv_lora_rank
         self.rope = not skips_rope(model, layer_number)
         self.stream = kit.stream if model.attention_dropout > 0.0 else None
-        self.activations = kit.activations
+        self.activations, self.apply_rope = kit.activations, kit.kernels.apply_rope
         key_dim = self.nope_dim + self.rope_dim
         init = hidden_init(model)
 
@@ -97,8 +97,8 @@ class MultiLatentAttention(nn.Module):
         to_all_heads = gather_rows_from_group if self.sequence_parallel else copy_to_group
         k_rope = to_all_heads(k_rope, self.tp).unsqueeze(2)
         if rope is not None and self.rope:
-            q_SBND = apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
-            k_rope = apply_rope(k_rope, *rope, interleaved=True)
+            q_SBND = self.apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
+            k_rope = self.apply_rope(k_rope, *rope, interleaved=True)
         return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), v_SBNE
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:

@@ -33,10 +33,11 @@ class MLP(nn.Module):
     def __init__(self, model: ModelArgs, ffn_hidden_size: int, *, name: str, group: Group, kit: Kit, bias: bool,
                  sequence_parallel: bool = False):
         super().__init__()
-        self.activation = make_activation(model)
+        activation = make_activation(model)
+        self.activation = kit.kernels.dense(activation)
         self.linear_fc1 = kit.column_linear(
-            model.hidden_size, ffn_hidden_size * self.activation.in_per_out, name=f"{name}.linear_fc1", group=group,
-            init=hidden_init(model), bias=bias, sequence_parallel=sequence_parallel, parts=self.activation.in_per_out)
+            model.hidden_size, ffn_hidden_size * activation.in_per_out, name=f"{name}.linear_fc1", group=group,
+            init=hidden_init(model), bias=bias, sequence_parallel=sequence_parallel, parts=activation.in_per_out)
         self.linear_fc2 = kit.row_linear(
             ffn_hidden_size, model.hidden_size, name=f"{name}.linear_fc2", group=group, init=residual_init(model),
             bias=bias, sequence_parallel=sequence_parallel)

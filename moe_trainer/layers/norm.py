@@ -1,5 +1,7 @@
 """RMSNorm and LayerNorm with Megatron's options."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
@@ -11,9 +13,11 @@ from moe_trainer.parallel.params import ParamInfo
 class Norm(nn.Module):
     """The normalization chosen by --normalization, --norm-epsilon and --apply-layernorm-1p over the last dimension."""
 
-    def __init__(self, size: int, model: ModelArgs, *, name: str, partial: bool = False):
-        """partial: it sees a part of what its tensor-parallel group computes (its rows, or its heads)."""
+    def __init__(self, size: int, model: ModelArgs, *, name: str, partial: bool = False, rms_norm: Callable[..., Tensor] = rms_norm):
+        """partial: it sees a part of what its tensor-parallel group computes (its rows, or its heads). rms_norm: the function or
+        a kernel of its signature."""
         super().__init__()
+        self.rms_norm = rms_norm
         self.eps = model.layernorm_epsilon
         self.zero_centered = model.layernorm_zero_centered_gamma
         start = "zeros" if self.zero_centered else "ones"
@@ -25,7 +29,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., size]; the result has the dtype of the weight."""
         if self.bias is None:
-            return rms_norm(x, self.weight, self.eps, self.zero_centered)
+            return self.rms_norm(x, self.weight, self.eps, self.zero_centered)
         return layer_norm(x, self.weight, self.bias, self.eps, self.zero_centered)
 
     def extra_repr(self) -> str:
@@ -36,9 +40,9 @@ class Norm(nn.Module):
 class L2Norm(nn.Module):
     """RMS normalization without a gain, for --qk-l2-norm."""
 
-    def __init__(self, eps: float):
+    def __init__(self, eps: float, rms_norm: Callable[..., Tensor] = rms_norm):
         super().__init__()
-        self.eps = eps
+        self.eps, self.rms_norm = eps, rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, None, self.eps)
+        return self.rms_norm(x, None, self.eps)

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from moe_trainer.layers.init import Init, make_parameter
 from moe_trainer.layers.linear import column_grads
-from moe_trainer.ops.cross_entropy import ConsumedError, gradient_in_place, linear_cross_entropy, softmax_in_place
+from moe_trainer.ops.cross_entropy import PLAIN, ConsumedError, LossSteps, linear_cross_entropy
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import (
     copy_to_group,
@@ -88,42 +88,43 @@ class PositionEmbedding(nn.Module):
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels_T, group, sequence_parallel, queue):
+    def forward(ctx, x, weight, labels_T, group, sequence_parallel, queue, steps):
         whole = gather_rows(x, group)[0] if sequence_parallel else x
         probs_TV = whole.reshape(-1, whole.shape[-1]) @ weight.t()
         rows_T, mine_T = _local_rows(labels_T, group, weight.shape[0])
-        own_T, target_T = softmax_in_place(probs_TV, rows_T)
+        own_T, target_T = steps.softmax(probs_TV, rows_T)
         largest_T = all_reduce(own_T.clone(), group, op="max")
         sums_2T = all_reduce(torch.stack([(own_T - largest_T).exp_(), target_T.masked_fill_(~mine_T, 0.0)]), group)
         all_T = largest_T.add_(sums_2T[0].log())
         loss_T = all_T - sums_2T[1]
         ctx.save_for_backward(x, weight, rows_T, mine_T, loss_T, own_T.sub_(all_T).exp_())
-        ctx.probs_TV, ctx.plan = probs_TV, (group, sequence_parallel, queue)
+        ctx.probs_TV, ctx.plan = probs_TV, (group, sequence_parallel, queue, steps)
         return loss_T
 
     @staticmethod
     def backward(ctx, grad_T):
         x, weight, rows_T, mine_T, loss_T, share_T = ctx.saved_tensors
-        group, sequence_parallel, queue = ctx.plan
+        group, sequence_parallel, queue, steps = ctx.plan
         grad_TV, ctx.probs_TV = ctx.probs_TV, None
         if grad_TV is None:
             raise ConsumedError
-        gradient_in_place(grad_TV, rows_T, grad_T * share_T, torch.expm1(-loss_T).mul_(grad_T), mine_T)
+        steps.gradient(grad_TV, rows_T, grad_T * share_T, torch.expm1(-loss_T).mul_(grad_T), mine_T)
         grad_x, grad_weight = column_grads(grad_TV, x, weight, group, sequence_parallel=sequence_parallel,
                                            needs=ctx.needs_input_grad[:2], queue=queue)
-        return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None, None
+        return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None, None, None
 
 
 class OutputHead(nn.Module):
     """Logits and per-token loss of hidden states, with its own [V, H] weight or the embedding's.
 
     The weight is an argument of both methods when it is the embedding's (tied head). Both get this rank's rows when
-    sequence_parallel. queue: see layers/linear.py; a tied weight's gradient never waits, for its other part does not.
+    sequence_parallel. steps: what runs on the logits. queue: see layers/linear.py; a tied weight's gradient never waits, for its other part does not.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, *, name: str, group: Group, init: Init, tied: bool,
-                 sequence_parallel: bool = False, queue: WeightGradQueue | None = None):
+                 sequence_parallel: bool = False, queue: WeightGradQueue | None = None, steps: LossSteps = PLAIN):
         super().__init__()
+        self.steps = steps
         self.group, self.queue = group, None if tied else queue
         self.sequence_parallel = sequence_parallel and group.size > 1
         num_rows, cut = _rows_of(group, vocab_size, name)
@@ -134,9 +135,9 @@ class OutputHead(nn.Module):
         """Cross entropy of every token, fp32 [B, S] with the whole sequence of labels, on every rank."""
         weight = self.weight if tied_weight is None else tied_weight
         if self.group.size == 1 and self.queue is None:
-            return linear_cross_entropy(x_SBH, weight, labels_BS.t()).t().contiguous()
+            return linear_cross_entropy(x_SBH, weight, labels_BS.t(), steps=self.steps).t().contiguous()
         loss_T = _VocabParallelLoss.apply(
-            x_SBH, weight, labels_BS.t().reshape(-1), self.group, self.sequence_parallel, self.queue)
+            x_SBH, weight, labels_BS.t().reshape(-1), self.group, self.sequence_parallel, self.queue, self.steps)
         return loss_T.view(labels_BS.shape[::-1]).t().contiguous()
 
     def logits_BSV(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from arguments import Arguments
 from arguments.parallel import ParallelArgs
 from moe_trainer.backends import Backends
+from moe_trainer.layers.kernels import choose_kernels
 from moe_trainer.layers.kit import choose
 from moe_trainer.memory.activations import Activations
 from moe_trainer.memory.offload import Offload
@@ -43,7 +44,8 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     device = torch.device(device)
     dtype = dict(DTYPES)[args.precision.params_dtype_name]
     backends = Backends(args.parallel.on_missing_backend, args.typed, device.type == "cuda", missing=[])
-    kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type, backends)
+    kernels = choose_kernels(args.parallel.triton_kernels, backends)
+    kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type, backends, kernels)
     layouts = chunk_layouts(args.model, args.parallel)
     assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
     shared = len(embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights)) > 1
@@ -60,9 +62,9 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
             _check(chunk)
         chunks.append(chunk)
     if args.moe.num_experts and device.type != "meta":
-        dispatcher = choose_dispatcher(args.moe, ps, _dispatched_rows(args, ps, dtype, device), backends)
+        dispatcher = choose_dispatcher(args.moe, ps, _dispatched_rows(args, ps, dtype, device), backends, kernels)
         layers = [layer for chunk in chunks for layer in chunk.moe_layers()]
-        connect_dispatcher(layers, dispatcher, choose_fused_topk(args.moe, backends))
+        connect_dispatcher(layers, dispatcher, choose_fused_topk(args.moe, backends, kernels), kernels.balance)
     backends.check()
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info("model: %s parameters on this rank (%s) in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)

@@ -35,7 +35,7 @@ Megatron-Core defines them, and a one-process oracle has to compute them for the
 Shape letters: S sequence, B sequences of the microbatch, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,14 @@ def normalised_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, T
     return raw_TE / total_T1, slope_TE / total_T1
 
 
+def scores_and_counts(logits_TE: Tensor, topk: int, score_function: str, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalised scores and slopes, and per sequence the sums of scores and the counts of the plain top-k, both [B, E]."""
+    scores_TE, slope_TE = normalised_scores(logits_TE, score_function)
+    chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1], 1.0)
+    probs_BE, counts_BE = (table.view(-1, num_sequences, table.shape[1]).sum(0) for table in (scores_TE, chosen_TE))
+    return scores_TE, slope_TE, probs_BE, counts_BE
+
+
 @torch.no_grad()
 def balancing_losses(
     logits_TE: Tensor,
@@ -128,13 +136,14 @@ def balancing_losses(
     per_token_loss: bool,
     running: tuple[Tensor, Tensor] | None,
     ps: ParallelState,
+    balance: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None,
 ) -> BalancingLosses:
     """Values and summed gradient of all balancing losses of one microbatch.
 
     Shapes: logits_TE; running = (counts_E summed over the iteration's earlier microbatches and over tp_dp_cp, number of
     microbatches), both updated in place, needed by global_aux_loss.
     per_token_loss multiplies the gradient by the microbatch's token count (all tp x cp ranks), which the later division by the
-    token count takes away.
+    token count takes away. balance: a kernel that stands in for scores_and_counts.
     Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17.
     """
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
@@ -144,10 +153,7 @@ def balancing_losses(
     grad_TE = None
     scores_TE = None
     if any(coefficients.values()):
-        scores_TE, slope_TE = normalised_scores(logits_TE, score_function)
-        chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1], 1.0)
-        probs_BE = scores_TE.view(-1, num_sequences, num_experts).sum(0)
-        counts_BE = chosen_TE.view(-1, num_sequences, num_experts).sum(0)
+        scores_TE, slope_TE, probs_BE, counts_BE = (balance or scores_and_counts)(logits_TE, topk, score_function, num_sequences)
         weights_BE = _loss_weights(probs_BE, counts_BE, num_tokens, topk, coefficients, running, ps, values)
         # c_e - <s, c> per token; weights are per sequence when seq_aux_loss is among them, else equal for all
         weights = weights_BE if len(weights_BE) == 1 else weights_BE.repeat(num_tokens // num_sequences, 1)

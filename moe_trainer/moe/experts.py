@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.init import Init, hidden_init, make_parameter, residual_init
+from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import Activations
@@ -64,7 +65,8 @@ class Experts(nn.Module):
     """
 
     def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, queue: WeightGradQueue | None = None,
-                 activations: Activations | None = None, quantize: Callable[..., QuantizedProducts] | None = None):
+                 activations: Activations | None = None, quantize: Callable[..., QuantizedProducts] | None = None,
+                 kernels: Kernels = Kernels()):
         super().__init__()
         ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
         if ffn % ps.etp.size:
@@ -73,6 +75,7 @@ class Experts(nn.Module):
         if moe.num_experts % ps.ep.size:
             raise ValueError(f"--num-experts {moe.num_experts} cannot be spread evenly over --expert-model-parallel-size {ps.ep.size}")
         self.activation = make_activation(model)
+        self.block, self.products = kernels.block(self.activation), kernels.products
         self.allow_grouped = moe.moe_grouped_gemm
         self.probs_on_input = moe.moe_apply_probs_on_input
         self.queue, self.activations = queue, activations or Activations()
@@ -109,6 +112,7 @@ class Experts(nn.Module):
             return expert_mlp(
                 x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
                 b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), allow_grouped=self.allow_grouped, queue=self.queue,
+                block=self.block, products=self.products,
             )
 
     def _own_bias(self) -> Tensor | None:

@@ -217,7 +217,8 @@ class TopKRouter(nn.Module):
         self.coefficients = loss_coefficients(moe)
         self.per_token_loss = per_token_loss
         self.recorder: list | None = None
-        self.fused_topk: Callable | None = None  # set when the model is built; see dispatch/choose.py
+        self.fused_topk: Callable | None = None  # kernels: set when the model is built; see dispatch/choose.py
+        self.balance: Callable | None = None
         init, partial = hidden_init(model), ps.tp.size > 1  # every rank of tp routes rows of its own
         self.weight = make_parameter((self.num_experts, model.hidden_size), ParamInfo(
             (f"{name}.weight",), partial=partial, init=init.kind, init_std=init.std))
@@ -344,6 +345,7 @@ class TopKRouter(nn.Module):
             per_token_loss=self.per_token_loss,
             running=running,
             ps=self.ps,
+            balance=self.balance,
         )
         self.loss_sums += losses.values
         return losses.grad_TE

@@ -17,6 +17,9 @@ the token's incoming gradient.
 Shapes: T tokens, H hidden, V vocabulary, or this rank's columns of it (padded columns take part in the softmax, as in Megatron-LM).
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -71,6 +74,16 @@ def gradient_in_place(probs_TV: Tensor, labels_T: Tensor, factor_T: Tensor, at_l
     probs_TV[place] = at_label_T if mine_T is None else torch.where(mine_T, at_label_T, probs_TV[place])
 
 
+class LossSteps(NamedTuple):
+    """The two passes over the logits: the functions above, or kernels of their signatures."""
+
+    softmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_in_place
+    gradient: Callable[..., None] = gradient_in_place
+
+
+PLAIN = LossSteps()
+
+
 class ConsumedError(RuntimeError):
     """A second backward through a loss whose first one has used up what the forward kept."""
 
@@ -80,12 +93,12 @@ class ConsumedError(RuntimeError):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight_VH, labels_T):
+    def forward(ctx, x_TH, weight_VH, labels_T, steps):
         probs_TV = x_TH @ weight_VH.t()
-        log_sum_exp_T, target_T = softmax_in_place(probs_TV, labels_T)
+        log_sum_exp_T, target_T = steps.softmax(probs_TV, labels_T)
         loss_T = log_sum_exp_T.sub_(target_T)
         ctx.save_for_backward(x_TH, weight_VH, labels_T, loss_T)
-        ctx.probs_TV = probs_TV
+        ctx.probs_TV, ctx.steps = probs_TV, steps
         return loss_T
 
     @staticmethod
@@ -94,10 +107,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_TV, ctx.probs_TV = ctx.probs_TV, None
         if grad_TV is None:
             raise ConsumedError
-        gradient_in_place(grad_TV, labels_T, grad_T, torch.expm1(-loss_T).mul_(grad_T))
+        ctx.steps.gradient(grad_TV, labels_T, grad_T, torch.expm1(-loss_T).mul_(grad_T))
         grad_x = grad_TV @ weight_VH if ctx.needs_input_grad[0] else None
         grad_weight = grad_TV.t() @ x_TH if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 def chunk_rows(rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -128,18 +141,18 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     """Loss and gradients in one pass over chunks of tokens: possible where the tokens' weights in the loss are known beforehand."""
 
     @staticmethod
-    def forward(ctx, x_TH, weight_VH, labels_T, weights_T, step, with_grads):
+    def forward(ctx, x_TH, weight_VH, labels_T, weights_T, step, with_grads, steps):
         loss_T = torch.empty(len(x_TH), dtype=torch.promote_types(x_TH.dtype, torch.float32), device=x_TH.device)
         grads = Gradients(x_TH, weight_VH) if with_grads else None
         weights_T = weights_T.to(loss_T.dtype)
         for start in range(0, len(x_TH), step):
             here = slice(start, start + step)
             probs_TV = x_TH[here] @ weight_VH.t()
-            log_sum_exp_T, target_T = softmax_in_place(probs_TV, labels_T[here])
+            log_sum_exp_T, target_T = steps.softmax(probs_TV, labels_T[here])
             torch.sub(log_sum_exp_T, target_T, out=loss_T[here])
             if with_grads:
                 weights = weights_T[here]
-                gradient_in_place(probs_TV, labels_T[here], weights, torch.expm1(-loss_T[here]).mul_(weights))
+                steps.gradient(probs_TV, labels_T[here], weights, torch.expm1(-loss_T[here]).mul_(weights))
                 grads.add(here, probs_TV)
         ctx.grads, ctx.needs = grads, with_grads
         ctx.save_for_backward(weights_T)
@@ -151,7 +164,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         if grads is None:
             raise ConsumedError
         grad_x, grad_weight = grads.times(factor_of(grad_T, *ctx.saved_tensors))
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 class Gradients:
@@ -177,17 +190,18 @@ class Gradients:
             self._of_weight.mul_(factor).to(self._weight.dtype)
 
 
-def linear_cross_entropy(x: Tensor, weight_VH: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight_VH: Tensor, labels: Tensor, weights: Tensor | None = None,
+                         steps: LossSteps = PLAIN) -> Tensor:
     """Per-token loss -log softmax(x @ weight.T)[label], fp32, of the same leading shape as the labels.
 
     Shapes: x [..., H]; weight [V, H]; labels [...] int64 in [0, V); weights [...]: a promise that the gradient of the result will be
-    these times one number (a loss mask), with which the logits need never be whole. Differentiable once.
+    these times one number (a loss mask), with which the logits need never be whole. steps: what runs on the logits. Differentiable once.
     """
     x_TH, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     step = chunk_rows(*x_TH.shape[:1], *weight_VH.shape, weight_VH.dtype, x.device) if weights is not None else len(x_TH)
     if step < len(x_TH):
         with_grads = torch.is_grad_enabled() and (x.requires_grad or weight_VH.requires_grad)
-        loss_T = _ChunkedLinearCrossEntropy.apply(x_TH, weight_VH, labels_T, weights.reshape(-1), step, with_grads)
+        loss_T = _ChunkedLinearCrossEntropy.apply(x_TH, weight_VH, labels_T, weights.reshape(-1), step, with_grads, steps)
     else:
-        loss_T = _LinearCrossEntropy.apply(x_TH, weight_VH, labels_T)
+        loss_T = _LinearCrossEntropy.apply(x_TH, weight_VH, labels_T, steps)
     return loss_T.view(labels.shape)

@@ -31,9 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.ops.grouped_gemm import (
-    grouped_forward,
-    grouped_input_grad,
-    grouped_weight_grad,
+    GROUPED_MM,
+    GroupedProducts,
     prefer_grouped,
     row_offsets,
     spans,
@@ -43,7 +42,9 @@ from moe_trainer.ops.pointwise import Activation
 BLOCK_ROWS = 256  # rows of an elementwise block in the grouped form on CPU
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
+    """The two functions of an activation; see the head of this file."""
+
     forward: Callable[[Tensor, Tensor | None], Tensor]
     backward: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 
@@ -101,7 +102,7 @@ def _squared_relu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
     return _weigh(z, p), positive.mul_(grad_a).mul_(2), grad_p
 
 
-def _by_autograd(activation: Activation) -> _Block:
+def _by_autograd(activation: Activation) -> Block:
     def backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
         with torch.enable_grad():
             h = h.detach().requires_grad_()
@@ -110,36 +111,40 @@ def _by_autograd(activation: Activation) -> _Block:
         grad_h = torch.autograd.grad(z, h, grad_a)[0]
         return _weigh(z.detach(), p), grad_h, grad_p
 
-    return _Block(lambda h, p: _weigh(activation(h), p), backward)
+    return Block(lambda h, p: _weigh(activation(h), p), backward)
 
 
-def choose_block(activation: Activation) -> _Block:
+def choose_block(activation: Activation) -> Block:
     """The pair of block functions of an activation; see the head of this file."""
     if activation == Activation("silu", gated=True):
-        return _Block(_swiglu_forward, _swiglu_backward)
+        return Block(_swiglu_forward, _swiglu_backward)
     if activation == Activation("gelu"):
-        return _Block(_gelu_forward, _gelu_backward)
+        return Block(_gelu_forward, _gelu_backward)
     if activation == Activation("squared_relu"):
-        return _Block(_squared_relu_forward, _squared_relu_backward)
+        return Block(_squared_relu_forward, _squared_relu_backward)
     return _by_autograd(activation)
 
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, grouped, queue):
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, products, queue):
+        """products: of all experts in one call; None for a loop over the experts."""
         p_R = None if probs_R is None else probs_R.contiguous()
-        run = _forward_grouped if grouped else _forward_loop
-        ctx.offsets = row_offsets(counts, x_RH.device) if grouped else None
-        h_RG, y_RH = run(x_RH, p_R, w1, b1, w2, b2, ctx.offsets if grouped else counts, activation)
+        ctx.offsets = None
+        if products is None:
+            h_RG, y_RH = _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation)
+        else:
+            ctx.offsets = row_offsets(counts, x_RH.device)
+            h_RG, y_RH = _forward_grouped(x_RH, p_R, w1, b1, w2, b2, ctx.offsets, activation, products)
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
-        ctx.counts, ctx.activation, ctx.grouped = counts, activation, grouped
+        ctx.counts, ctx.activation, ctx.products = counts, activation, products
         ctx.has_b1 = b1 is not None
         ctx.queue, ctx.weights = queue, (w1, w2)
         return y_RH
 
     @staticmethod
     def backward(ctx, grad_RH):
-        run = _backward_grouped if ctx.grouped else _backward_loop
+        run = _backward_loop if ctx.products is None else _backward_grouped
         grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
         grad_w1, grad_w2 = (_now_or_later(ctx, weight, grad) for weight, grad in zip(ctx.weights, (grad_w1, grad_w2)))
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
@@ -254,14 +259,14 @@ def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, offsets, activation):
-    h_RG = grouped_forward(x_RH, w1, offsets)
+def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, offsets, activation, products):
+    h_RG = products.forward(x_RH, w1, offsets)
     if b1 is not None:
         h_RG += _per_row(b1, offsets, x_RH.shape[0])
     a_RF = x_RH.new_empty(x_RH.shape[0], w2.shape[2])
     for start, stop in _blocks(x_RH.shape[0], x_RH.is_cuda):
         a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
-    y_RH = grouped_forward(a_RF, w2, offsets)
+    y_RH = products.forward(a_RF, w2, offsets)
     if b2 is not None:
         bias_RH = _per_row(b2, offsets, x_RH.shape[0])
         y_RH += bias_RH if p_R is None else bias_RH * p_R.unsqueeze(1)
@@ -274,8 +279,8 @@ def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
 
 
 def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
-    counts, offsets, activation = ctx.counts, ctx.offsets, ctx.activation
-    grad_a = grouped_input_grad(grad_RH, w2, offsets)
+    counts, offsets, activation, products = ctx.counts, ctx.offsets, ctx.activation, ctx.products
+    grad_a = products.input_grad(grad_RH, w2, offsets)
     grad_p = None if p_R is None else torch.empty_like(p_R)
     grad_h = torch.empty_like(h_RG)
     for start, stop in _blocks(x_RH.shape[0], x_RH.is_cuda):
@@ -286,9 +291,9 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
         if p is not None:
             grad_p[start:stop] = block_grad_p
     needs_w = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
-    grad_w1 = (lambda: grouped_weight_grad(grad_h, x_RH, offsets)) if needs_w else None
-    grad_w2 = (lambda: grouped_weight_grad(grad_RH, grad_a, offsets)) if needs_w else None
-    grad_x = grouped_input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
+    grad_w1 = (lambda: products.weight_grad(grad_h, x_RH, offsets)) if needs_w else None
+    grad_w2 = (lambda: products.weight_grad(grad_RH, grad_a, offsets)) if needs_w else None
+    grad_x = products.input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
     grad_b1 = _sum_rows(grad_h, counts) if ctx.has_b1 else None
     grad_b2 = None
     if b2 is not None:
@@ -317,6 +322,8 @@ def expert_mlp(
     b2_eH: Tensor | None = None,
     allow_grouped: bool = True,
     queue: Any = None,
+    block: Block | None = None,
+    products: GroupedProducts | None = None,
 ) -> Tensor:
     """Run every expert on its rows.
 
@@ -324,14 +331,17 @@ def expert_mlp(
     Shapes: x_RH rows sorted by expert, counts[e] rows each (zero is fine); probs_R any floating dtype, None for no weighting.
     allow_grouped: use one grouped product where it is faster (see grouped_gemm.prefer_grouped).
     queue: takes the weights' gradients while it is active in backward: anything with `active` and `defer(weight, compute)`.
+    block, products: kernels that stand in for the torch versions, products for any size where grouping is allowed.
     Raises: ValueError when the counts do not add up to R.
     """
     num_rows = x_RH.shape[0]
     if sum(counts) != num_rows:
         raise ValueError(f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")
-    grouped = allow_grouped and num_rows > 0 and prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.is_cuda)
+    prefer = prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.is_cuda)
     aligned = math.gcd(x_RH.shape[1], w1_eGH.shape[1], w2_eHF.shape[2]) * x_RH.element_size() % 16 == 0
+    if products is None and prefer and aligned:
+        products = GROUPED_MM
     return _ExpertMLP.apply(
-        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), choose_block(activation), grouped and aligned,
-        queue,
+        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), block or choose_block(activation),
+        products if allow_grouped and num_rows > 0 else None, queue,
     )

@@ -9,7 +9,8 @@ host integers.
 Shape letters: R rows sorted by expert, e experts, N output width, K input width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,3 +67,14 @@ def grouped_input_grad(grad_RN: Tensor, w_eNK: Tensor, offsets_e: Tensor) -> Ten
 def grouped_weight_grad(grad_RN: Tensor, x_RK: Tensor, offsets_e: Tensor) -> Tensor:
     """grad^T @ x per expert, one call. Returns grad_eNK; zero for an expert without rows."""
     return F.grouped_mm(grad_RN.t(), x_RK, offs=offsets_e)
+
+
+class GroupedProducts(NamedTuple):
+    """The three products of one linear of all experts, as the functions above do them."""
+
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    input_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
+    weight_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+GROUPED_MM = GroupedProducts(grouped_forward, grouped_input_grad, grouped_weight_grad)

@@ -8,9 +8,6 @@ version's by its roundings.
 Shapes: R rows, F width of the result; h [R, 2F] = [gate; up] for SwiGLU, [R, F] for gelu and squared ReLU; p [R] or None.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -171,10 +168,3 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
     """silu(gate) * up, each row times its probability; as ops/pointwise.py: swiglu."""
     return _SwiGLU.apply(x, probs)
-
-
-class Block(NamedTuple):
-    """forward(h, p) -> a; backward(h, p, grad_a) -> (a, grad_h, grad_p)."""
-
-    forward: Callable[[Tensor, Tensor | None], Tensor]
-    backward: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, Tensor | None]]

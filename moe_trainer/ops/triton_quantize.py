@@ -20,14 +20,18 @@ from torch import Tensor
 from moe_trainer.ops.quantize import POWER_OF_TWO, Scaling, scale_of
 from moe_trainer.ops.triton_blocks import block_of, warps_of
 
-LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
+
+@triton.jit
+def _not_finite(size):
+    """1 for absolute values beyond fp32's largest number, and for NaN."""
+    return (~(size <= 3.4028234663852886e38)).to(tl.int32)
 
 
 @triton.jit
 def _finite_scale(amax, is_bad, FMAX: tl.constexpr, POWER: tl.constexpr):
     """scale_of: FMAX / amax, a power of two if asked; 1 for zeros, NaN where a number was not finite."""
     # torch divides a number by a tensor this way: a rounded reciprocal, then a product
-    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + 1.0, tl.where(amax == 0.0, 1.0, amax)) * FMAX, LARGEST)
+    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + 1.0, tl.where(amax == 0.0, 1.0, amax)) * FMAX, 3.4028234663852886e38)
     if POWER:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(amax == 0.0, 1.0, scale)
@@ -63,7 +67,7 @@ def block_kernel(x, out, inverse, num_rows, num_columns, stride_r, stride_k, FMA
     at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     size = tl.abs(value)
-    bad = (~(size <= LARGEST)).to(tl.int32)
+    bad = _not_finite(size)
     amax, is_bad = tl.max(size, 1), tl.max(bad, 1)
     if SQUARE:
         amax, is_bad = tl.zeros_like(amax) + tl.max(amax, 0), tl.zeros_like(is_bad) + tl.max(is_bad, 0)
@@ -87,7 +91,7 @@ def amax_kernel(x, partial, num_rows, num_columns, stride_r, stride_k, ROWS: tl.
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
     size = tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32))
-    is_bad = tl.max(tl.max((~(size <= LARGEST)).to(tl.int32), 1), 0)
+    is_bad = tl.max(tl.max(_not_finite(size), 1), 0)
     amax = tl.max(tl.max(size, 1), 0)
     tl.store(partial + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1), tl.where(is_bad > 0, float("nan"), amax))
 

@@ -8,6 +8,7 @@ import torch
 from arguments.moe import MoEArgs
 from moe_trainer.backends import Backends
 from moe_trainer.layers import te
+from moe_trainer.layers.kernels import Kernels
 from moe_trainer.moe.dispatch import deepep, hybridep
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
@@ -28,12 +29,13 @@ class Rows:
     deterministic: bool = False
 
 
-def choose_dispatcher(moe: MoEArgs, ps: ParallelState, rows: Rows | None = None, backends: Backends = Backends()) -> TokenDispatcher:
+def choose_dispatcher(moe: MoEArgs, ps: ParallelState, rows: Rows | None = None, backends: Backends = Backends(),
+                      kernels: Kernels = Kernels()) -> TokenDispatcher:
     """Return the dispatcher for --moe-token-dispatcher-type under these parallel sizes. rows: needed on CUDA devices.
 
     Collective where a communication buffer is made. Raises: MissingBackend; ValueError when the library cannot carry such rows.
     """
-    permutation = choose_permutation(moe, backends)
+    permutation = choose_permutation(moe, backends, kernels)
     if ps.tp_ep.size == 1:
         return LocalDispatcher(permutation)
     kind = moe.moe_token_dispatcher_type
@@ -55,16 +57,20 @@ def _kernel(flag: str, dest: str, backends: Backends, module: str, *names: str, 
     return backends.use((dest,), flag=flag, problem=problem, remedy=remedy, instead="plain torch, with the same results")
 
 
-def choose_permutation(moe: MoEArgs, backends: Backends) -> Permutation:
-    """The local reordering of tokens: fused kernels for --moe-permute-fusion where they are."""
+def choose_permutation(moe: MoEArgs, backends: Backends, kernels: Kernels = Kernels()) -> Permutation:
+    """The local reordering of tokens: our own kernels if they were named, fused ones for --moe-permute-fusion where they are."""
+    if kernels.permutation is not None:
+        return kernels.permutation()
     if moe.moe_permute_fusion and _kernel(
             "--moe-permute-fusion", "moe_permute_fusion", backends, "permutation", *te.FusedPermutation.NAMES):
         return te.FusedPermutation()
     return Permutation()
 
 
-def choose_fused_topk(moe: MoEArgs, backends: Backends) -> Callable | None:
-    """The fused kernel that scores and chooses experts for --moe-router-fusion where it is, else None."""
+def choose_fused_topk(moe: MoEArgs, backends: Backends, kernels: Kernels = Kernels()) -> Callable | None:
+    """The kernel that scores and chooses experts: our own if it was named, a fused one for --moe-router-fusion where it is, else None."""
+    if kernels.fused_topk is not None:
+        return kernels.fused_topk
     if not moe.moe_router_fusion:
         return None
     other = None
@@ -108,8 +114,9 @@ def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends
         pad_uneven=moe.moe_hybridep_pad_uneven_dispatch_inputs)
 
 
-def connect_dispatcher(layers: Iterable, dispatcher: TokenDispatcher, fused_topk: Callable | None = None) -> None:
-    """Give every MoE layer of a model the same dispatcher, and its router the same kernel."""
+def connect_dispatcher(layers: Iterable, dispatcher: TokenDispatcher, fused_topk: Callable | None = None,
+                       balance: Callable | None = None) -> None:
+    """Give every MoE layer of a model the same dispatcher, and its router the same kernels."""
     for layer in layers:
         layer.dispatcher = dispatcher
-        layer.router.fused_topk = fused_topk
+        layer.router.fused_topk, layer.router.balance = fused_topk, balance

@@ -1,0 +1,100 @@
+"""Which code the small operations of a model run on: plain torch, or the Triton kernels that --triton-kernels names.
+
+The choice is made once, when the model is built, and handed down with the kit: layers call what they were given. Every kernel has the
+signature of the torch function it stands in for, and tests/ops/test_triton.py holds it to the same numbers.
+"""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_trainer.backends import Backends
+from moe_trainer.ops import pointwise, rope
+from moe_trainer.ops.cross_entropy import PLAIN, LossSteps
+from moe_trainer.ops.expert_mlp import Block
+from moe_trainer.ops.grouped_gemm import GroupedProducts
+from moe_trainer.ops.permute import Permutation
+from moe_trainer.ops.pointwise import Activation
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install triton"
+NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One function an operation; the defaults are torch's.
+
+    activations: feed-forward activations that have kernels, each with (of x and probs for a dense network, or None; the block functions
+    of the experts). products, permutation, fused_topk, balance: None for the torch versions.
+    """
+
+    rms_norm: Callable[..., Tensor] = pointwise.rms_norm
+    apply_rope: Callable[..., Tensor] = rope.apply_rope
+    loss_steps: LossSteps = PLAIN
+    activations: tuple[tuple[Activation, Callable[..., Tensor] | None, Block], ...] = ()
+    products: GroupedProducts | None = None
+    permutation: Callable[[], Permutation] | None = None
+    fused_topk: Callable[..., tuple[Tensor, Tensor]] | None = None
+    balance: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+
+    def dense(self, activation: Activation) -> Callable[..., Tensor]:
+        """The activation of a dense feed-forward network."""
+        return next((function for kind, function, _ in self.activations if kind == activation and function is not None), activation)
+
+    def block(self, activation: Activation) -> Block | None:
+        """The block functions of the experts; None for the torch versions."""
+        return next((block for kind, _, block in self.activations if kind == activation), None)
+
+
+def choose_kernels(names: Sequence[str], backends: Backends = Backends()) -> Kernels:
+    """Return the kernels for --triton-kernels. Raises: MissingBackend where they cannot be had and may not be done without."""
+    if not names:
+        return Kernels()
+    problem, remedy = None, "Drop --triton-kernels"
+    if not backends.cuda:
+        problem = "the kernels run on CUDA devices, and this rank computes on a CPU"
+    elif importlib.util.find_spec("triton") is None:
+        problem, remedy = "the package triton is not installed", f"Install it ({INSTALL})"
+    wanted = NAMES if "all" in names else tuple(name for name in NAMES if name in names)
+    found = backends.use(("triton_kernels",), flag=f"--triton-kernels {' '.join(names)}", problem=problem, remedy=remedy,
+                         instead="plain torch, with the same results")
+    if not found:
+        return Kernels()
+    logger.info("Triton kernels: %s", ", ".join(wanted))
+    return Kernels(**{part: value for name in wanted for part, value in _load(name).items()})
+
+
+def _load(name: str) -> dict:
+    """The parts of Kernels that a name stands for."""
+    module = importlib.import_module({
+        "activation": "moe_trainer.ops.triton_pointwise",
+        "norm": "moe_trainer.ops.triton_norm",
+        "rope": "moe_trainer.ops.triton_rope",
+        "permute": "moe_trainer.ops.triton_permute",
+        "router": "moe_trainer.ops.triton_router",
+        "cross-entropy": "moe_trainer.ops.triton_cross_entropy",
+        "grouped-gemm": "moe_trainer.ops.triton_grouped_gemm",
+    }[name])
+    if name == "activation":
+        return {"activations": (
+            (Activation("silu", gated=True), module.swiglu, Block(module.swiglu_forward, module.swiglu_backward)),
+            (Activation("gelu"), None, Block(module.gelu_forward, module.gelu_backward)),
+            (Activation("squared_relu"), None, Block(module.squared_relu_forward, module.squared_relu_backward)),
+        )}
+    if name == "norm":
+        return {"rms_norm": module.rms_norm}
+    if name == "rope":
+        return {"apply_rope": module.apply_rope}
+    if name == "cross-entropy":
+        return {"loss_steps": LossSteps(module.softmax_in_place, module.gradient_in_place)}
+    if name == "permute":
+        return {"permutation": module.TritonPermutation}
+    if name == "router":
+        return {"fused_topk": module.fused_topk, "balance": module.balance}
+    return {"products": GroupedProducts(module.grouped_forward, module.grouped_input_grad, module.grouped_weight_grad)}
