@@ -103,6 +103,12 @@ class OptimizerArgs:
     """Pin host memory of offloaded gradients."""
     pin_cpu_params: bool = flag(True, off=("--no-pin-cpu-params",))
     """Pin host memory of offloaded parameters."""
+    chunked_optimizer_state_offload: bool = flag(False, "--chunked-optimizer-state-offload", "--offload-optimizer-states")
+    """Keep optimizer states on the host between steps; the device updates them chunk by chunk."""
+    optimizer_state_offload_chunk_size_mb: int = 0
+    """Device memory for the states of one chunk, in MiB; 0 is a fixed number of elements."""
+    optimizer_state_offload_fraction: float = 1.0
+    """Share of the parameters whose states are kept on the host between steps."""
     optimizer_cuda_graph: bool = False
     """Capture the optimizer step in a CUDA graph."""
     dump_param_to_param_group_map: str | None = None

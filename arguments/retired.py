@@ -12,7 +12,7 @@ A record is (spelling, number of values that follow: 0, 1, "?" none or one, "+",
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from arguments.standing import CLUSTER, MEMORY, MODELS, PARALLEL
+from arguments.standing import CLUSTER, MODELS, PARALLEL
 
 RENAMED = (
     # (spelling, values, what it became; {} stands for the values)
@@ -102,8 +102,6 @@ IDLE = (
     ("--num-residual-streams", 1, "no effect without --enable-hyper-connections"),
     ("--use-fused-mhc", 0, "no effect without --enable-hyper-connections"),
     ("--fallback-to-eager-attn", 0, _ONE_PATH),
-    ("--optimizer-state-offload-chunk-size-mb", 1, "no effect without --chunked-optimizer-state-offload"),
-    ("--optimizer-state-offload-fraction", 1, "no effect without --chunked-optimizer-state-offload"),
     ("--disable-grad-buffers-cpu-backup", 0, "no effect without optimizer offload"),
     ("--disable-param-buffers-cpu-backup", 0, "no effect without optimizer offload"),
     ("--use-layer-wise-param-layout", 0, "no effect without --optimizer muon"),
@@ -124,8 +122,6 @@ IDLE = (
 
 LATER = (
     # (spelling, values, what it asks for, feature, values that ask for nothing)
-    ("--offload-optimizer-states", 0, "offload of optimizer states between steps", MEMORY, ()),
-    ("--chunked-optimizer-state-offload", 0, "offload of optimizer states between steps", MEMORY, ()),
     ("--dynamic-context-parallel", 0, "dynamic context parallelism", MODELS, ()),
     ("--sequence-packing-scheduler", 1, "packed sequences", MODELS, ()),
     ("--use-varlen-dataset", 0, "packed sequences", MODELS, ()),

@@ -64,18 +64,13 @@ LATER = MappingProxyType(
         # ---- memory, precision and kernels
         "cuda_graph_impl": Later(_GRAPHS, MEMORY, also=("enable_cuda_graph", "external_cuda_graph")),
         "optimizer_cuda_graph": Later(_GRAPHS, MEMORY),
-        "use_precision_aware_optimizer": Later("the precision-aware optimizer", MEMORY),
-        "optimizer_cpu_offload": Later("optimizer offload", MEMORY),
         "fp8_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp8_output_proj": Later("the output layer in fp8", MEMORY),
         "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
         "te_precision_config_file": Later("per-layer formats of TransformerEngine", MEMORY),
-        "fp16_lm_cross_entropy": Later("a half-precision loss", MEMORY),
         "logit_dtype": Later("a format for the logits", MEMORY),
         "disable_bf16_reduced_precision_matmul": Later("fp32 accumulation inside bf16 products", MEMORY),
-        "ddp_reduce_scatter_with_fp32_accumulation": Later("bf16 reduction with fp32 accumulation", MEMORY),
-        "ddp_param_name_patterns_for_fp32_local_accumulation": Later("fp32 accumulation by name", MEMORY),
         "moe_expert_rank_capacity_factor": Later("a limit on the rows a rank receives", MEMORY),
         "moe_shared_expert_glu_interleave_size": Later("interleaved gate channels", MEMORY),
         "moe_mlp_glu_interleave_size": Later("interleaved gate channels", MEMORY),
@@ -142,11 +137,6 @@ PART_OF = MappingProxyType(
             "moe_paged_stash_buffer_size_factor_cpu"
         ),
         "cuda_graph_impl": "cuda_graph_modules cuda_graph_scope_deprecated cuda_graph_warmup_steps",
-        "use_precision_aware_optimizer": "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
-        "optimizer_cpu_offload": (
-            "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d "
-            "pin_cpu_grads pin_cpu_params"
-        ),
         "fp8_recipe": "fp8_quantizer_factory",
         "fp4_recipe": "fp4_quantizer_factory",
         "optimizer": (
@@ -257,6 +247,10 @@ NEEDS = (
     (("use_megatron_fsdp",), "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype"),
     (("fp16",), "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
     (("decoupled_lr",), "decoupled_min_lr"),
+    (("optimizer_cpu_offload",), "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads"),
+    (("optimizer_cpu_offload", "chunked_optimizer_state_offload"), "pin_cpu_params"),
+    (("chunked_optimizer_state_offload",), "optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction"),
+    (("use_distributed_optimizer",), "ddp_reduce_scatter_with_fp32_accumulation"),
     (("context_parallel_size",), "cp_comm_type hierarchical_context_parallel_sizes"),
     (("use_distributed_optimizer", "use_megatron_fsdp"), "num_distributed_optimizer_instances"),
     (("profile",), "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),

@@ -31,13 +31,14 @@ NOT_NEGATIVE = (
     "weight_decay", "init_method_std", "embedding_init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff",
     "moe_input_jitter_eps", "moe_router_bias_update_rate", "mtp_loss_scaling_factor", "mtp_num_layers", "ckpt_step",
     "profile_step_start", "profile_step_end", "dsa_indexer_loss_coeff", "wgrad_deferral_limit",
-    "cuda_graph_warmup_steps", "num_experts", "optimizer_offload_fraction", "activation_offload_fraction",
+    "cuda_graph_warmup_steps", "num_experts", "optimizer_offload_fraction", "optimizer_state_offload_fraction",
+    "optimizer_state_offload_chunk_size_mb", "activation_offload_fraction",
     "start_eval_at_iter", "iterations_to_skip",
 )  # fmt: skip
 MOST_SAMPLES = 10**12
 MOST_SEED = 2**32 - 1
 BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction")
-AT_MOST_ONE = ("rotary_percent", "optimizer_offload_fraction", "activation_offload_fraction")
+AT_MOST_ONE = ("rotary_percent", "optimizer_offload_fraction", "optimizer_state_offload_fraction", "activation_offload_fraction")
 
 
 def _numbers(s: Settings, dest: str) -> list:

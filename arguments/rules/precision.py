@@ -38,6 +38,11 @@ def mxfp8_gather(s: Settings, _f: Facts) -> None:
         )
 
 
+def main_params_of_their_own(s: Settings, _f: Facts) -> None:
+    if s.main_params_dtype != "fp32" and s.use_precision_aware_optimizer and not (s.bf16 or s.fp16):
+        s.note(f"{s.shown('main_params_dtype')} has no effect without --bf16 or --fp16: fp32 parameters are their own main parameters.")
+
+
 # Checks.
 
 
@@ -113,6 +118,38 @@ def narrow_state_needs_precision_aware_optimizer(s: Settings, _f: Facts) -> Iter
             )
 
 
+def shards_are_main_params(s: Settings, _f: Facts) -> Iterator[Violation]:
+    """Ours: fully sharded parameters are fp32 and the main parameters themselves, and torch adds their gradients up in fp32."""
+    sharded = s.use_megatron_fsdp and s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    if not (sharded or s.use_torch_fsdp2):
+        return
+    parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
+    for dest in ("main_params_dtype", "main_grads_dtype"):
+        if getattr(s, dest) != "fp32":
+            yield broken(
+                s,
+                f"{say(s, dest)} cannot be combined with {s.flag(parent)}, whose shards and their gradients are fp32.",
+                dest,
+                parent,
+            )
+    for dest in ("ddp_param_name_patterns_for_fp32_local_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"):
+        if getattr(s, dest):
+            yield broken(
+                s, f"{s.flag(dest)} cannot be combined with {s.flag(parent)}, which reduces its gradients itself.", dest, parent
+            )
+
+
+def one_way_to_offload_states(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.optimizer_cpu_offload and s.chunked_optimizer_state_offload:
+        yield broken(
+            s,
+            f"Use only one of {s.flag('optimizer_cpu_offload')} (the host updates its share) and "
+            f"{s.flag('chunked_optimizer_state_offload')} (the device does).",
+            "optimizer_cpu_offload",
+            "chunked_optimizer_state_offload",
+        )
+
+
 def half_precision_features(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.fp16_lm_cross_entropy and not s.fp16:
         yield broken(s, f"{s.flag('fp16_lm_cross_entropy')} needs --fp16.", "fp16_lm_cross_entropy", "fp16")
@@ -147,7 +184,7 @@ def deterministic_mode_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
             )
 
 
-RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, mxfp8_gather)
+RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, mxfp8_gather, main_params_of_their_own)
 CHECKS = (
     one_half_precision,
     fp32_accumulation_needs_fp32_grads,
@@ -156,6 +193,8 @@ CHECKS = (
     quantized_gather_needs_shards,
     buffer_reuse_needs_gather,
     narrow_state_needs_precision_aware_optimizer,
+    shards_are_main_params,
+    one_way_to_offload_states,
     half_precision_features,
     loss_scale_starts_above_its_minimum,
     deterministic_mode_excludes,

@@ -8,7 +8,6 @@ gradients arrive in that order.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -158,9 +157,9 @@ class KeptState:
     def lay_out(self, plan: StatePlan, size: int, dtype: torch.dtype) -> None:
         """Allocate the state of `size` elements of a model in `dtype`, gaps included."""
         cuts = list(_cuts(self.pieces if plan.needs_pieces else self.runs, self.runs,
-                          STRETCH_CPU if self.device.type == "cpu" else STRETCH_GPU))
+                          plan.longest or (STRETCH_CPU if self.device.type == "cpu" else STRETCH_GPU)))
         total, on_host, count = sum(run.stop - run.start for run in cuts), 0, 0
-        while count < len(cuts) and on_host < math.floor(plan.host_share * total):
+        while count < len(cuts) and on_host < plan.host_share * total:
             on_host += cuts[count].stop - cuts[count].start
             count += 1
         border = size if count == len(cuts) else cuts[count].start if count else 0

@@ -1,7 +1,7 @@
 """What a rank's optimizer state consists of, in which formats and where: decided once, from the flags."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -22,7 +22,8 @@ class StatePlan:
 
     remainders: fp32 main parameters of a bf16 model share its half of the bits. host_share: of the elements whose state lives on
     the host; host_update: the host updates them, too (otherwise their state visits the device for the update). pinned: host memory that a
-    device can reach itself; overlap: copies between the two beside the update.
+    device can reach itself; overlap: copies between the two beside the update. longest: elements updated at once; None: as it suits the
+    device.
     """
 
     moments: Mapping[str, str]
@@ -33,6 +34,7 @@ class StatePlan:
     pinned: bool = True
     pinned_grads: bool = True
     overlap: bool = False
+    longest: int | None = None
 
     @property
     def needs_pieces(self) -> bool:
@@ -49,11 +51,14 @@ class StatePlan:
 
 def plan_state(settings: OptimizerArgs) -> StatePlan:
     """The plan of a command line."""
-    names = MOMENTS[settings.optimizer]
-    if not settings.use_precision_aware_optimizer:
-        return StatePlan(dict.fromkeys(names, "fp32"))
-    formats = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
-    offload = settings.optimizer_cpu_offload
-    return StatePlan(dict(zip(names, formats)), settings.main_params_dtype, settings.main_params_dtype == "fp32",
-                     settings.optimizer_offload_fraction if offload else 0.0, offload, settings.pin_cpu_params, settings.pin_cpu_grads,
-                     settings.overlap_cpu_optimizer_d2h_h2d)
+    names, aware = MOMENTS[settings.optimizer], settings.use_precision_aware_optimizer
+    formats = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype) if aware else ("fp32",) * len(names)
+    plan = StatePlan(dict(zip(names, formats)), settings.main_params_dtype if aware else "fp32",
+                     aware and settings.main_params_dtype == "fp32", pinned=settings.pin_cpu_params)
+    if settings.optimizer_cpu_offload:
+        return replace(plan, host_share=settings.optimizer_offload_fraction, host_update=True, pinned_grads=settings.pin_cpu_grads,
+                       overlap=settings.overlap_cpu_optimizer_d2h_h2d)
+    if settings.chunked_optimizer_state_offload:
+        chunk = settings.optimizer_state_offload_chunk_size_mb * 2**20 // (4 * (len(names) + 1))  # opened, everything is fp32
+        return replace(plan, host_share=settings.optimizer_state_offload_fraction, longest=max(chunk // 64 * 64, 64) if chunk else None)
+    return plan

@@ -1,0 +1,147 @@
+"""--optimizer-cpu-offload and --chunked-optimizer-state-offload: the numbers of the same run without them, bit by bit, on any ranks.
+
+A CPU plays both parts: what is offloaded goes through the same copies, from host memory to host memory.
+"""
+
+import pytest
+import torch
+from harness import run_ranks
+from toy import Toy, machinery, one_step
+
+from arguments.parallel import ParallelArgs
+from arguments.precision import PrecisionArgs
+from moe_trainer.optim.host_copies import Copies, HostLane
+from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.state import ParallelState
+
+BF16 = PrecisionArgs(bf16=True)
+AWARE = {"use_precision_aware_optimizer": True}
+FORMATS = {
+    "fp32": {},
+    "bf16": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "fp8": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16", "main_params_dtype": "fp16"},
+}
+OFFLOAD = {
+    "all": {"optimizer_cpu_offload": True},
+    "half": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    "half, overlap": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True},
+    "none": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0},
+    "between steps": {"chunked_optimizer_state_offload": True},
+    "between steps, part": {"chunked_optimizer_state_offload": True, "optimizer_state_offload_fraction": 0.3},
+}
+
+
+@pytest.fixture(autouse=True)
+def short_stretches(monkeypatch):
+    monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", 128)
+
+
+def _train(rank, n, more, bf16, distributed=False, lane=None):
+    """Weights and state after four steps; the bytes of the state on the host's side and in all."""
+    ps = ParallelState.create(n, rank) if n > 1 else ParallelState.single()
+    model = Toy(torch.bfloat16 if bf16 else torch.float32)
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 300} if distributed else {}
+    grads, optimizer = machinery(model, ps=ps, precision=BF16 if bf16 else None,
+                                 parallel=ParallelArgs(use_distributed_optimizer=distributed, **overlap), **more)
+    if lane is not None:
+        optimizer._updater.lane = lane
+    norms = [one_step(model, grads, optimizer, [n * step + rank], lr=1e-2).grad_norm for step in range(4)]
+    optimizer.wait_params()
+    state = [(held.state_name, held.param.info.names, held.start, held.values().clone()) for held in optimizer.tensors()]
+    sizes = [(store.by_host or store.place.apart, sum(kept.num_bytes for _, kept in store.kept()))
+             for whole in optimizer._states for store in whole.stores]
+    return norms, [p.detach().float() for p in model.parameters()], state, [sum(b for a, b in sizes if a), sum(b for _, b in sizes)]
+
+
+def _join(state):
+    """Pieces of a parameter that lie in two places, put together again."""
+    whole = {}
+    for name, params, start, values in sorted(state, key=lambda entry: entry[:3]):
+        whole.setdefault((name, params), []).append(values)
+    return {key: torch.cat(parts) for key, parts in whole.items()}
+
+
+def _assert_equal(found, expected, bf16):
+    assert found[0] == expected[0]
+    ours, theirs = _join(found[2]), _join(expected[2])
+    assert ours.keys() == theirs.keys()
+    # the host keeps whole main parameters where the device keeps remainders, which round a tie of the model the other way
+    equal = torch.equal if not bf16 else lambda a, b: torch.allclose(a, b, rtol=2**-7, atol=1e-6)
+    assert all(equal(ours[key], theirs[key]) for key in ours)
+    assert all(equal(a, b) for a, b in zip(found[1], expected[1]))
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_offload_changes_nothing(formats, bf16):
+    expected = _train(0, 1, {**AWARE, **FORMATS[formats]}, bf16)
+    for name, more in OFFLOAD.items():
+        found = _train(0, 1, {**AWARE, **FORMATS[formats], **more}, bf16)
+        _assert_equal(found, expected, bf16 and formats != "fp8")
+        share = more.get("optimizer_offload_fraction", more.get("optimizer_state_offload_fraction", 1.0))
+        away, total = found[3]
+        assert abs(away / total - share) < 0.2 and (away > 0) == (share > 0), name
+
+
+@pytest.mark.parametrize("offload", ["half, overlap", "between steps, part"])
+def test_two_ranks_with_overlap(offload):
+    plain = run_ranks(_train, 2, {**AWARE, **FORMATS["bf16"]}, False, True)
+    for found, expected in zip(run_ranks(_train, 2, {**AWARE, **FORMATS["bf16"], **OFFLOAD[offload]}, False, True), plain):
+        _assert_equal(found, expected, False)
+
+
+def test_sgd_between_steps():
+    expected = _train(0, 1, {"optimizer": "sgd"}, True)
+    _assert_equal(_train(0, 1, {"optimizer": "sgd", **OFFLOAD["between steps"]}, True), expected, False)
+
+
+class Late(Copies):
+    """Copies that happen no sooner than they are waited for, or than the device goes on; until then the target holds nonsense."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.started, self.most = [], 0
+
+    def start(self, target, source):
+        target.fill_(float("nan"))
+        self.started.append((target, source))
+        self.most = max(self.most, len(self.started))
+        return self.started[-1]
+
+    def wait(self, mark):
+        for number, entry in enumerate(self.started):
+            if entry is mark:
+                for target, source in self.started[:number + 1]:  # a stream keeps its order
+                    target.copy_(source)
+                del self.started[:number + 1]
+                return
+
+    def end(self):
+        for entry in list(self.started):
+            self.wait(entry)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_read_before_it_is_there_nor_overwritten_before_it_is_gone(overlap):
+    expected = _train(0, 1, {**AWARE, **OFFLOAD["all"]}, True)
+    copies = Late()
+    lane = HostLane(torch.device("cpu"), pinned_grads=True, pinned_params=True, overlap=overlap, copies=copies)
+    found = _train(0, 1, {**AWARE, **OFFLOAD["all"]}, True, lane=lane)
+    _assert_equal(found, expected, False)
+    assert copies.most >= 3 if overlap else copies.most <= 1, "copies are under way beside the update only with overlap"
+
+
+def test_chunk_size_limits_what_visits_the_device():
+    model = Toy()
+    _, optimizer = machinery(model, chunked_optimizer_state_offload=True, optimizer_state_offload_chunk_size_mb=1)
+    plan_longest = max(stretch.stop - stretch.start for state in optimizer._states for stretch in state.stretches)
+    assert plan_longest <= 2**20 // 12
+
+
+def test_exactly_the_share_moves_in_stretches():
+    for share in (0.0, 0.25, 0.75, 1.0):
+        model = torch.nn.Linear(64, 64, bias=False)
+        model.weight.info = ParamInfo(("w",))
+        _, optimizer = machinery(model, **AWARE, optimizer_cpu_offload=True, optimizer_offload_fraction=share)
+        away = sum(store.stop - store.start for state in optimizer._states for store in state.stores if store.by_host)
+        assert away == share * 4096
