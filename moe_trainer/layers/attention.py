@@ -19,6 +19,7 @@ from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.norm import L2Norm
 from moe_trainer.layers.rotary import Tables, skips_rope
+from moe_trainer.ops.attention import compact
 from moe_trainer.parallel.mappings import gather_last_dim
 from moe_trainer.parallel.state import ParallelState
 
@@ -95,6 +96,9 @@ class SelfAttention(nn.Module):
         """rope: cos and sin [S, R/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
         with self.activations.offloading("qkv_linear"):
             q, k_SBGD, v_SBGD = self._queries_keys_values(x_SBH)
+        v_SBGD = compact(v_SBGD)
+        if self.q_layernorm is not None or rope is None or not self.rope:
+            k_SBGD = compact(k_SBGD)  # else rotated at once, into a storage of its own
         if self.q_layernorm is not None:
             q, k_SBGD = self.q_layernorm(q), self.k_layernorm(k_SBGD)
         q_SBND = q.reshape(*q.shape[:2], self.num_heads, self.head_dim)

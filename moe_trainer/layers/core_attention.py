@@ -68,6 +68,7 @@ class CoreAttention(nn.Module):
             raise ValueError(f"--softmax-type {model.softmax_type}: attention sinks are not built yet; use vanilla")
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         self.dropout_p = model.attention_dropout
+        self.saves_inputs = False  # instead of what is made of them: where inputs are discarded or shared
         self.window = model.window_size[0] if uses_window(model, layer_number) else None
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None) -> Tensor:
@@ -80,7 +81,7 @@ class CoreAttention(nn.Module):
             window = sliding_window_mask(q_SBND.shape[0], self.window, q_SBND.device)
             mask = window if mask is None else mask & window
         dropout_p = self.dropout_p if self.training else 0.0
-        return attention(q_SBND, k_SBGD, v_SBGE, self.scale, mask, dropout_p)
+        return attention(q_SBND, k_SBGD, v_SBGE, self.scale, mask, dropout_p, self.saves_inputs)
 
     def rule(self, visible: Visible | None, device: torch.device) -> Rule:
         """What blockwise attention is told. With dropout a seed is drawn from the device's global generator."""

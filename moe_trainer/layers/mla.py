@@ -24,6 +24,7 @@ from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import Tables, skips_rope
+from moe_trainer.ops.attention import compact
 from moe_trainer.ops.rope import yarn_mscale
 from moe_trainer.parallel.mappings import copy_to_group, gather_rows_from_group
 from moe_trainer.parallel.state import ParallelState
@@ -76,6 +77,7 @@ class MultiLatentAttention(nn.Module):
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         self.core_attention = kit.core_attention(
             model, layer_number, head_dim=key_dim, scale=temperature * temperature / math.sqrt(key_dim))
+        self.core_attention.saves_inputs = "mla_up_proj" in kit.activations.recomputed
         self.linear_proj = kit.row_linear(
             heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp, init=residual_init(model),
             bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
@@ -99,7 +101,7 @@ class MultiLatentAttention(nn.Module):
         if rope is not None and self.rope:
             q_SBND = self.apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
             k_rope = self.apply_rope(k_rope, *rope, interleaved=True)
-        return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), v_SBNE
+        return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), compact(v_SBNE)
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
         """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""

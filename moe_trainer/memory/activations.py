@@ -49,14 +49,16 @@ class Activations:
         self._tape: Tape | None = None
         self._discarded: dict[int, tuple[StorageWeakRef, Discarded, int]] = {}
         self._store: Callable[[Tensor], Callable[[], Tensor] | None] | None = None
+        self._resident: set[int] = set()
 
     @property
     def replaying(self) -> bool:
         """Is a region running for the second time?"""
         return self._tape is not None and self._tape.playing
 
-    def begin_pass(self) -> None:
-        """A forward pass of the chunk begins."""
+    def begin_pass(self, *resident: Tensor) -> None:
+        """A forward pass of the chunk begins. resident: tensors that live longer than it, and stay where they are."""
+        self._resident = {_address(x) for x in resident}
         if self.offload is not None:
             self.offload.begin_pass()
 
@@ -131,7 +133,7 @@ class Activations:
         entry = self._discarded.get(_address(x))
         if entry is not None:
             return Handle(*entry[1:], x).get
-        back = None if self._store is None else self._store(x)
+        back = None if self._store is None or _address(x) in self._resident else self._store(x)
         if back is not None:
             return back
         return x.detach() if x.grad_fn is not None else x  # x itself would keep the node that saves it alive, if it is its output

@@ -9,11 +9,12 @@ On CUDA copies out and back run on a stream each, from and to pinned memory; `re
 done, and the computation waits for a copy back on the device only. The pinned memory is torch's cached one. On a CPU the same
 code copies from host to host, at once.
 
-A storage that several nodes save goes once, as long as it is not written to in between. Weights never go.
+What several nodes save goes once, also in other shapes, as long as it is not written to in between. Weights never go.
 
 Shapes: any; sizes in elements or bytes, as said.
 """
 
+import functools
 import math
 import weakref
 from collections import deque
@@ -162,7 +163,7 @@ class Offload:
             return None
         known = self._recall(x)
         if known is not None:
-            return known.get
+            return functools.partial(_shaped, known, x.size())
         self._eligible += num_bytes
         if self._pass_bytes is not None and self._sent + num_bytes > self._pass_bytes - self._less_bytes:
             return None
@@ -175,7 +176,7 @@ class Offload:
             self._under_way.append(stored.out)
             while len(self._under_way) > self._max_in_flight:
                 self._copies.limit(self._under_way.popleft())
-        return stored.get
+        return functools.partial(_shaped, stored, x.size())
 
     def _recall(self, x: Tensor) -> Stored | None:
         storage, geometry, stored = self._known.get(_key(x), (None, None, None))
@@ -191,4 +192,9 @@ def _key(x: Tensor) -> tuple[int, int]:
 
 
 def _geometry(x: Tensor) -> tuple:
-    return x.size(), x.stride(), x.dtype, x._version
+    return x.numel() if x.is_contiguous() else (x.size(), x.stride()), x.dtype, x._version
+
+
+def _shaped(stored: Stored, size: torch.Size) -> Tensor:
+    x = stored.get()
+    return x if x.size() == size else x.view(size)

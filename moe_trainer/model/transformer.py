@@ -161,7 +161,6 @@ class Transformer(nn.Module):
         logits_BSV. Other chunks: x_SBH for the next one (behind it, along S, the states of MTP depths: see ChunkLayout).
         """
         local, with_mtp = self.sequence.local, self.training and labels_BS is not None
-        self.activations.begin_pass()
         states: list[Tensor] = []
         if self.layout.has_embedding:
             x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
@@ -171,6 +170,7 @@ class Transformer(nn.Module):
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
+        self.activations.begin_pass(*(rope or ()))
         x_SBH = self._layers(x_SBH, rope, visible, grad_scale)
         if self.decoder.final_layernorm is not None:
             x_SBH = self.decoder.final_layernorm(x_SBH)

@@ -30,11 +30,16 @@ def sliding_window_mask(length: int, left: int, device: torch.device | str = "cp
     return visible.triu_(-left) if left >= 0 else visible
 
 
+def compact(x: Tensor) -> Tensor:
+    """x itself, or a copy if it is part of a larger storage, which it would keep alive as long as it is saved."""
+    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone(memory_format=torch.contiguous_format)
+
+
 class _BlockedCausal(torch.autograd.Function):
     """Rows of a stacked query matrix are ordered by position, then by query of the group."""
 
     @staticmethod
-    def forward(ctx, q_SBND, k_SBGD, v_SBGE, scale):
+    def forward(ctx, q_SBND, k_SBGD, v_SBGE, scale, saves_inputs):
         seq_len, batch, heads, _width = q_SBND.shape
         groups = k_SBGD.shape[2]
         per_group = heads // groups
@@ -53,14 +58,16 @@ class _BlockedCausal(torch.autograd.Function):
             probs = torch.softmax(scores, dim=-1)
             torch.bmm(probs, v[:, :stop], out=out[:, rows])
             kept.append(probs)
-        ctx.save_for_backward(q, k, v, *kept)
-        ctx.sizes = seq_len, batch, groups, per_group, scale
+        ctx.save_for_backward(*((q_SBND, k_SBGD, v_SBGE) if saves_inputs else (q, k, v)), *kept)
+        ctx.sizes = seq_len, batch, groups, per_group, scale, saves_inputs
         return _unstack(out, seq_len, batch, groups).flatten(2)
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, *kept = ctx.saved_tensors
-        seq_len, batch, groups, per_group, scale = ctx.sizes
+        seq_len, batch, groups, per_group, scale, saves_inputs = ctx.sizes
+        if saves_inputs:
+            q, k, v = _stack(q * scale, groups), _stack(k, groups), _stack(v, groups)
         grad = _stack(grad.view(seq_len, batch, groups * per_group, v.shape[2]), groups)
         grad_q = torch.empty_like(q)
         # keys and values collect from all later blocks: fp32 sums for half-precision inputs
@@ -75,7 +82,7 @@ class _BlockedCausal(torch.autograd.Function):
             _accumulate(grad_k[:, :stop], grad_scores, q[:, rows])
         return (_unstack(grad_q.mul_(scale), seq_len, batch, groups),
                 _unstack(grad_k.to(k.dtype), seq_len, batch, groups),
-                _unstack(grad_v.to(v.dtype), seq_len, batch, groups), None)
+                _unstack(grad_v.to(v.dtype), seq_len, batch, groups), None, None)
 
 
 def _query_blocks(seq_len: int) -> list[tuple[int, int]]:
@@ -104,15 +111,17 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, visible: Tensor | None = None,
-              dropout_p: float = 0.0) -> Tensor:
+              dropout_p: float = 0.0, saves_inputs: bool = False) -> Tensor:
     """softmax(scale * q k^T + mask) v.
+
+    saves_inputs: keep q, k and v as they came for backward, not what was made of them.
 
     visible: None for causal, or a bool mask broadcastable to [B, N, S, S], True = may be attended to.
     Returns: [S, B, N * E], contiguous.
     """
     seq_len, batch, heads, width = q_SBND.shape
     if visible is None and dropout_p == 0.0 and q_SBND.device.type == "cpu" and seq_len <= BLOCKED_MAX_LENGTH:
-        return _BlockedCausal.apply(q_SBND, k_SBGD, v_SBGE, scale)
+        return _BlockedCausal.apply(q_SBND, k_SBGD, v_SBGE, scale, saves_inputs)
     value_width = v_SBGE.shape[-1]
     if value_width < width:
         v_SBGE = F.pad(v_SBGE, (0, width - value_width))

@@ -1,0 +1,61 @@
+"""What a forward pass leaves behind: the storages that were made in it and are still alive, whoever keeps them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_trainer.memory.offload import HostCopies
+
+
+class _Births(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found: dict[int, tuple[StorageWeakRef, int, tuple[int, ...], torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(outputs):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                storage = x.untyped_storage()
+                self.found[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), tuple(x.shape), x.dtype
+        return outputs
+
+
+class CountedCopies(HostCopies):
+    """Host copies that are told apart from what stays on the device."""
+
+    def __init__(self):
+        self.hosts: list[StorageWeakRef] = []
+
+    def start_out(self, x):
+        host, out = super().start_out(x)
+        self.hosts.append(StorageWeakRef(host.untyped_storage()))
+        return host, out
+
+
+@dataclass(frozen=True)
+class Left:
+    """Bytes on the device and on the host; shapes of what is on the device, largest first."""
+
+    device: int
+    host: int
+    tensors: list[tuple[int, tuple[int, ...], torch.dtype]]
+
+
+def left_behind(forward: Callable[[], Tensor], copies: CountedCopies | None = None) -> tuple[Left, Tensor]:
+    """Run forward; returns what it left, but for its result, and the result."""
+    births = _Births()
+    with births:
+        result = forward()
+    own = result.untyped_storage()._cdata
+    hosts = {reference.cdata for reference in (copies.hosts if copies is not None else ()) if not reference.expired()}
+    alive = {address: entry for address, entry in births.found.items() if not entry[0].expired() and address != own}
+    tensors = sorted(((size, shape, dtype) for address, (_, size, shape, dtype) in alive.items() if address not in hosts),
+                     key=lambda entry: entry[:2], reverse=True)
+    return Left(sum(entry[0] for entry in tensors), sum(alive[address][1] for address in hosts), tensors), result

@@ -1,0 +1,83 @@
+"""The list of kept tensors (shape/activations.py) against what is really alive behind a forward pass."""
+
+import math
+
+import pytest
+import torch
+from memory.measure import CountedCopies, left_behind
+from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, build, parsed
+
+from moe_trainer.layers.core_attention import Visible
+from moe_trainer.shape.activations import chunk_activations
+
+SIZES = "--hidden-size 32 --ffn-hidden-size 80 --moe-ffn-hidden-size 48 --moe-router-dtype fp32"
+QUERIES = "--group-query-attention --num-query-groups 2"
+PLAIN_HOWS = {
+    "all kept": "",
+    "uniform": f"{FULL} uniform --recompute-num-layers 2",
+    "block": f"{FULL} block --recompute-num-layers 1",
+    **{part: f"{SELECTIVE} {part}" for part in ("core_attn", "layernorm", "moe", "moe_act")},
+    "core_attn layernorm": f"{SELECTIVE} core_attn layernorm",
+    **{f"offload {part}": f"{OFFLOAD} {part}" for part in ("attn_norm", "qkv_linear", "core_attn", "mlp_norm", "expert_fc1", "moe_act")},
+    "offload everything": f"{OFFLOAD} {EVERYTHING}",
+    "offload half": f"{OFFLOAD} {EVERYTHING} --activation-offload-fraction 0.5",
+    "offload large": f"{OFFLOAD} {EVERYTHING}".replace("tensor-size 1 ", "tensor-size 2000 "),
+    "offload and recompute": f"{OFFLOAD} {EVERYTHING} {SELECTIVE} layernorm core_attn",
+}
+LATENT_HOWS = {
+    "all kept": "",
+    **{part: f"{SELECTIVE} {part}" for part in ("mla_up_proj", "mlp", "moe", "shared_experts")},
+    "all parts": f"{SELECTIVE} core_attn moe_act layernorm mla_up_proj mlp shared_experts",
+    "offload everything": f"{OFFLOAD} {EVERYTHING}",
+    "some parts, offload": f"{SELECTIVE} layernorm mla_up_proj {OFFLOAD} {EVERYTHING}",
+}
+FEW = ("all kept", "layernorm", "moe", "uniform", "offload everything")
+KINDS = {
+    "heads": (GROUPED, PLAIN_HOWS),
+    "grouped queries, norms, gated shared expert": (
+        f"{GROUPED} {QUERIES} --qk-layernorm --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate "
+        "--moe-router-pre-softmax --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", FEW),
+    "LayerNorm, gelu, learned positions, bf16": (
+        f"{GROUPED} --bf16 --normalization LayerNorm --position-embedding-type learned_absolute --seq-length 128 "
+        "--max-position-embeddings 128", FEW),
+    "dense, dropout": ("--disable-bias-linear --moe-layer-freq ([0]*3) --hidden-dropout 0.1", ("all kept", "mlp", "layernorm")),
+    "latent": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')}", LATENT_HOWS),
+    "latent without a query latent, sqrtsoftplus": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '').replace('--q-lora-rank 12', '').replace('sigmoid', 'sqrtsoftplus')}",
+        ("all kept", "mla_up_proj")),
+    "packed documents": (GROUPED, ("all kept", "core_attn", "layernorm")),
+    "long": (f"{GROUPED} --seq-length 600 --max-position-embeddings 600 --micro-batch-size 1", ("all kept", "core_attn")),
+}  # fmt: skip
+
+
+def measured(flags: str, kind: str) -> tuple[object, object, list]:
+    """What is listed and what is left of the decoder's layers."""
+    args = parsed(SIZES, flags)
+    chunk, = build(args)
+    copies = CountedCopies()
+    if chunk.activations.offload is not None:
+        chunk.activations.offload._copies = copies
+    length, batch = args.data.seq_length, args.training.micro_batch_size
+    x_SBH = torch.randn(length, batch, args.model.hidden_size, dtype=chunk.params_dtype, requires_grad=True)
+    rope = None if chunk.rotary is None else chunk.rotary.tables(length, torch.device("cpu"))
+    packed = kind == "packed documents"
+    visible = Visible.of(None, torch.arange(length).expand(batch, length) // 5) if packed else None
+
+    def forward():
+        chunk.activations.begin_pass(*(rope or ()))
+        return chunk._layers(x_SBH.clone(), rope, visible, 1.0)
+
+    forward().sum().backward()
+    return chunk_activations(args, chunk.layout, device="cpu", packed=packed), *left_behind(forward, copies)
+
+
+@pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind, (_, hows) in KINDS.items() for how in hows])
+def test_the_list_is_what_is_kept(kind, how):
+    flags = KINDS[kind][0]
+    how_flags = LATENT_HOWS[how] if kind.startswith("latent") else {**PLAIN_HOWS, "mlp": f"{SELECTIVE} mlp"}[how]
+    listed, left, _result = measured(f"{flags} {how_flags}", kind)
+    device = sum(entry.num_bytes for entry in listed if not entry.on_host)
+    host = sum(entry.num_bytes for entry in listed if entry.on_host)
+    tensors = "\n".join(f"left {size:6} {shape} {dtype}" for size, shape, dtype in left.tensors)
+    assert math.isclose(device, left.device, rel_tol=0.02), f"on the device {device} listed, {left.device} left\n{tensors}"
+    assert math.isclose(host, left.host, rel_tol=0.02), f"on the host {host} listed, {left.host} left\n{tensors}"
