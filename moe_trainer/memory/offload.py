@@ -10,6 +10,7 @@ done, and the computation waits for a copy back on the device only. The pinned m
 code copies from host to host, at once.
 
 What several nodes save goes once, also in other shapes, as long as it is not written to in between. Weights never go.
+NOTE: autograd's own check that a saved tensor was not written to afterwards does not see what has gone.
 
 Shapes: any; sizes in elements or bytes, as said.
 """

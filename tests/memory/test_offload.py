@@ -1,0 +1,213 @@
+"""Offload: what goes, in which order it comes back, how long it lives; with copies that are as late as they may be."""
+
+import gc
+
+import pytest
+import torch
+from memory.measure import CountedCopies
+from memory.one_pass import EVERYTHING, GROUPED, OFFLOAD, build, differences, everything, loss_of, parsed
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moe_trainer.memory.activations import Activations
+from moe_trainer.memory.offload import HostCopies, Offload
+
+CPU = torch.device("cpu")
+
+
+class LateCopies(HostCopies):
+    """A copy out happens when somebody waits for it, a copy back when the computation needs it; and everything is written down."""
+
+    def __init__(self):
+        self.log: list[tuple[str, int]] = []
+        self.numbers: dict[int, int] = {}
+
+    def start_out(self, x):
+        host = torch.full_like(x, -7.0)
+        number = len(self.numbers)
+        self.numbers[id(host)] = number
+        self.log.append(("out", number))
+        return host, [number, x, host]
+
+    def limit(self, out):
+        if out[1] is not None:
+            self.log.append(("done", out[0]))
+            out[2].copy_(out[1])
+            out[1] = None
+
+    def start_back(self, host, out):
+        self.limit(out)
+        self.log.append(("back", out[0]))
+        return torch.full_like(host, -8.0), (out[0], host)
+
+    def finish(self, x, back):
+        self.log.append(("use", back[0]))
+        x.copy_(back[1])
+
+    def of(self, kind):
+        return [number for what, number in self.log if what == kind]
+
+
+def chain(activations, x, parts):
+    """A product a part; each keeps its input."""
+    for part in parts:
+        with activations.offloading(part):
+            x = (x * x.detach().cos()).exp() - 1.0
+    return x
+
+
+def run(activations, parts, size=8):
+    x = torch.linspace(-0.5, 0.5, size).requires_grad_()
+    activations.begin_pass()
+    y = chain(activations, x, parts)
+    return x, y
+
+
+def offloading(parts, **settings):
+    copies = settings.pop("copies", None) or LateCopies()
+    return Activations(offload=Offload(frozenset(parts), CPU, copies=copies, **settings)), copies
+
+
+def expected(parts, size=8):
+    x, y = run(Activations(), parts, size)
+    y.sum().backward()
+    return x.grad
+
+
+def test_results_do_not_depend_on_when_copies_happen():
+    activations, copies = offloading("abc")
+    x, y = run(activations, "abc")
+    assert copies.of("out") and not copies.of("back")
+    y.sum().backward()
+    assert torch.equal(x.grad, expected("abc"))
+
+
+def test_the_group_before_comes_back_while_a_group_is_used():
+    activations, copies = offloading("abc")
+    x, y = run(activations, "abc")
+    sent = len(copies.of("out"))
+    assert sent % 3 == 0
+    group = sent // 3
+    y.sum().backward()
+    first_use = copies.log.index(("use", copies.of("use")[0]))
+    started = {number // group for what, number in copies.log[:first_use] if what == "back"}
+    assert started == {2, 1}, "the last group, which is used, and the one before it"
+    assert sorted(copies.of("back")) == list(range(sent)) == sorted(copies.of("use")), "each once"
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_so_many_copies_are_under_way(most):
+    activations, copies = offloading("abcd", max_in_flight=most)
+    run(activations, "abcd")
+    under_way, most_seen = 0, 0
+    for what, _ in copies.log:
+        under_way += {"out": 1, "done": -1}[what]
+        most_seen = max(most_seen, under_way)
+    assert most_seen == most + 1  # the new one starts, then the oldest is waited for
+
+
+def test_small_tensors_stay():
+    activations, copies = offloading("a", min_numel=9)
+    run(activations, "a", 8)
+    assert not copies.of("out")
+    run(activations, "a", 9)
+    assert copies.of("out")
+
+
+def test_a_share_of_the_groups_goes_evenly_spread():
+    (half, copies), (whole, all_copies) = offloading("a", fraction=0.5), offloading("a")
+    x, y = run(half, "aaaa")
+    run(whole, "aaaa")
+    assert len(copies.of("out")) * 2 == len(all_copies.of("out"))
+    y.sum().backward()
+    assert torch.equal(x.grad, expected("aaaa"))
+
+
+def test_later_ranks_keep_the_end_of_a_pass():
+    activations, copies = offloading("a", less_bytes=40)
+    so_far = [0]
+    for _ in range(2):
+        x, y = run(activations, "aaaa")
+        y.sum().backward()
+        assert torch.equal(x.grad, expected("aaaa"))
+        so_far.append(len(copies.of("out")))
+    first, second = so_far[1], so_far[2] - so_far[1]
+    assert 0 < second < first, "the first pass is the measure, and sends everything"
+    assert 40 <= (first - second) * 8 * 4 < 40 + 8 * 4
+
+
+def test_what_is_saved_twice_goes_once_in_any_shape():
+    activations, copies = offloading("a")
+    activations.begin_pass()
+    x = torch.randn(4, 6).requires_grad_() * 1.0
+    with activations.offloading("a"):
+        y = x.square() + x.reshape(-1).square().view(4, 6)
+    assert len(copies.of("out")) == 1
+    y.sum().backward()
+
+
+def test_what_was_written_to_goes_again():
+    activations, copies = offloading("a", copies=CountedCopies())
+    activations.begin_pass()
+    x, factor = torch.randn(5).requires_grad_(), torch.ones(5)
+    with activations.offloading("a"):
+        y = x * factor
+        factor.mul_(3.0)
+        y = y + x * factor
+    assert len(copies.hosts) == 2
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((5,), 4.0))
+
+
+def test_weights_and_resident_tables_stay():
+    activations, copies = offloading("a")
+    weight, table = torch.nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4)
+    activations.begin_pass(table)
+    with activations.offloading("a"):
+        y = (table.view(3, 4) * (table @ weight.t())).sum()
+    assert not copies.of("out")
+    y.backward()
+    assert weight.grad is not None
+
+
+def test_memory_is_given_back_on_both_sides():
+    copies = CountedCopies()
+    activations, _ = offloading("a", copies=copies)
+    activations.begin_pass()
+    x = torch.randn(64).requires_grad_()
+    inner = x * 1.0
+    on_device = StorageWeakRef(inner.untyped_storage())
+    with activations.offloading("a"):
+        y = inner.square()
+    del inner
+    gc.collect()
+    assert on_device.expired() and not copies.hosts[0].expired()
+    y.sum().backward()
+    del y
+    activations.begin_pass()
+    gc.collect()
+    assert copies.hosts[0].expired()
+
+
+def test_passes_in_any_order():
+    """As pipeline schedules mix them: three forward, backward of the second, the first, the third."""
+    def through(*hows):
+        torch.manual_seed(3)
+        chunk, = build(parsed(GROUPED, *hows))
+        if chunk.activations.offload is not None:
+            chunk.activations.offload._copies = LateCopies()
+        losses = [loss_of(chunk, number) for number in range(3)]
+        for number in (1, 0, 2):
+            losses[number].backward()
+        return everything(chunk, losses)
+
+    assert not differences(through(), through(f"{OFFLOAD} {EVERYTHING}"))
+
+
+def test_parts_tell_what_goes():
+    sent = {}
+    for part in EVERYTHING.split():
+        chunk, = build(parsed(GROUPED, f"{OFFLOAD} core_attn {part}" if part == "attn_proj" else f"{OFFLOAD} {part}"))
+        copies = chunk.activations.offload._copies = CountedCopies()
+        loss_of(chunk, 0)
+        sent[part] = len(copies.hosts)
+    assert sent == {"attn_norm": 6, "qkv_linear": 3, "core_attn": 12, "attn_proj": 15, "mlp_norm": 6, "expert_fc1": 3, "moe_act": 6}

@@ -1,0 +1,150 @@
+"""Recompute: what happens once, what is replayed, what is given back, and when."""
+
+import pytest
+import torch
+from harness import run_ranks
+from memory.one_pass import FULL, GROUPED, LATENT, SELECTIVE, batch, build, loss_of, parsed
+
+from moe_trainer.memory.activations import Activations
+from moe_trainer.moe import router as router_module
+from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.parallel.state import ParallelState
+
+UNIFORM = f"{FULL} uniform --recompute-num-layers 1"
+BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+
+
+def gradients(chunk):
+    return [param.grad for param in chunk.parameters()]
+
+
+@pytest.mark.parametrize("how", [f"{SELECTIVE} moe", UNIFORM])
+@pytest.mark.parametrize("routing", [BIAS, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "", "--moe-expert-capacity-factor 0.6"])
+def test_the_second_pass_takes_the_decisions_of_the_first(how, routing, monkeypatch):
+    """Whatever would be chosen now: another choice, even a changed expert bias, must not reach the gradients."""
+    def run(disturb):
+        chunk, = build(parsed(GROUPED, routing, how))
+        loss = loss_of(chunk, 0)
+        if disturb:
+            monkeypatch.setattr(router_module, "_select", lambda scores_TE, topk, *_: scores_TE.topk(topk, largest=False)[1])
+            monkeypatch.setattr(router_module, "sinkhorn", lambda cost_TE: -cost_TE)
+            monkeypatch.setattr(router_module, "_keep", lambda probs, routing, *_: ~routing)
+            for layer in chunk.moe_layers():
+                if layer.router.expert_bias is not None:
+                    layer.router.expert_bias += torch.randn(4) * 10
+        loss.backward()
+        monkeypatch.undo()
+        return gradients(chunk)
+
+    assert all(torch.equal(plain, other) for plain, other in zip(run(False), run(True), strict=True))
+
+
+@pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", UNIFORM])
+def test_routers_record_and_count_once(how):
+    chunk, = build(parsed(GROUPED, BIAS, how))
+    for layer in chunk.moe_layers():
+        layer.router.recorder = []
+    loss_of(chunk, 0).backward()
+    for layer in chunk.moe_layers():
+        assert len(layer.router.recorder) == 1
+        assert layer.router.local_tokens_per_expert.sum() == 2 * 16 * 2
+
+
+@pytest.mark.parametrize(("how", "times"), [("", 1), (UNIFORM, 2), (f"{SELECTIVE} moe", 2), (f"{SELECTIVE} core_attn", 1),
+                                            (f"{FULL} block --recompute-num-layers 1", 1)])  # fmt: skip
+def test_what_is_recomputed_runs_twice_and_the_rest_once(how, times):
+    chunk, = build(parsed(GROUPED, how))
+    calls, last = [], chunk.decoder.layers[-1].mlp.router
+    last.register_forward_hook(lambda *_: calls.append(chunk.activations.replaying))
+    loss = loss_of(chunk, 0)
+    assert calls == [False]
+    loss.backward()
+    assert calls == [False, True][:times] and not chunk.activations.replaying
+
+
+def test_nothing_is_recomputed_without_a_graph():
+    chunk, = build(parsed(GROUPED, UNIFORM))
+    calls = []
+    chunk.decoder.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        first = loss_of(chunk, 0)
+    assert len(calls) == 1 and torch.equal(first, loss_of(chunk, 0).detach())
+
+
+def test_a_norm_runs_again_once_for_all_that_saved_its_output():
+    """Latent attention has two projections behind the norm, the experts a router, experts and shared experts."""
+    chunk, = build(parsed(GROUPED, LATENT.replace("--mtp-num-layers 1", ""), f"{SELECTIVE} layernorm"))
+    layer, calls = chunk.decoder.layers[1], []
+    layer.input_layernorm.register_forward_hook(lambda *_: calls.append("attention"))
+    layer.pre_mlp_layernorm.register_forward_hook(lambda *_: calls.append("experts"))
+    loss = loss_of(chunk, 0)
+    assert calls == ["attention", "experts"]
+    loss.backward()
+    assert calls == ["attention", "experts", "experts", "attention"]
+
+
+def test_full_recompute_takes_uniform_spans_and_whole_mtp_layers():
+    chunk, = build(parsed(GROUPED, LATENT, f"{FULL} uniform --recompute-num-layers 2"))
+    assert chunk.spans == ((0, 2, True), (2, 3, True)) and chunk.activations.recomputed == {"full", "mtp"}
+    chunk, = build(parsed(GROUPED, LATENT, f"{FULL} block --recompute-num-layers 2"))
+    assert chunk.spans == ((0, 1, True), (1, 2, True), (2, 3, False)) and chunk.activations.recomputed == {"full"}
+
+
+def test_a_failed_recompute_leaves_nothing_behind():
+    activations = Activations(frozenset({"part"}))
+    calls = []
+
+    def fn(x):
+        calls.append(activations.replaying)
+        if len(calls) == 2:
+            raise ArithmeticError("once more")
+        return (x * x).exp()
+
+    y = activations.region("part", fn, torch.ones(3, requires_grad=True))
+    with pytest.raises(ArithmeticError):
+        y.sum().backward()
+    assert calls == [False, True] and activations.once(lambda: 7) == 7
+
+
+def test_the_chunks_own_random_numbers_are_drawn_again():
+    stream, cpu = ShardStream(1, "here"), torch.device("cpu")
+    activations = Activations(frozenset({"part"}), stream=stream)
+
+    def fn(x):
+        with stream.drawing(cpu):
+            return torch.nn.functional.dropout(x * x, 0.5)
+
+    x = torch.ones(64, requires_grad=True)
+    y = activations.region("part", fn, x)
+    before, shared = stream.generator(cpu).get_state(), torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * y.detach()) and 0 < int((y == 0).sum()) < 64
+    assert torch.equal(stream.generator(cpu).get_state(), before) and torch.equal(torch.get_rng_state(), shared)
+
+
+def _kept_of_two(rank, n):
+    activations = Activations(frozenset({"part"}), shared_by=ParallelState.create(n, rank, tp=n).tp)
+    x = torch.arange(12.0).view(3, 4).requires_grad_()
+    y = activations.region("part", lambda x: (x * x).exp().sin(), x * 0.1)
+    part = y.grad_fn  # the graph is all that holds anything
+    y.sum().backward()
+    return x.grad, part is not None
+
+
+def test_saved_inputs_are_spread_over_the_ranks_that_share_them():
+    x = torch.arange(12.0).view(3, 4).requires_grad_()
+    ((x * 0.1) * (x * 0.1)).exp().sin().sum().backward()
+    for grad, _ in run_ranks(_kept_of_two, 2):
+        assert torch.allclose(grad, x.grad)
+
+
+def test_packed_documents_are_recomputed_with_their_borders():
+    def run(how):
+        chunk, = build(parsed(GROUPED, "--attention-dropout 0.2", how))
+        torch.manual_seed(9)
+        documents_BS = batch(0)[0].cumsum(1) // 100
+        loss_of(chunk, 0, document_ids_BS=documents_BS).backward()
+        return gradients(chunk)
+
+    for how in (UNIFORM, f"{SELECTIVE} core_attn"):
+        assert all(torch.equal(plain, other) for plain, other in zip(run(""), run(how), strict=True))
