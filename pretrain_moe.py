@@ -23,12 +23,13 @@ def main(argv: list[str]) -> int:
         from moe_trainer.parallel.groups import group_table, plan_groups
         from moe_trainer.shape.counts import params_report
         from moe_trainer.shape.layout import mapping_sizes
+        from moe_trainer.shape.state_bytes import state_report
 
         def describe_groups(args: arguments.Arguments, world_size: int) -> str:
             return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **mapping_sizes(args)))}"
 
         try:
-            return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups)
+            return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups, state_report)
         except ValueError as error:
             return _refuse(error, "0")
     try:

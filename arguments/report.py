@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from arguments import rules
 from arguments.container import OPTIONS, SECTIONS, Arguments, freeze
@@ -17,12 +17,13 @@ def run_validate_only(
     count_params: Callable[[Arguments], Mapping[str, int | None]],
     checkpoint: Mapping[str, object] | None = None,
     describe_groups: Callable[[Arguments, int], str] | None = None,
+    describe_state: Callable[[Arguments, int | None], list[str]] = lambda args, world_size: [],
 ) -> int:
     """Resolve, check, print and (with --report FILE) write a command line. Returns the exit code, 0 or 2.
 
     The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. `count_params` gives the
     model's parameters: total, mtp, active, active_no_embedding. `checkpoint`: as for parse_args. `describe_groups` tells
-    the process groups of legal flags on so many ranks, for --print-groups.
+    the process groups of legal flags on so many ranks, for --print-groups; `describe_state` what their weights and optimizer state take.
     """
     if "--help" in argv or "-h" in argv:
         from arguments.help import print_help
@@ -40,7 +41,8 @@ def run_validate_only(
     if settings.print_groups and not violations and describe_groups is not None:
         print(describe_groups(freeze(settings, world_size), world_size) if world_size else
               "--print-groups: the number of ranks is not known (give --world-size)")
-    print("\n".join(summary(settings, violations, params, world_size)))
+    state_lines = describe_state(freeze(settings, world_size), world_size) if countable(settings, violations) and not violations else []
+    print("\n".join(summary(settings, violations, params, world_size, state_lines)))
     if settings.report is not None:
         try:
             with open(settings.report, "w", encoding="utf-8") as file:
@@ -96,34 +98,21 @@ def table(settings: Settings, world_size: int | None = None) -> list[str]:
 
 
 def summary(
-    settings: Settings, violations: list[Violation], params: Mapping[str, int | None], world_size: int | None
+    settings: Settings, violations: list[Violation], params: Mapping[str, int | None], world_size: int | None,
+    state_lines: Sequence[str] = (),
 ) -> list[str]:
-    """What to read first: notices, parameters, violations."""
+    """What to read first: notices, parameters, what their state takes, violations."""
     lines = settings.lines()
     if params["total"] is not None:
         lines.append(f"parameters: {params['total']:,} (+ {params['mtp'] or 0:,} multi-token prediction)")
         lines.append(f"active per token: {params['active']:,} (without embedding {params['active_no_embedding']:,})")
-        lines += state_size(settings, params["total"] + (params["mtp"] or 0), world_size)
+        lines += state_lines
     elif not violations:
         lines.append("parameters: not counted, because the vocabulary comes from a tokenizer (give --vocab-size)")
     if not violations:
         return [*lines, "valid" + (f" for {world_size} ranks" if world_size else "")]
     count = f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:"
     return [*lines, count, *(f"  - {violation.message}" for violation in violations)]
-
-
-def state_size(s: Settings, num_params: int, world_size: int | None) -> list[str]:
-    """How much memory one rank's weights, gradients and optimizer state take, where every rank holds the whole model."""
-    parallel = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    if any(s.values[dest] != 1 for dest in parallel):
-        return []
-    half = s.bf16 or s.fp16
-    ranks = world_size or 1
-    weights, gradients = 2 if half else 4, 2 if s.grad_reduce_in_bf16 else 4
-    moments = {"adam": 8, "sgd": 4}.get(s.optimizer, 0)
-    optimizer = (moments + 4 * half) / (ranks if s.use_distributed_optimizer else 1)
-    size = num_params * (weights + gradients + optimizer) / 2**30
-    return [f"memory per rank: {size:.1f} GiB of weights, gradients and optimizer state, activations not counted"]
 
 
 def as_json(

@@ -1,0 +1,136 @@
+"""Bytes of weights, gradients, main parameters and moments, from flags alone.
+
+What every parameter costs on a rank that holds it, and what is divided among data-parallel ranks: the main parameters and moments of the
+distributed optimizer, everything under full sharding. Dense parameters are divided over dp x cp, experts over their own data-parallel
+ranks; in both cases within one instance of the optimizer. Not counted are what fills buffers up to their alignment, one fp32 scale for every tensor in a
+format with scales, and what a step opens in passing (optim/kept_state.py, optim/host_copies.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from moe_trainer.shape.counts import count_parameters
+from moe_trainer.shape.layout import mapping_sizes
+from moe_trainer.shape.vocab import vocab_rows_from_flags
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_MOMENTS = {"adam": 2, "sgd": 1}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one parameter on a rank that holds it, on average over its elements.
+
+    host: how many of them are in host memory; on a CPU, too.
+    """
+
+    weights: float
+    gradients: float
+    main_params: float
+    moments: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.weights + self.gradients + self.main_params + self.moments
+
+    @property
+    def device(self) -> float:
+        """Those in the memory of the device."""
+        return self.total - self.host
+
+
+def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert"] = "dense") -> StateBytes:
+    """What a dense parameter, or one of an expert, costs on a rank.
+
+    Raises: ValueError for an optimizer whose state is not known.
+    """
+    optimizer, precision, parallel = args.optimizer, args.precision, args.parallel
+    if optimizer.optimizer not in _MOMENTS:
+        raise ValueError(f"the state of --optimizer {optimizer.optimizer} is not known")
+    aware, half, ranks = optimizer.use_precision_aware_optimizer, precision.bf16 or precision.fp16, _data_ranks(args, world_size, kind)
+    if aware:
+        moments = float(_BYTES[optimizer.exp_avg_dtype] + _BYTES[optimizer.exp_avg_sq_dtype])
+    else:
+        moments = 4.0 * _MOMENTS[optimizer.optimizer]
+    width = 2.0 if half else 4.0
+    strategy = _strategy(args)
+    if strategy in ("optim_grads", "optim_grads_params") and _data_ranks(args, world_size, "dense") > 1:
+        instance = ranks // (parallel.num_distributed_optimizer_instances or 1)
+        kept = strategy == "optim_grads" or (parallel.use_torch_fsdp2 and not parallel.torch_fsdp2_reshard_after_forward)
+        # fp32 shards are weights and main parameters in one
+        return StateBytes(4 / instance + (width if kept else 0.0), 4 / instance, 0.0, moments / instance,
+                          _share_on_host(args) * moments / instance)
+    shards = ranks // (parallel.num_distributed_optimizer_instances or 1) if parallel.use_distributed_optimizer and strategy != "no_shard" else 1
+    share, main_device, main_host = _share_on_host(args), 0.0, 0.0
+    if half:
+        # beside bf16 weights, fp32 main parameters need only what these lack; on a host that updates them there are no weights
+        main_host = float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
+        shared = aware and precision.bf16 and optimizer.main_params_dtype == "fp32"
+        main_device = 2.0 if shared else main_host
+        if not optimizer.optimizer_cpu_offload:
+            main_host = main_device
+    return StateBytes(width, _gradient_bytes(args), ((1 - share) * main_device + share * main_host) / shards, moments / shards,
+                      share * (main_host + moments) / shards)
+
+
+def rank_state_bytes(args: Arguments, world_size: int, dense: int, expert: int) -> StateBytes:
+    """All bytes of a rank that holds so many dense parameters and parameters of experts."""
+    a, b = (state_bytes(args, world_size, kind) for kind in ("dense", "expert"))
+    return StateBytes(*(dense * getattr(a, name) + expert * getattr(b, name) for name in ("weights", "gradients", "main_params", "moments", "host")))
+
+
+def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:
+    """What weights, gradients and optimizer state take on one rank, as --validate-only tells it; nothing where tensors or stages are cut."""
+    sizes = args.parallel
+    if padded_vocab_size is None and vocab_rows_from_flags(args) is None:
+        return []
+    cut = max(sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, sizes.expert_tensor_parallel_size or 1)
+    if cut > 1 or args.optimizer.optimizer not in _MOMENTS:
+        return []
+    counts = count_parameters(args, padded_vocab_size)
+    everything = counts.total + counts.mtp
+    moe_layers = counts.num_moe_layers
+    if counts.mtp and moe_layers:
+        moe_layers += 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers
+    expert = moe_layers * counts.per_expert * (args.moe.num_experts or 0)
+    found = rank_state_bytes(args, world_size or sizes.expert_model_parallel_size, everything - expert, expert // sizes.expert_model_parallel_size)
+    gib = 2.0**30
+    parts = ", ".join(f"{name.replace('_', ' ')} {getattr(found, name) / gib:.2f}" for name in ("weights", "gradients", "main_params", "moments"))
+    host = f", {found.host / gib:.2f} of it on the host" if found.host else ""
+    return [f"memory per rank: {found.total / gib:.2f} GiB of weights, gradients and optimizer state ({parts}){host}; activations not counted"]
+
+
+def _data_ranks(args: Arguments, world_size: int, kind: str) -> int:
+    """Ranks that hold the same parameter."""
+    sizes = mapping_sizes(args)
+    model = sizes["etp"] * sizes["ep"] * sizes["pp"] if kind == "expert" else sizes["tp"] * sizes["pp"]
+    return max(1, world_size // model)
+
+
+def _strategy(args: Arguments) -> str | None:
+    if args.parallel.use_torch_fsdp2:
+        return "optim_grads_params"
+    return args.parallel.data_parallel_sharding_strategy if args.parallel.use_megatron_fsdp else None
+
+
+def _share_on_host(args: Arguments) -> float:
+    optimizer = args.optimizer
+    if optimizer.optimizer_cpu_offload:
+        return optimizer.optimizer_offload_fraction
+    return optimizer.optimizer_state_offload_fraction if optimizer.chunked_optimizer_state_offload else 0.0
+
+
+def _gradient_bytes(args: Arguments) -> float:
+    """Of the buffer; with --ddp-param-name-patterns-for-fp32-local-accumulation all also of what is added up beside it."""
+    precision, half = args.precision, args.precision.bf16 or args.precision.fp16
+    narrow = precision.bf16 and precision.grad_reduce_in_bf16 or half and args.optimizer.main_grads_dtype == "bf16"
+    if not narrow:
+        return 4.0
+    return 6.0 if "all" in args.parallel.ddp_param_name_patterns_for_fp32_local_accumulation else 2.0

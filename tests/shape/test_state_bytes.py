@@ -1,0 +1,103 @@
+"""Bytes of weights, gradients and optimizer state: by hand, and as the tensors of a run that uses every option have them."""
+
+import pytest
+from harness import run_ranks
+from train.layouts import groups_of, make_run
+
+from arguments import parse_args
+from moe_trainer.optim.fully_sharded import ShardedGrads
+from moe_trainer.parallel.params import info_of, unique_params
+from moe_trainer.parallel.shards import held_parts
+from moe_trainer.shape.state_bytes import state_bytes, state_report
+
+# every size is a multiple of 64, so that nothing is lost to alignment
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --normalization RMSNorm --swiglu "
+    "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
+    "--moe-grouped-gemm --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-3 "
+    "--mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 250 --make-vocab-size-divisible-by 256 --transformer-impl local "
+    "--attention-dropout 0 --hidden-dropout 0"
+).split()
+AWARE = "--use-precision-aware-optimizer"
+NARROW = f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+ZERO = "--use-distributed-optimizer"
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
+CASES = (
+    (1, ""),
+    (1, "--bf16"),
+    (1, "--optimizer sgd --bf16"),
+    (1, f"--bf16 {NARROW} --main-grads-dtype bf16"),
+    (1, f"--fp16 {AWARE} --main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"),
+    (1, f"--bf16 {NARROW} --optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
+    (1, f"{NARROW} --optimizer-cpu-offload"),
+    (1, f"--bf16 {NARROW} --offload-optimizer-states --optimizer-state-offload-fraction 0.25"),
+    (1, "--bf16 --offload-optimizer-states"),
+    (1, "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all"),
+    (2, f"--bf16 {ZERO}"),
+    (2, f"--bf16 {ZERO} {NARROW} --main-grads-dtype bf16 --expert-model-parallel-size 2"),
+    (2, f"--bf16 {ZERO} {AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8 --overlap-grad-reduce --overlap-param-gather"),
+    (2, f"--bf16 {FSDP} optim_grads_params {NARROW}"),
+    (2, f"{FSDP} optim_grads_params --expert-model-parallel-size 2"),
+    (2, f"--bf16 {FSDP} optim {NARROW}"),
+    (4, f"--bf16 {ZERO} {NARROW} --num-distributed-optimizer-instances 2"),
+)
+
+
+def _measured(rank, n, argvs):
+    return [_of_one_run(argv, rank, n) for argv in argvs]
+
+
+def _of_one_run(argv, rank, n):
+    """(bytes by part, dense elements, elements of experts) of a rank."""
+    run = make_run(argv, rank, groups_of(argv, rank, n), 1)
+    params = unique_params(param for chunk in run.chunks for param in chunk.parameters())
+    counted = {kind: sum(param.numel() for param in params if info_of(param).kind == kind) for kind in ("dense", "expert")}
+    if isinstance(run.grads, ShardedGrads):
+        weights = sum((stop - start) * 4 for param in params for _, start, stop in held_parts(param))
+        gradients = weights
+    else:
+        weights = sum(state.model.untyped_storage().nbytes() for state in run.optimizer._states)
+        gradients = sum(buffer.flat.untyped_storage().nbytes() for buffer in run.grads.buffers)
+        gradients += sum(total.untyped_storage().nbytes() for pending in run.grads._order for total in pending.local.values())
+    parts = {"weights": weights, "gradients": gradients, "main_params": 0, "moments": 0, "host": 0}
+    for store in (store for state in run.optimizer._states for store in state.stores):
+        for name, kept in store.kept():
+            size = sum(x.untyped_storage().nbytes() for x in (kept.flat, kept.scales) if x is not None)
+            parts["main_params" if name == "fp32_param" else "moments"] += size
+            parts["host"] += size if store.by_host or store.place.apart else 0
+    return parts, counted["dense"], counted["expert"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_tensors_of_a_run(n, monkeypatch):
+    monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", 1024)  # a share of the state moves in whole stretches
+    cases = [flags for ranks, flags in CASES if ranks == n]
+    argvs = [[*MODEL, *flags.split()] for flags in cases]
+    found = run_ranks(_measured, n, argvs, timeout=300.0)
+    for number, (flags, argv) in enumerate(zip(cases, argvs)):
+        args = parse_args(argv, n)
+        dense, expert = state_bytes(args, n), state_bytes(args, n, "expert")
+        for name in ("weights", "gradients", "main_params", "moments", "host"):
+            parts = [rank[number] for rank in found]
+            measured = sum(part[name] for part, _, _ in parts) / n  # what ranks share evenly they need not share to the element
+            expected = parts[0][1] * getattr(dense, name) + parts[0][2] * getattr(expert, name)
+            assert measured == pytest.approx(expected, rel=0.02), (flags, name)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("", (4, 4, 0, 8, 0)), ("--bf16", (2, 4, 4, 8, 0)), (f"--bf16 {ZERO}", (2, 4, 4 / 8, 1, 0)),
+    (f"--bf16 {ZERO} {NARROW}", (2, 4, 2 / 8, 4 / 8, 0)), (f"--bf16 {ZERO} {NARROW} --main-grads-dtype bf16", (2, 2, 2 / 8, 4 / 8, 0)),
+    (f"--bf16 {ZERO} {AWARE} --main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", (2, 4, 2 / 8, 2 / 8, 0)),
+    (f"--bf16 {ZERO} {NARROW} --optimizer-cpu-offload", (2, 4, 4 / 8, 4 / 8, 1)),
+])
+def test_by_hand(flags, expected):
+    found = state_bytes(parse_args([*MODEL, "--global-batch-size", "8", *flags.split()], 8), 8)
+    assert (found.weights, found.gradients, found.main_params, found.moments, found.host) == expected
+    assert found.device == found.total - found.host
+
+
+def test_the_report():
+    args = parse_args([*MODEL, "--global-batch-size", "8", "--bf16", ZERO], 8)
+    line, = state_report(args, 8)
+    assert "memory per rank: 0.00 GiB" in line and "moments" in line
+    assert state_report(parse_args([*MODEL, "--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"], 2), 2) == []
