@@ -38,6 +38,12 @@ def _online(logits, columns, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _label_logit(logits, label, columns):
+    """The label's logit; NaN for a label that is none of the columns, which must not be read."""
+    return tl.load(logits + label, mask=(label >= 0) & (label < columns), other=float("nan"))
+
+
+@triton.jit
 def pieces_kernel(logits, labels, largest, total, target, columns, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Maximum, sum of exponentials and the label's logit of one token."""
     row = tl.program_id(0).to(tl.int64)
@@ -45,7 +51,7 @@ def pieces_kernel(logits, labels, largest, total, target, columns, stride, WIDE:
     top, amount = _online(start, columns, WIDE, BLOCK)
     tl.store(largest + row, top)
     tl.store(total + row, amount)
-    tl.store(target + row, tl.load(start + tl.load(labels + row)).to(WIDE))
+    tl.store(target + row, _label_logit(start, tl.load(labels + row), columns).to(WIDE))
 
 
 @triton.jit
@@ -53,7 +59,7 @@ def softmax_kernel(logits, labels, log_sum_exp, target, columns, stride, gain, W
     """The same of one token, then its logits become gain times their softmax."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
-    tl.store(target + row, tl.load(start + tl.load(labels + row)).to(WIDE))
+    tl.store(target + row, _label_logit(start, tl.load(labels + row), columns).to(WIDE))
     tl.debug_barrier()  # the label's logit has been read before anyone overwrites it
     top, amount = _online(start, columns, WIDE, BLOCK)
     tl.store(log_sum_exp + row, top + tl.log(amount))
@@ -89,13 +95,13 @@ def _warps(block: int) -> int:
 def vocabulary_pieces(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, sum of exp(logit - maximum) and the label's logit of every token. The logits stay as they are.
 
-    Shapes: logits [T, V] with elements of a row side by side; labels int64 in [0, V); results [T], fp32 or wider.
+    Shapes: logits [T, V] with elements of a row side by side; labels int64 in [0, V), any other gives NaN; results [T], fp32 or wider.
     """
     num_tokens, columns = logits_TV.shape
     results = logits_TV.new_empty(3, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
     if num_tokens:
         block = block_of(columns, 4096)
-        pieces_kernel[(num_tokens,)](logits_TV, labels_T, *results, columns, logits_TV.stride(0), WIDE=wide(logits_TV.dtype),
+        pieces_kernel[(num_tokens,)](logits_TV, labels_T.contiguous(), *results, columns, logits_TV.stride(0), WIDE=wide(logits_TV.dtype),
                                      BLOCK=block, num_warps=_warps(block))
     return tuple(results)
 
@@ -109,7 +115,7 @@ def softmax_in_place(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tenso
     results = logits_TV.new_empty(2, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
     if num_tokens:
         block = block_of(columns, 4096)
-        softmax_kernel[(num_tokens,)](logits_TV, labels_T, *results, columns, logits_TV.stride(0), _gain(logits_TV.dtype),
+        softmax_kernel[(num_tokens,)](logits_TV, labels_T.contiguous(), *results, columns, logits_TV.stride(0), _gain(logits_TV.dtype),
                                       WIDE=wide(logits_TV.dtype), BLOCK=block, num_warps=_warps(block))
     return tuple(results)
 
@@ -122,7 +128,7 @@ def gradient_in_place(probs_TV: Tensor, labels_T: Tensor, factor_T: Tensor, at_l
     """
     num_tokens, columns = probs_TV.shape
     if num_tokens:
-        block = block_of(columns, 2048)
+        block, labels_T = block_of(columns, 2048), labels_T.contiguous()
         gradient_kernel[(num_tokens, triton.cdiv(columns, block))](
             probs_TV, labels_T, factor_T.contiguous(), at_label_T.contiguous(), labels_T if mine_T is None else mine_T.view(torch.uint8),
             columns, probs_TV.stride(0), _gain(probs_TV.dtype), SOME=mine_T is not None, WIDE=wide(probs_TV.dtype), BLOCK=block)

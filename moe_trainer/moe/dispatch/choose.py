@@ -46,12 +46,12 @@ def choose_dispatcher(moe: MoEArgs, ps: ParallelState, rows: Rows | None = None,
     return AllToAllDispatcher(ps, permutation)
 
 
-def _kernel(flag: str, dest: str, backends: Backends, module: str, *names: str, other: str | None = None) -> bool:
-    """Whether TransformerEngine's kernels behind a flag can be used."""
+def _kernel(flag: str, dest: str, backends: Backends, module: str, *names: str, own: str, other: str | None = None) -> bool:
+    """Whether TransformerEngine's kernels behind a flag can be used. own: the name of ours."""
     if not backends.cuda:
         problem, remedy = "the kernels work on CUDA devices, and this rank computes on a CPU", f"Drop {flag}"
     elif problem := te.problem(module, *names):
-        remedy = f"Install it ({te.INSTALL})"
+        remedy = f"Install it ({te.INSTALL}), or use --triton-kernels {own} instead"
     else:
         problem, remedy = other, f"Drop {flag}"
     return backends.use((dest,), flag=flag, problem=problem, remedy=remedy, instead="plain torch, with the same results")
@@ -62,7 +62,7 @@ def choose_permutation(moe: MoEArgs, backends: Backends, kernels: Kernels = Kern
     if kernels.permutation is not None:
         return kernels.permutation()
     if moe.moe_permute_fusion and _kernel(
-            "--moe-permute-fusion", "moe_permute_fusion", backends, "permutation", *te.FusedPermutation.NAMES):
+            "--moe-permute-fusion", "moe_permute_fusion", backends, "permutation", *te.FusedPermutation.NAMES, own="permute"):
         return te.FusedPermutation()
     return Permutation()
 
@@ -78,7 +78,7 @@ def choose_fused_topk(moe: MoEArgs, backends: Backends, kernels: Kernels = Kerne
         other = "the kernel computes in fp32, and --moe-router-dtype is fp64"
     elif moe.moe_router_load_balancing_type == "sinkhorn":
         other = "the kernel does not know --moe-router-load-balancing-type sinkhorn"
-    found = _kernel("--moe-router-fusion", "moe_router_fusion", backends, "router", te.FUSED_TOPK, other=other)
+    found = _kernel("--moe-router-fusion", "moe_router_fusion", backends, "router", te.FUSED_TOPK, own="router", other=other)
     return te.fused_topk() if found else None
 
 

@@ -56,6 +56,13 @@ def test_pieces_of_a_cut_vocabulary_merge_into_the_whole():
     assert torch.equal(logits, kept)
 
 
+@pytest.mark.parametrize("label", [-1, 7, 100])
+def test_a_label_outside_gives_nan_and_reads_nothing(label):
+    logits = torch.randn(2, 7)
+    _, target = triton_cross_entropy.softmax_in_place(logits, torch.tensor([label, 3]))
+    assert target.isnan().tolist() == [True, False]
+
+
 def test_columns_of_minus_infinity():
     """Padded vocabulary may be masked that way; a whole block of it must not give NaN."""
     logits, labels = torch.randn(3, 9000), torch.tensor([8999, 4500, 8000])

@@ -1,0 +1,71 @@
+"""A whole model on the kernels, in Triton's interpreter: what --triton-kernels all wires up on a GPU. Run by tests/ops/test_triton.py."""
+
+from dataclasses import replace
+
+import pytest
+from train.layouts import argv_of
+
+from arguments import parse_args
+from moe_trainer.backends import Backends
+from moe_trainer.layers import kernels
+from moe_trainer.model import build
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.proof.compare import Tolerances, compare
+from moe_trainer.proof.observe import train
+
+NEAR = Tolerances(loss=2e-5, norm=5e-5, grad=2e-4, weight=1e-4)
+QUERIES = "--group-query-attention --num-query-groups 2 --qk-layernorm"
+
+
+def on_kernels(names, _backends):
+    """As on a CUDA device; the interpreter takes tensors of a CPU."""
+    return kernels.choose_kernels(names, Backends("error", cuda=True))
+
+
+def noting(called: set):
+    """The same, with a note of every kind of kernel that is called."""
+
+    def spy(name, function):
+        def run(*args, **named):
+            called.add(name)
+            return function(*args, **named)
+
+        return run
+
+    def choose(names, backends):
+        made = on_kernels(names, backends)
+        return replace(
+            made, rms_norm=spy("norm", made.rms_norm), apply_rope=spy("rope", made.apply_rope), fused_topk=spy("router", made.fused_topk),
+            balance=spy("balance", made.balance), permutation=spy("permute", made.permutation),
+            loss_steps=type(made.loss_steps)(*(spy("loss", step) for step in made.loss_steps)),
+            products=type(made.products)(*(spy("products", product) for product in made.products)),
+            activations=tuple((kind, spy("dense", function) if function else None, type(block)(*(spy("experts", way) for way in block)))
+                              for kind, function, block in made.activations))
+
+    return choose
+
+
+@pytest.mark.parametrize("kind,more", [("plain", QUERIES), ("deepseek", ""), ("biases, tied head", "")], ids=["plain", "deepseek", "gelu"])
+def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
+    """gelu: biases, experts one by one. One layer less and one step, because a program of the interpreter costs as much as a kernel."""
+    argv = [*argv_of(kind), *more.split(), "--num-layers", "2", "--global-batch-size", "2"]
+    argv = [word.replace("[1]*3", "[1]*1") for word in argv]
+    if kind.startswith("biases"):
+        argv.remove("--swiglu")
+        argv.append("--no-bias-gelu-fusion")
+    plain = train(parse_args(argv, 1), 0, ParallelState.single(), steps=1)
+    called = set()
+    monkeypatch.setattr(build, "choose_kernels", noting(called))
+    ours = train(parse_args([*argv, "--triton-kernels", "all"], 1), 0, ParallelState.single(), steps=1)
+    assert [str(difference) for difference in compare(plain, ours, NEAR)] == []
+    missing = {"plain": {"dense"}, "deepseek": set(), "biases, tied head": {"dense", "products"}}[kind]
+    assert {"norm", "rope", "router", "balance", "permute", "loss", "products", "dense", "experts"} - called == missing
+
+
+def test_every_name_brings_its_kernels():
+    everything = on_kernels(["all"], None)
+    for name in kernels.NAMES:
+        one = on_kernels([name], None)
+        changed = [part for part, value in vars(one).items() if value != getattr(kernels.Kernels(), part)]
+        assert changed and all(getattr(one, part) == getattr(everything, part) for part in changed), name
+    assert all(value != getattr(kernels.Kernels(), part) for part, value in vars(everything).items())

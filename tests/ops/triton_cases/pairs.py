@@ -1,0 +1,17 @@
+"""The pairs that scripts/bench_kernels.py times and tests/gpu compares, at a tiny size in Triton's interpreter: they must be pairs.
+
+Run by tests/ops/test_triton.py.
+"""
+
+import pytest
+import torch
+
+from scripts.kernel_pairs import NAMES, make
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_sides_give_the_same(name):
+    pair = make(name, "tiny", torch.float32, "cpu")
+    for ours, theirs in zip(pair.kernel(), pair.plain(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+    assert pair.moved > 0
