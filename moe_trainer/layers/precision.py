@@ -34,7 +34,7 @@ def recipe_of(precision: PrecisionArgs) -> Recipe | None:
     if name == "custom":
         raise ValueError("--fp8-recipe custom and --fp4-recipe custom take quantisers of TransformerEngine, which this version does not run")
     delayed = Delayed(precision.fp8_margin, precision.fp8_amax_history_len, precision.fp8_amax_compute_algo == "max")
-    return make_recipe(name, hybrid=precision.fp8 == "hybrid", wgrad=precision.fp8_wgrad, delayed=delayed)
+    return make_recipe(name, hybrid=precision.fp8 == "hybrid", wgrad=precision.fp8_wgrad or not precision.fp8, delayed=delayed)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, embedding_stage
 
 logger = logging.getLogger(__name__)
 
-DTYPES = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+DTYPES = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float64))  # fp64: of proofs
 
 
 def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,

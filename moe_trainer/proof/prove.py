@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import chain
 
@@ -33,6 +33,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.place import Place
 from moe_trainer.proof.compare import Difference, closeness, compare
 from moe_trainer.proof.emulate import emulate
+from moe_trainer.proof.emulate_fp8 import emulate_fp8
 from moe_trainer.proof.forward import Watch, watch_rank, watch_whole
 from moe_trainer.proof.observe import Outcome, train
 from moe_trainer.proof.pool import Pool, RanksFailed
@@ -45,6 +46,8 @@ DISTURBANCES = ((3e-6, 1), (-3e-6, 1))
 falls to either side."""
 MORE_DISTURBANCES = ((1e-6, 1), (-1e-6, 1), (3e-6, 2), (-3e-6, 2), (1e-6, 3), (-1e-6, 3))
 """Those that a reference from which a case parts has to stand as well."""
+FP64_DISTURBANCE = 1e-7
+"""How much smaller a disturbance is in fp64."""
 STEADY_LOSS, STEADY_NORM = 5e-6, 1.5e-5
 """How far a disturbed reference may be from the reference, relative: several times what most are. Beyond, rounding grows too."""
 SEEDS = 8
@@ -143,6 +146,7 @@ def _one(rank: int, world_size: int, case: Case, seed: int, size: float, directi
     def prepare(run: Run) -> Watch:
         runs.append(run)
         emulate(run, Topology(case.mapping.tp, case.mapping.cp))
+        emulate_fp8(run, case.mapping, "--sequence-parallel" in case.argv)
         _disturb(run, size, direction)
         for chunk in run.chunks:
             for layer in chunk.moe_layers():
@@ -162,7 +166,22 @@ def _many(rank: int, world_size: int, case: Case, seed: int) -> Outcome:
 
 def _parse(argv: tuple[str, ...], world_size: int, force_fp32: bool) -> Arguments:
     args = parse_args(list(argv), world_size)
-    return replace(args, precision=PrecisionArgs(transformer_impl=args.precision.transformer_impl)) if force_fp32 else args
+    precision = replace(args.precision, bf16=False) if force_fp32 else args.precision
+    return replace(args, precision=WidePrecision.of(precision) if precision.fp8 else precision)
+
+
+@dataclass(frozen=True)
+class WidePrecision(PrecisionArgs):
+    """A model in fp64 where it is not quantised: a last digit of fp32 would turn roundings to 8 bits."""
+
+    @staticmethod
+    def of(precision: PrecisionArgs) -> WidePrecision:
+        """The same flags for a model in fp64."""
+        return WidePrecision(**{each.name: getattr(precision, each.name) for each in fields(PrecisionArgs)})
+
+    @property
+    def params_dtype_name(self) -> str:
+        return "fp64"
 
 
 def _train(args: Arguments, rank: int, world_size: int, seed: int, prepare: Callable[[Run], Watch]) -> Outcome:
@@ -175,6 +194,7 @@ def _disturb(run: Run, size: float, direction: int) -> None:
     if not size:
         return
     generator = torch.Generator().manual_seed(direction)
+    size *= 1.0 if run.chunks[0].params_dtype == torch.float32 else FP64_DISTURBANCE
     for chunk in run.chunks:
         for param in chunk.parameters():
             noise = torch.rand(param.shape, generator=generator) * 2 - 1

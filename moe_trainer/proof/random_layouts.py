@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
+from moe_trainer.proof.low_precision import provable
 from moe_trainer.proof.mapping import Mapping
 from moe_trainer.proof.shrink import LEARNING_RATE, STEPS, VOCAB, Case, ShrinkError, make_case
 
@@ -46,6 +47,7 @@ def draw(dice: random.Random, mapping: Mapping) -> Case | None:
     values |= _stages(dice, mapping, values)
     values |= _context(dice, mapping, values["num_layers"])
     values |= _sharded(dice, mapping, values) or _overlapped(dice, mapping, values)
+    values |= _eight_bits(dice, mapping, values)
     values |= _memory(dice, values)
     try:
         return make_case(mapping, {dest: value for dest, value in values.items() if value is not None}, bool(values.get("bf16")))
@@ -227,6 +229,19 @@ def _memory(dice: random.Random, values: dict[str, object]) -> dict[str, object]
         found |= {"fine_grained_activation_offloading": True, "offload_modules": dice.sample(parts, dice.choice((1, 3, len(parts)))),
                   "min_offloaded_tensor_size": 1, "transformer_impl": "transformer_engine"}
     return found
+
+
+def _eight_bits(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    """Now and then fp8, as far as one process can compute it."""
+    if not _chance(dice, 0.2):
+        return {}
+    found: dict[str, object] = {
+        "fp8": dice.choice(("e4m3", "hybrid")), "fp8_recipe": dice.choice(("delayed", "tensorwise", "blockwise", "mxfp8")),
+        "fp8_amax_history_len": dice.choice((1, 2)), "fp8_amax_compute_algo": dice.choice(("most_recent", "max")),
+        "first_last_layers_bf16": _chance(dice, 0.2), "moe_router_padding_for_quantization": values["moe_token_dispatcher_type"] != "allgather"
+        and _chance(dice, 0.3),
+    }  # fmt: skip
+    return found | provable(values | found, mapping, int(str(values["num_layers"])))[0]
 
 
 def _overlapped(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:

@@ -25,7 +25,7 @@ from arguments.rules.layout_grammar import read_layout
 from arguments.schema import Option
 from arguments.settings import Settings, Violation
 from arguments.standing import LATER, PART_OF, standing_of
-from moe_trainer.proof import sizes
+from moe_trainer.proof import low_precision, sizes
 from moe_trainer.proof.mapping import NAMES, Mapping, Wanted, shrink_mapping
 
 STEPS = 3
@@ -60,6 +60,8 @@ _KEPT_OPTIMIZER = frozenset(
 _KEPT_DATA = frozenset(
     "reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking create_attention_mask_in_dataloader".split()
 )
+_KEPT = MappingProxyType({"training": _KEPT_TRAINING, "optimizer": _KEPT_OPTIMIZER, "data": _KEPT_DATA, "output": ("ckpt_format",),
+                          "precision": ("fp4", *low_precision.KEPT)})
 _MACHINE = frozenset(
     "distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init local_rank world_size on_missing_backend "
     "triton_kernels "
@@ -70,14 +72,15 @@ _NOT_IN_REFERENCE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations bf16 ckpt_format "
     "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_offload_fraction cpu_offloading_num_layers "
     "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads "
-    "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm".split()
+    "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm "
+    "moe_expert_rank_capacity_factor".split()
 )
 _NOISE = MappingProxyType({
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,
     "moe_router_force_biased": None,
 })  # fmt: skip
 # old spellings whose meaning stands in these, derived
-_FROM_OLD = frozenset("position_embedding_type moe_flex_dispatcher_backend apply_wd_to_qk_layernorm recompute_granularity "
+_FROM_OLD = frozenset("moe_router_padding_for_quantization position_embedding_type moe_flex_dispatcher_backend apply_wd_to_qk_layernorm recompute_granularity "
                       "recompute_method recompute_num_layers recompute_modules".split())
 
 
@@ -164,7 +167,8 @@ def as_is(argv: list[str], world_size: int | None = None) -> Case:
     values |= {dest: settings.values[dest] for dest in ("global_batch_size", "expert_tensor_parallel_size")}
     force_fp32 = bool(settings.overlap_moe_expert_parallel_comm)  # its rules ask for --bf16
     fixed = {"train_iters": STEPS, "world_size": None, "mock_data": True, "bf16": force_fp32, "fp16": False}
-    return make_case(_mapping(settings, world_size), {**values, **fixed}, force_fp32)
+    new = _mapping(settings, world_size)
+    return make_case(new, {**values, **fixed, **low_precision.provable(values, new, settings.num_layers)[0]}, force_fp32)
 
 
 def _world_size(argv: list[str]) -> int | None:
@@ -249,7 +253,9 @@ def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str]) -> Case:
         values["ddp_bucket_size"] = 3000
     force_fp32 = bool(values.get("overlap_moe_expert_parallel_comm"))
     values["bf16"] = force_fp32
-    return make_case(new, values, force_fp32)
+    fp8, said = low_precision.provable(values, new, layers)
+    notes += said
+    return make_case(new, values | fp8, force_fp32)
 
 
 def _memory(s: Settings, layers: int) -> dict[str, object]:
@@ -270,7 +276,7 @@ def make_case(mapping: Mapping, values: MappingOf[str, object], force_fp32: bool
     Raises: ShrinkError when the rules do not allow it.
     """
     plain = {dest: value for dest, value in values.items() if OPTIONS[dest].section != "parallel" and dest not in _NOT_IN_REFERENCE}
-    argv, reference = flags_of(values), flags_of({**plain, "transformer_impl": "local"})
+    argv, reference = flags_of(values), flags_of({**plain, **low_precision.of_reference(plain), "transformer_impl": "local"})
     for words, ranks in ((argv, mapping.world), (reference, 1)):
         violations = understand(words, ranks)[1]
         if violations:
@@ -285,8 +291,7 @@ def _carried(s: Settings) -> dict[str, object]:
         derived = dest in _FROM_OLD and s.source[dest] == "derived"
         if not (s.given(dest) or derived) or dest in _REPLACED or dest in _MACHINE or dest in _NOISE:
             continue
-        kept = {"training": _KEPT_TRAINING, "optimizer": _KEPT_OPTIMIZER, "data": _KEPT_DATA, "output": ("ckpt_format",), "precision": ()}
-        if option.section in kept and dest not in kept[option.section]:
+        if option.section in _KEPT and dest not in _KEPT[option.section]:
             continue
         if standing_of(dest)[0] == "acts" and s.values[dest] != s.default(dest):
             values[dest] = s.values[dest]
@@ -346,11 +351,10 @@ def _steady(s: Settings) -> dict[str, object]:
 
 def _note_changes(s: Settings, notes: list[str]) -> None:
     """Say what the small runs do otherwise than the user's."""
-    narrow = ("bf16", "fp16", "fp8", "fp4", "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype",
-              "fp32_residual_connection")  # fmt: skip
+    narrow = ("bf16", "fp16", "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype", "fp32_residual_connection")
     half = [s.flag(dest) for dest in narrow if s.given(dest) and s.values[dest] not in (None, False, "auto")]
     if half:
-        notes.append(f"{', '.join(half)}: the proof computes in fp32, where a difference is a mistake and not rounding")
+        notes.append(f"{', '.join(half)}: the proof computes in fp32 (with fp8 in fp64), where a difference is a mistake and not rounding")
     if s.given("embedding_init_method_std"):
         notes.append(f"{s.flag('embedding_init_method_std')}: embeddings begin like all other weights")
     noise = [s.shown(dest) for dest, still in _NOISE.items() if s.values[dest] not in (still, 0.0, None, False)]

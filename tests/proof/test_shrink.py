@@ -157,6 +157,7 @@ BESIDE = {
     "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
     "moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 2",
     "cp_comm_type": "--context-parallel-size 2", "hierarchical_context_parallel_sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+    "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
 }  # fmt: skip
 VALUES = {

@@ -1,0 +1,124 @@
+"""Quantised linears in one process, cut as many ranks would cut them.
+
+A scale for a whole tensor is that of what a rank holds, and blocks begin with it. So every linear is computed piece by piece, for the
+rows of every context rank and the features of every tensor rank, each piece quantised by itself; experts for the features of every rank
+of etp. With delayed scaling all pieces have the same scale, and nothing has to be cut. Which rows an expert gets together is not
+emulated: low_precision.py keeps to cases where that does not matter.
+
+Gradients inside a backward pass are larger on many ranks than in one process: the loss is divided by the microbatches of a rank (and
+multiplied by the context ranks), the rest of the mean is taken where gradients are reduced. Formats notice how large a number is, so
+the one process quantises its gradients as large as the ranks'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
+from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.parallel.params import ParamInfo, info_of
+from moe_trainer.proof.mapping import Mapping
+from moe_trainer.proof.topology import Topology
+from moe_trainer.run import Run
+
+
+def emulate_fp8(run: Run, mapping: Mapping, sequence_parallel: bool) -> None:
+    """Make a run on whole tensors quantise them as the ranks of a mapping do. Call it before the first step."""
+    length = run.args.data.seq_length
+    factor = 1.0 if run.per_token else mapping.dp * mapping.cp / run.ps.dp_cp.size
+    for products in quantized_products(run):
+        products.input_grad = enlarged(products.input_grad, factor)
+        products.weight_grad_later = later_enlarged(products.weight_grad_later, factor)
+    for chunk in run.chunks:
+        for module in chunk.modules():
+            if isinstance(getattr(module, "quantized", None), QuantizedProducts) and module.quantized.recipe.delayed is None:
+                replicated = info_of(module.weight).sharded_dim is None
+                rows = Topology(mapping.tp if replicated and sequence_parallel else 1, mapping.cp)
+                held = [rows.positions(index, length) for index in range(rows.shards)]
+                module._without_ranks = in_pieces(module, held, 1 if replicated else mapping.tp)
+        for layer in chunk.moe_layers():
+            if layer.experts.quantized is not None and layer.experts.quantized[0].recipe.delayed is None and mapping.etp > 1:
+                layer.experts.forward = in_widths(layer.experts, mapping.etp)
+
+
+def quantized_products(run: Run) -> list[QuantizedProducts]:
+    """Those of all layers."""
+    return [module for chunk in run.chunks for module in chunk.modules() if isinstance(module, QuantizedProducts)]
+
+
+def enlarged(compute: Callable, factor: float) -> Callable:
+    """A product with a gradient, of one that is `factor` times as large."""
+    return lambda grad, other: compute(grad * factor, other) / factor
+
+
+def later_enlarged(prepare: Callable, factor: float) -> Callable:
+    """The same for a product that may be computed later."""
+
+    def prepared(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+        compute = prepare(grad * factor, x)
+        return lambda: compute() / factor
+
+    return prepared
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, products):
+        ctx.save_for_backward(x, weight)
+        ctx.products = products
+        return products.output(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return ctx.products.input_grad(grad, weight), ctx.products.weight_grad(grad, x), None
+
+
+def features(info: ParamInfo, size: int, count: int) -> list[Tensor]:
+    """Of a dimension of `size` features: those of every rank, in its order."""
+    parts = [part.chunk(count) for part in torch.arange(size).chunk(info.parts)]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(count)]
+
+
+def in_pieces(linear: nn.Module, held: list[Tensor], count: int) -> Callable[[Tensor], Tensor]:
+    """The forward pass of a linear over x [S, B, in]; held: rows of x that are quantised together; count: ranks that share its features."""
+    info, weight, products = info_of(linear.weight), linear.weight, linear.quantized
+    cut = features(info, weight.shape[info.sharded_dim], count) if count > 1 else []
+    order = torch.argsort(torch.cat(held))
+
+    def piece(x: Tensor) -> Tensor:
+        if count == 1:
+            return _Product.apply(x, weight, products)
+        if info.sharded_dim == 0:
+            return torch.cat([_Product.apply(x, weight[own], products) for own in cut], -1)[..., torch.argsort(torch.cat(cut))]
+        return sum(_Product.apply(x[..., own], weight[:, own], products) for own in cut)
+
+    def forward(x: Tensor) -> Tensor:
+        y = torch.cat([piece(x[rows]) for rows in held])[order]
+        return y if linear.bias is None else y + linear.bias
+
+    return forward
+
+
+def in_widths(experts: nn.Module, count: int) -> Callable:
+    """The forward pass of the experts of a layer, for every part of their width by itself."""
+    fc1, fc2 = experts.linear_fc1, experts.linear_fc2
+    rows = features(info_of(fc1.weight), fc1.weight.shape[1], count)
+    columns = features(info_of(fc2.weight), fc2.weight.shape[2], count)
+
+    def forward(x_RH: Tensor, probs_R: Tensor | None, counts: list[int], unused: int = 0) -> Tensor:
+        assert not unused, "one process has no buffers that are longer than their rows"
+        if experts.probs_on_input:
+            x_RH, probs_R = (x_RH * probs_R.unsqueeze(1)).to(x_RH.dtype), None
+        found = []
+        for rank in range(count):
+            b1 = None if fc1.bias is None else fc1.bias[:, rows[rank]]
+            found.append(quantized_expert_mlp(
+                x_RH, probs_R, fc1.weight[:, rows[rank]], fc2.weight[:, :, columns[rank]], counts, experts.activation,
+                tuple(experts.quantized), b1_eG=b1, b2_eH=fc2.bias if rank == 0 else None, queue=experts.queue))
+        return sum(found)
+
+    return forward

@@ -1,0 +1,112 @@
+"""Mappings with 8-bit products equal one process that quantises what the ranks' definition says, and part for mistakes in that."""
+
+import random
+
+import pytest
+from proof.test_prove import MODEL
+
+from moe_trainer.layers import precision
+from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.proof import prove as prove_module
+from moe_trainer.proof.low_precision import provable
+from moe_trainer.proof.mapping import Mapping
+from moe_trainer.proof.pool import Pool
+from moe_trainer.proof.prove import Verdict, prove
+from moe_trainer.proof.random_layouts import draw
+from moe_trainer.proof.shrink import Case, as_is, shrink
+
+TP = "--tensor-model-parallel-size 2 --sequence-parallel"
+HELD = {
+    "dp, delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max",
+    "tp, blockwise": f"{TP} --fp8-format e4m3 --fp8-recipe blockwise",
+    "tp without sp, mxfp8": "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --fp8-format hybrid --fp8-recipe mxfp8",
+    "cp and ep, tensorwise": "--context-parallel-size 2 --expert-model-parallel-size 2 --fp8-format hybrid --fp8-recipe tensorwise",
+    "ep over dp, mxfp8": "--expert-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe mxfp8",
+    "pp, first layer in bf16": "--pipeline-model-parallel-size 2 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
+    "latent attention under tp": f"{TP} --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 4 --mtp-num-layers 1 --fp8-format e4m3 --fp8-recipe tensorwise --moe-shared-expert-intermediate-size 16",
+    "recompute": "--expert-model-parallel-size 2 --fp8-format hybrid --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+}
+
+
+def case_of(flags: str, ranks: int = 2) -> Case:
+    return as_is([*MODEL, *flags.split()], ranks)
+
+
+def verdict(flags: str) -> Verdict:
+    with Pool(3) as pool:
+        return prove(pool, case_of(flags))
+
+
+def test_what_holds_by_definition_holds():
+    with Pool(3) as pool:
+        for name, flags in HELD.items():
+            result = prove(pool, case_of(flags))
+            assert result.equal, (name, result.failure[-2000:], *map(str, result.differences[:4]))
+
+
+@pytest.mark.slow
+def test_drawn_cases_with_eight_bits_hold():
+    dice, cases = random.Random(7), []
+    while len(cases) < 12:
+        mapping = dice.choice([Mapping(tp=2, dp=2, etp=1, ep=2), Mapping(cp=2, dp=2, ep=2), Mapping(tp=2, cp=2, etp=2), Mapping(pp=2, dp=2, ep=2)])
+        found = draw(dice, mapping)
+        if found is not None and "--fp8-format" in found.argv:
+            cases.append(found)
+    with Pool(max(case.pool_size for case in cases)) as pool:
+        for case in cases:
+            result = prove(pool, case)
+            assert result.equal, (case.argv, result.failure[-2000:], *map(str, result.differences[:4]))
+
+
+def test_without_the_definition_of_the_mapping_they_part(monkeypatch):
+    """One process that quantises whole tensors is another program than two ranks that quantise halves.
+
+    (Scales that are powers of two hide it: they move numbers of a floating format without another rounding, but for the smallest.)
+    """
+    monkeypatch.setattr(prove_module, "emulate_fp8", lambda *_: None)
+    assert not verdict(f"{TP} --fp8-format e4m3 --fp8-recipe tensorwise").equal
+
+
+def test_a_maximum_of_this_rank_alone_is_found(monkeypatch):
+    monkeypatch.setattr(precision, "all_reduce", lambda amax, group, op: amax)
+    result = verdict(HELD["dp, delayed"])
+    assert not result.equal and "step 1" not in str(result.differences[0]), "the first scales are all 1"
+
+
+def test_one_operand_in_high_precision_is_found(monkeypatch):
+    output = QuantizedProducts.output
+
+    def exact_on_rank_1(self, x, weight):
+        place = "".join(map(str, self.rounding._place))
+        return x @ weight.t() if "tp 1" in place else output(self, x, weight)
+
+    monkeypatch.setattr(QuantizedProducts, "output", exact_on_rank_1)
+    assert not verdict(HELD["tp, blockwise"]).equal
+
+
+def test_what_cannot_be_kept_is_said():
+    flags = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "num_experts": 8, "first_last_layers_bf16": True}
+    found, notes = provable(flags, Mapping(dp=2, ep=2), 4)
+    assert found["fp8_recipe"] == "delayed" and any("tensorwise: delayed instead" in note for note in notes)
+    assert found["num_layers_at_start_in_bf16"] == 1 and found["moe_router_dtype"] == "fp64" and found["lr"] < 1e-10
+    found, notes = provable(flags, Mapping(tp=2, etp=2), 4)
+    assert found["fp8_recipe"] == "tensorwise" and len(notes) == 1
+    found, notes = provable({**flags, "fp8_recipe": "mxfp8", "moe_router_padding_for_quantization": True}, Mapping(tp=2, dp=2, ep=4), 4)
+    assert found["fp8_wgrad"] is False and found["moe_router_padding_for_quantization"] is None and len(notes) == 3
+    found, notes = provable({"fp4": "e2m1", "num_experts": 8}, Mapping(dp=2), 4)
+    assert found["fp4"] is None and "at random" in notes[0]
+    found, notes = provable({**flags, "use_torch_fsdp2": True}, Mapping(dp=2), 4)
+    assert found["fp8"] is None and "fully sharded" in notes[0]
+    assert provable({"fp8": None}, Mapping(dp=2), 4)[1] == []
+
+
+def test_a_users_flags_keep_their_recipe():
+    words = [*MODEL, *"--expert-model-parallel-size 8 --bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer "
+             "--moe-router-padding-for-fp8 --moe-token-dispatcher-type alltoall --global-batch-size 64".split()]  # fmt: skip
+    shrunk = shrink(words, 8, ranks=2)
+    argv = shrunk.cases[0].argv
+    assert "--fp8-format" in argv and "blockwise" in argv and "--no-fp8-wgrad" in argv and "--moe-router-padding-for-quantization" in argv
+    assert "--fp8-param-gather" not in argv and "--fp8-format" in shrunk.cases[0].reference
+    assert any("--no-fp8-wgrad" in note for note in shrunk.notes)
