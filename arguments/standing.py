@@ -71,7 +71,7 @@ LATER = MappingProxyType(
         "te_precision_config_file": Later("per-layer formats of TransformerEngine", MEMORY),
         "logit_dtype": Later("a format for the logits", MEMORY),
         "disable_bf16_reduced_precision_matmul": Later("fp32 accumulation inside bf16 products", MEMORY),
-        "moe_expert_rank_capacity_factor": Later("a limit on the rows a rank receives", MEMORY),
+        "moe_paged_stash": Later("expert activations in pages", MEMORY),
         "moe_shared_expert_glu_interleave_size": Later("interleaved gate channels", MEMORY),
         "moe_mlp_glu_interleave_size": Later("interleaved gate channels", MEMORY),
         # ---- planning, launch and survival
@@ -132,9 +132,8 @@ PART_OF = MappingProxyType(
     {
         "hybrid_context_parallel": "max_seqlen_per_dp_cp_rank",
         "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy moe_dispatch_fwd_dtype moe_combine_bwd_dtype",
-        "moe_expert_rank_capacity_factor": (
-            "moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
-            "moe_paged_stash_buffer_size_factor_cpu"
+        "moe_paged_stash": (
+            "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu"
         ),
         "cuda_graph_impl": "cuda_graph_modules cuda_graph_scope_deprecated cuda_graph_warmup_steps",
         "fp8_recipe": "fp8_quantizer_factory",

@@ -19,7 +19,7 @@ POSITIVE = (
     # factors
     "rotary_base", "rotary_scaling_factor", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
     "rotary_percent", "moe_router_topk_scaling_factor", "layernorm_epsilon", "loss_scale", "initial_loss_scale",
-    "min_loss_scale", "loss_scale_window", "hysteresis", "seed", "moe_upcycling_granularity",
+    "min_loss_scale", "loss_scale_window", "hysteresis", "seed", "moe_upcycling_granularity", "moe_expert_rank_capacity_factor",
     # intervals and times
     "log_interval", "eval_interval", "tensorboard_log_interval", "exit_interval", "log_memory_interval",
     "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "tensorboard_queue_size",

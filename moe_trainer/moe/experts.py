@@ -94,10 +94,11 @@ class Experts(nn.Module):
         if quantize is not None:
             self.quantized = nn.ModuleList(quantize(f"{name}.{linear}", cut=True, expert=True) for linear in ("linear_fc1", "linear_fc2"))
 
-    def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int]) -> Tensor:
+    def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int], unused: int = 0) -> Tensor:
         """Run the experts on their rows; the result is multiplied by the probabilities.
 
-        Shapes: x_RH sorted by expert; probs_R floating; tokens_per_expert_e host integers. Returns: y_RH.
+        Shapes: x_RH sorted by expert; probs_R floating; tokens_per_expert_e host integers. unused: zero rows behind them, for which
+        what is returned means nothing. Returns: y_RH.
         """
         if self.probs_on_input:
             x_RH = (x_RH * probs_R.unsqueeze(1)).to(x_RH.dtype)
@@ -108,11 +109,12 @@ class Experts(nn.Module):
             if self.quantized is not None:
                 return quantized_expert_mlp(
                     x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
-                    tuple(self.quantized), b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), queue=self.queue)
+                    tuple(self.quantized), b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), queue=self.queue,
+                    unused=unused)
             return expert_mlp(
                 x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
                 b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), allow_grouped=self.allow_grouped, queue=self.queue,
-                block=self.block, products=self.products,
+                block=self.block, products=self.products, unused=unused,
             )
 
     def _own_bias(self) -> Tensor | None:

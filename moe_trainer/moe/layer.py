@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.kit import Kit
-from moe_trainer.moe.dispatch.base import TokenDispatcher
+from moe_trainer.moe.budget import ReceiveBudget, place
+from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
 from moe_trainer.moe.padding import pad_routing
 from moe_trainer.moe.router import TopKRouter
@@ -30,7 +31,7 @@ class MoELayer(nn.Module):
     Parameters (global names under `name`): router.weight, experts.local_experts.{e}.linear_fc1 / linear_fc2 (stacked in
     memory), shared_experts.linear_fc1 / linear_fc2 / gate_weight.
     `dispatcher` is shared by the layers of a model (it holds no state of a layer) and set before the first forward pass; see
-    dispatch/choose.py.
+    dispatch/choose.py. `budget`: None where the experts' buffers are as long as there are rows.
     """
 
     def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit,
@@ -48,6 +49,9 @@ class MoELayer(nn.Module):
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", kit, sequence_parallel)
         self.overlap_shared = self.shared_experts is not None and moe.moe_shared_expert_overlap
         self.dispatcher: TokenDispatcher | None = None
+        self.budget = None
+        if moe.moe_expert_rank_capacity_factor is not None:
+            self.budget = ReceiveBudget(f"{name}.experts", moe.moe_expert_rank_capacity_factor, moe.moe_router_topk, ps.etp.size)
         self.baton, self.queue, self.activations = kit.baton, kit.queue, kit.activations
         # the group over which rows must be dealt out: all its ranks hold the same ones
         self.replicas = Group.single("tp", ps.tp.ranks[ps.tp.rank]) if sequence_parallel else ps.tp
@@ -68,7 +72,7 @@ class MoELayer(nn.Module):
             shared_SBH = self._run_shared(x_SBH)
         x_RH, probs_R = hand_over(self.baton, self.queue, sent.x_RH, sent.probs_R)
         sent = dispatcher.postprocess(dispatcher.finish_exchange(replace(sent, x_RH=x_RH, probs_R=probs_R)))
-        y_RH = self.experts(sent.x_RH, sent.probs_R, sent.tokens_per_expert_e)
+        y_RH = self._run_experts(sent, own_SBH.shape[0] * own_SBH.shape[1])
         y_RH, under_way = dispatcher.start_exchange_back(dispatcher.regroup(y_RH, sent), sent)
         y_RH, = hand_over(self.baton, self.queue, y_RH)
         y_TH = dispatcher.restore(dispatcher.finish_exchange_back(y_RH, under_way, sent), sent)
@@ -76,6 +80,16 @@ class MoELayer(nn.Module):
         if self.shared_experts is None:
             return y_SBH
         return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
+
+    def _run_experts(self, sent: Dispatched, num_tokens: int) -> Tensor:
+        """The routed experts on the rows that have arrived. num_tokens: this rank's own."""
+        x_RH, probs_R, counts_e = sent.x_RH, sent.probs_R, sent.tokens_per_expert_e
+        if self.budget is None:
+            return self.experts(x_RH, probs_R, counts_e)
+        received = x_RH.shape[0]
+        # the budget may have grown when a region runs again
+        rows = self.activations.once(lambda: self.budget.rows(num_tokens, received))
+        return self.experts(place(x_RH, rows), place(probs_R, rows), counts_e, rows - received)[:received]
 
     def _run_shared(self, x_SBH: Tensor) -> Tensor:
         return self.activations.region("shared_experts", self.shared_experts, x_SBH)

@@ -135,7 +135,7 @@ class _ExpertMLP(torch.autograd.Function):
             h_RG, y_RH = _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation)
         else:
             ctx.offsets = row_offsets(counts, x_RH.device)
-            h_RG, y_RH = _forward_grouped(x_RH, p_R, w1, b1, w2, b2, ctx.offsets, activation, products)
+            h_RG, y_RH = _forward_grouped(x_RH, p_R, w1, b1, w2, b2, counts, ctx.offsets, activation, products)
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
         ctx.counts, ctx.activation, ctx.products = counts, activation, products
         ctx.has_b1 = b1 is not None
@@ -259,17 +259,17 @@ def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, offsets, activation, products):
+def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, counts, offsets, activation, products):
     h_RG = products.forward(x_RH, w1, offsets)
     if b1 is not None:
-        h_RG += _per_row(b1, offsets, x_RH.shape[0])
+        h_RG[:sum(counts)] += _per_row(b1, offsets, sum(counts))
     a_RF = x_RH.new_empty(x_RH.shape[0], w2.shape[2])
-    for start, stop in _blocks(x_RH.shape[0], x_RH.is_cuda):
+    for start, stop in _blocks(sum(counts), x_RH.is_cuda):
         a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
     y_RH = products.forward(a_RF, w2, offsets)
     if b2 is not None:
-        bias_RH = _per_row(b2, offsets, x_RH.shape[0])
-        y_RH += bias_RH if p_R is None else bias_RH * p_R.unsqueeze(1)
+        bias_RH = _per_row(b2, offsets, sum(counts))
+        y_RH[:sum(counts)] += bias_RH if p_R is None else bias_RH * p_R[:sum(counts)].unsqueeze(1)
     return h_RG, y_RH
 
 
@@ -283,7 +283,7 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     grad_a = products.input_grad(grad_RH, w2, offsets)
     grad_p = None if p_R is None else torch.empty_like(p_R)
     grad_h = torch.empty_like(h_RG)
-    for start, stop in _blocks(x_RH.shape[0], x_RH.is_cuda):
+    for start, stop in _blocks(sum(counts), x_RH.is_cuda):
         p = None if p_R is None else p_R[start:stop]
         a, block_grad_h, block_grad_p = activation.backward(h_RG[start:stop], p, grad_a[start:stop])
         grad_a[start:stop] = a  # from here on the buffer holds a: the block's grad_a has been used
@@ -299,7 +299,7 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     if b2 is not None:
         grad_b2 = _sum_rows(grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1), counts).to(b2.dtype)
         if p_R is not None:
-            grad_p += (grad_RH * _per_row(b2, offsets, x_RH.shape[0])).sum(-1)
+            grad_p[:sum(counts)] += (grad_RH[:sum(counts)] * _per_row(b2, offsets, sum(counts))).sum(-1)
     return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 
@@ -324,6 +324,7 @@ def expert_mlp(
     queue: Any = None,
     block: Block | None = None,
     products: GroupedProducts | None = None,
+    unused: int = 0,
 ) -> Tensor:
     """Run every expert on its rows.
 
@@ -332,9 +333,10 @@ def expert_mlp(
     allow_grouped: use one grouped product where it is faster (see grouped_gemm.prefer_grouped).
     queue: takes the weights' gradients while it is active in backward: anything with `active` and `defer(weight, compute)`.
     block, products: kernels that stand in for the torch versions, products for any size where grouping is allowed.
+    unused: zero rows behind those of the last expert, which nobody computes on; what is returned for them means nothing.
     Raises: ValueError when the counts do not add up to R.
     """
-    num_rows = x_RH.shape[0]
+    num_rows = x_RH.shape[0] - unused
     if sum(counts) != num_rows:
         raise ValueError(f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")
     prefer = prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.is_cuda)

@@ -22,7 +22,7 @@ class _QuantizedExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, products, queue):
         fc1, fc2 = products
-        h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), torch.empty_like(x_RH)
+        h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), torch.zeros_like(x_RH)
         for expert, start, stop, _ in spans(counts):
             rows = slice(start, stop)
             p = None if probs_R is None else probs_R[rows]
@@ -40,7 +40,7 @@ class _QuantizedExpertMLP(torch.autograd.Function):
     def backward(ctx, grad_RH):
         x_RH, probs_R, h_RG, w1, w2, b2 = ctx.saved_tensors
         counts, activation, (fc1, fc2), queue, weights, has_b1 = ctx.plan
-        grad_x, grad_p = torch.empty_like(x_RH), None if probs_R is None else torch.empty_like(probs_R)
+        grad_x, grad_p = torch.zeros_like(x_RH), None if probs_R is None else torch.zeros_like(probs_R)
         grad_b1 = w1.new_zeros(w1.shape[:2]) if has_b1 else None
         grad_b2 = None if b2 is None else torch.zeros_like(b2)
         of_w1: dict[int, Callable[[], Tensor]] = {}
@@ -82,13 +82,15 @@ def _now_or_later(queue: Any, weight: Tensor, parts: dict[int, Callable[[], Tens
 def quantized_expert_mlp(
     x_RH: Tensor, probs_R: Tensor | None, w1_eGH: Tensor, w2_eHF: Tensor, counts: Sequence[int], activation: Activation,
     products: tuple[QuantizedProducts, QuantizedProducts], *, b1_eG: Tensor | None = None, b2_eH: Tensor | None = None, queue: Any = None,
+    unused: int = 0,
 ) -> Tensor:
     """Run every expert on its rows; products: those of fc1 and fc2. Everything else as expert_mlp.expert_mlp.
 
     Raises: ValueError when the counts do not add up to R.
     """
-    if sum(counts) != x_RH.shape[0]:
-        raise ValueError(f"quantized_expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {x_RH.shape[0]} rows")
+    num_rows = x_RH.shape[0] - unused
+    if sum(counts) != num_rows:
+        raise ValueError(f"quantized_expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")
     probs_R = None if probs_R is None else probs_R.contiguous()
     return _QuantizedExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), choose_block(activation),
                                      products, queue)

@@ -156,6 +156,7 @@ BESIDE = {
     "moe_shared_expert_overlap": "--moe-token-dispatcher-type alltoall", "moe_router_group_topk": "--moe-router-num-groups 8",
     "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
     "moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 2",
+    "moe_expert_rank_capacity_factor": "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
     "cp_comm_type": "--context-parallel-size 2", "hierarchical_context_parallel_sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
     "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
