@@ -31,6 +31,11 @@ Megatron-Core defines them, and a one-process oracle has to compute them for the
 * sinkhorn: its iteration runs over each rank's own tokens, so it depends on tp, cp, the micro-batch size and the data ranks;
 * multi-token prediction under cp (model/mtp.py): each cp rank divides its loss by its own number of valid tokens;
 * --moe-input-jitter-eps and the forced routings of benchmarks: every rank draws its own random numbers.
+* products in 8 or 4 bits (ops/fp8.py). A scale for a whole tensor, and the first level of NVFP4's, is that of what a rank holds: its part
+  of a weight, its rows. Blocks begin with a rank's part; along the rows (weights' gradients) also with an expert's rows on its rank,
+  which come from all microbatches that are dispatched together. Gradients are quantised as large as they are inside a backward pass,
+  which depends on the number of microbatches of a data rank and on cp. Padded routing adds to what each rank's tokens choose. Noise of
+  stochastic rounding is every rank's own. Delayed scaling has the same scales for every mapping (layers/precision.py).
 
 Shape letters: S sequence, B sequences of the microbatch, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
