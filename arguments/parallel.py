@@ -202,7 +202,7 @@ class ParallelArgs:
     on_missing_backend: Literal["error", "fallback"] | None = None
     """What to do when an optional library is missing. Unset: error if its flag was typed and CUDA is there, else
     fall back."""
-    triton_kernels: list[Literal["all", "activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm"]] = flag([])
+    triton_kernels: list[Literal["all", "activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize"]] = flag([])
     """Operations that run on this program's own Triton kernels on CUDA devices instead of plain torch: the same numbers up to
     rounding. Off by default, because they have been checked in Triton's interpreter and compiled for sm_90 and sm_100, but not yet run
     or timed on a GPU; scripts/bench_kernels.py measures which of them pay. Come before TransformerEngine's kernels of

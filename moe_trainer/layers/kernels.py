@@ -19,11 +19,12 @@ from moe_trainer.ops.expert_mlp import Block
 from moe_trainer.ops.grouped_gemm import GroupedProducts
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.ops.pointwise import Activation
+from moe_trainer.ops.quantize import Quantized, quantize
 
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install triton"
-NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm")
+NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Kernels:
     rms_norm: Callable[..., Tensor] = pointwise.rms_norm
     apply_rope: Callable[..., Tensor] = rope.apply_rope
     loss_steps: LossSteps = PLAIN
+    quantize: Callable[..., Quantized] = quantize
     activations: tuple[tuple[Activation, Callable[..., Tensor] | None, Block], ...] = ()
     products: GroupedProducts | None = None
     permutation: Callable[[], Permutation] | None = None
@@ -80,6 +82,7 @@ def _load(name: str) -> dict:
         "router": "moe_trainer.ops.triton_router",
         "cross-entropy": "moe_trainer.ops.triton_cross_entropy",
         "grouped-gemm": "moe_trainer.ops.triton_grouped_gemm",
+        "quantize": "moe_trainer.ops.triton_quantize",
     }[name])
     if name == "activation":
         return {"activations": (
@@ -93,6 +96,8 @@ def _load(name: str) -> dict:
         return {"apply_rope": module.apply_rope}
     if name == "cross-entropy":
         return {"loss_steps": LossSteps(module.softmax_in_place, module.gradient_in_place)}
+    if name == "quantize":
+        return {"quantize": module.quantize_or_define}
     if name == "permute":
         return {"permutation": module.TritonPermutation}
     if name == "router":

@@ -9,7 +9,7 @@ share a model replica or its data (ps.tp_dp_cp, Megatron-Core's amax reduction g
 their scales. So the state is the same on all these ranks and for every mapping, and a checkpoint keeps it under the layer's name.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from arguments.model import ModelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.ops.fp8 import Delayed, QuantizedProducts, Recipe, make_recipe
+from moe_trainer.ops.quantize import Quantized, quantize
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.rng import RoundingNoise
 from moe_trainer.parallel.state import ParallelState
@@ -64,15 +65,16 @@ class LowPrecision:
         """Is a layer (counted from 1; multi-token prediction behind the decoder) quantised?"""
         return self.bf16_first < layer_number <= self.num_layers - self.bf16_last or layer_number > self.num_layers
 
-    def products(self, name: str, *, cut: bool, expert: bool = False) -> QuantizedProducts:
+    def products(self, name: str, *, cut: bool, expert: bool = False,
+                 quantizer: Callable[..., Quantized] = quantize) -> QuantizedProducts:
         """The products of a linear. cut: the ranks of tp hold different parts of it, or apply it to different rows; expert: it is the
-        stack of a rank's experts. Ranks of tp that do the same round the same."""
+        stack of a rank's experts; quantizer: see QuantizedProducts. Ranks of tp that do the same round the same."""
         ps = self.ps
         if expert:
             place = (f"ep {ps.ep.rank}", f"etp {ps.etp.rank}", f"edp {ps.edp.rank}")
         else:
             place = (f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank if cut else 0}")
-        return QuantizedProducts(self.recipe, name, RoundingNoise(self.seed, name, *place))
+        return QuantizedProducts(self.recipe, name, RoundingNoise(self.seed, name, *place), quantizer)
 
 
 def quantized_products(chunks: Iterable[nn.Module]) -> Iterator[QuantizedProducts]:

@@ -117,9 +117,11 @@ class QuantizedProducts(nn.Module):
     the maxima, latest first; amax [3], of the iteration so far.
     """
 
-    def __init__(self, recipe: Recipe, name: str, rounding: Rounding | None = None):
+    def __init__(self, recipe: Recipe, name: str, rounding: Rounding | None = None,
+                 quantizer: Callable[..., Quantized] = quantize):
+        """quantizer: `quantize`, or a kernel of its signature and numbers."""
         super().__init__()
-        self.recipe, self.name, self.rounding = recipe, name, rounding
+        self.recipe, self.name, self.rounding, self.quantizer = recipe, name, rounding, quantizer
         if recipe.delayed is not None:
             self.register_buffer("scaling", torch.zeros(3, 1 + recipe.delayed.history), persistent=False)
             self.register_buffer("amax", torch.zeros(3), persistent=False)
@@ -152,7 +154,7 @@ class QuantizedProducts(nn.Module):
         scales = self._scale(GRAD), self._scale(X)
 
         def compute() -> Tensor:
-            grad, x = quantize(grad_NR, self.recipe.grad_t, scales[0], noise), quantize(x_KR, self.recipe.x_t, scales[1])
+            grad, x = self.quantizer(grad_NR, self.recipe.grad_t, scales[0], noise), self.quantizer(x_KR, self.recipe.x_t, scales[1])
             return product(grad, x, grad_RN.dtype)
 
         return compute
@@ -172,7 +174,7 @@ class QuantizedProducts(nn.Module):
 
     def _quantize(self, matrix: Tensor, scaling: Scaling, operand: int, role: str = "") -> Quantized:
         self._note(operand, matrix)
-        return quantize(matrix, scaling, self._scale(operand), self._noise(scaling, role, matrix.device))
+        return self.quantizer(matrix, scaling, self._scale(operand), self._noise(scaling, role, matrix.device))
 
     def _note(self, operand: int, matrix: Tensor) -> None:
         """Take a maximum of delayed scaling into account; in evaluation there is none."""

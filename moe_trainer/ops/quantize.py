@@ -71,7 +71,8 @@ class Scaling:
 
 
 class Quantized(NamedTuple):
-    """values [R, K] on the format's grid; inverse: scales to multiply by, () or one a block [R / rows, K / cols]."""
+    """values [R, K] on the format's grid, in fp32 or fp64, or in the format's own dtype of a byte where a kernel has made them; inverse:
+    scales to multiply by, () or one a block [R / rows, K / cols]."""
 
     values: Tensor
     inverse: Tensor
@@ -79,7 +80,8 @@ class Quantized(NamedTuple):
 
     def dequantized(self) -> Tensor:
         """The numbers that a product sees. Shape: [R, K]."""
-        return self.values * spread(self.inverse, self.scaling, self.values.shape)
+        values = self.values.float() if self.values.itemsize == 1 else self.values
+        return values * spread(self.inverse, self.scaling, self.values.shape)
 
 
 def round_nearest(x: Tensor, fmt: Format) -> Tensor:

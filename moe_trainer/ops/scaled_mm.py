@@ -25,7 +25,7 @@ _CLOSE = 2e-2
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor | None:
     """a [M, K] times b [N, K] transposed by the device; None where it cannot, or may not be trusted to."""
-    if not a.values.is_cuda or a.values.dtype != torch.float32 or not a.values.numel():
+    if not a.values.is_cuda or a.values.dtype == torch.float64 or not a.values.numel():
         return None
     if not a.scaling.per_tensor and (a.values.shape[1] % _ROW[1] or b.values.shape[0] % _SQUARE[0]):
         return None
@@ -41,7 +41,7 @@ def _padded(x: Quantized) -> Quantized:
     if not rows and not cols:
         return x
     inverse = x.inverse if x.scaling.rows != 1 else F.pad(x.inverse, (0, 0, 0, rows), value=1.0)
-    return Quantized(F.pad(x.values, (0, cols, 0, rows)), inverse, x.scaling)
+    return Quantized(F.pad(x.values.to(torch.float32), (0, cols, 0, rows)), inverse, x.scaling)
 
 
 def _has_native(a: Scaling, b: Scaling) -> bool:

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.quantize import POWER_OF_TWO, Scaling, scale_of
+from moe_trainer.ops.quantize import POWER_OF_TWO, TWO_LEVEL, Quantized, Scaling, scale_of
+from moe_trainer.ops.quantize import quantize as define
 from moe_trainer.ops.triton_blocks import block_of, warps_of
 
 
@@ -125,6 +126,12 @@ def _tensor(x_RK: Tensor, scaling: Scaling, scale: Tensor | None, out: Tensor) -
     return 1.0 / scale
 
 
+def can(x_RK: Tensor, scaling: Scaling) -> bool:
+    """Whether the kernels do this."""
+    shaped = scaling.per_tensor or (scaling.rows in (1, scaling.cols) and scaling.scales != TWO_LEVEL)
+    return scaling.fmt.dtype is not None and shaped and not (scaling.stochastic or scaling.hadamard) and x_RK.dtype != torch.float64
+
+
 def quantize(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Bring a matrix into E4M3 or E5M2, with blocks along its last dimension.
 
@@ -134,8 +141,7 @@ def quantize(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None) -> tup
     Raises: ValueError for what the kernels do not do: other formats, stochastic rounding, the Hadamard transform, fp64.
     """
     fmt, rows, columns = scaling.fmt, scaling.rows, scaling.cols
-    two_level = not scaling.per_tensor and scaling.scales not in (POWER_OF_TWO, "fp32")
-    if fmt.dtype is None or scaling.stochastic or scaling.hadamard or two_level or x_RK.dtype == torch.float64 or rows not in (0, 1, columns):
+    if not can(x_RK, scaling):
         raise ValueError(f"the Triton kernels quantise fp32 and half precision to E4M3 and E5M2, rounding to nearest: not {scaling} of {x_RK.dtype}")
     num_rows, width = x_RK.shape
     out = torch.empty(num_rows, width, dtype=torch.uint8, device=x_RK.device)
@@ -148,6 +154,13 @@ def quantize(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None) -> tup
             x_RK, out, inverse, num_rows, width, *x_RK.stride(), FMAX=fmt.max, MANTISSA=fmt.mantissa_bits, LEAST=2.0**fmt.min_exponent,
             POWER=scaling.scales == POWER_OF_TWO, SQUARE=rows > 1, ROWS=tile, COLUMNS=columns, num_warps=warps_of(tile * columns))
     return out.view(fmt.dtype), inverse
+
+
+def quantize_or_define(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None, generator: torch.Generator | None = None) -> Quantized:
+    """As ops/quantize.py: quantize, with the kernels where they do what is asked for and by definition elsewhere."""
+    if not can(x_RK, scaling):
+        return define(x_RK, scaling, scale, generator)
+    return Quantized(*quantize(x_RK, scaling, scale), scaling)
 
 
 def e8m0(inverse: Tensor) -> Tensor:

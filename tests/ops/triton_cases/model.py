@@ -62,6 +62,29 @@ def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
     assert {"norm", "rope", "router", "balance", "permute", "loss", "products", "dense", "experts"} - called == missing
 
 
+@pytest.mark.parametrize("recipe,blocks", [("blockwise", 2), ("mxfp8", 1), ("delayed", 1)])
+def test_quantised_products_are_those_of_torch_bit_for_bit(recipe, blocks, monkeypatch):
+    argv = [*argv_of("plain"), "--num-layers", "1", "--global-batch-size", "2", *f"--fp8-format hybrid --fp8-recipe {recipe}".split()]
+    plain = train(parse_args(argv, 1), 0, ParallelState.single(), steps=1)
+    shapes = set()
+
+    def choose(names, backends):
+        made = on_kernels(names, backends)
+
+        def quantize(x, scaling, scale=None, generator=None):
+            result = made.quantize(x, scaling, scale, generator)
+            assert result.values.itemsize == 1
+            shapes.add((scaling.rows, scaling.cols))
+            return result
+
+        return replace(made, quantize=quantize)
+
+    monkeypatch.setattr(build, "choose_kernels", choose)
+    ours = train(parse_args([*argv, "--triton-kernels", "quantize"], 1), 0, ParallelState.single(), steps=1)
+    exact = Tolerances(loss=0.0, norm=0.0, grad=0.0, weight=0.0, copies=0.0, tiny=0.0)
+    assert [str(difference) for difference in compare(plain, ours, exact)] == [] and len(shapes) == blocks
+
+
 def test_every_name_brings_its_kernels():
     everything = on_kernels(["all"], None)
     for name in kernels.NAMES:
