@@ -1,7 +1,7 @@
 """What a forward pass keeps for its backward: every tensor, by name, shape and bytes, from flags alone. Pure arithmetic.
 
 `layer_activations` lists what one transformer layer keeps of one microbatch on one rank, `chunk_activations` what the layers of a chunk
-do, with recompute and offload as the flags say. tests/memory/test_bytes.py measures what is alive behind a real forward pass and
+do, those of multi-token prediction included, with recompute and offload as the flags say. tests/memory/test_bytes.py measures what is alive behind a real forward pass and
 holds it against these lists. The rest of the module tells the model which parts are recomputed or sent to the host, and is read by both.
 
 What is counted: storages, each once, whoever keeps them (autograd's saved tensors, a node's own fields, the record of a recomputed
@@ -86,11 +86,11 @@ class Kept:
 
 
 class _Layer:
-    """Lists of one layer's tensors. device: "cpu" or "cuda"; received: rows of this rank's experts; packed: documents."""
+    """Lists of one layer's tensors. number: from 0; device: "cpu" or "cuda"; received: rows of this rank's experts; packed: documents."""
 
-    def __init__(self, args: Arguments, *, is_moe: bool, device: str, received: int | None, packed: bool):
+    def __init__(self, args: Arguments, number: int, *, is_moe: bool, device: str, received: int | None, packed: bool):
         model, parallel, training = args.model, args.parallel, args.training
-        self.args, self.model, self.moe, self.is_moe = args, model, args.moe, is_moe
+        self.args, self.model, self.moe, self.is_moe, self.number = args, model, args.moe, is_moe, number
         self.cpu, self.packed = device == "cpu", packed
         self.parts = recomputed_parts(training)
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -109,24 +109,24 @@ class _Layer:
     def all(self) -> Iterator[Kept]:
         """Everything, in the order of forward."""
         discards = "layernorm" in self.parts
-        yield from self._norm("attn_norm", "input_layernorm", self.rows, self.hidden, self.residual)
+        yield from self.norm("attn_norm", "input_layernorm", self.rows, self.hidden, self.residual)
         if not discards:
             yield Kept("normed", (self.rows, self.hidden), self.size, "qkv_linear")
         yield from self._latent() if self.model.multi_latent_attention else self._grouped()
         yield from self._dropout("self_attention")
-        yield from self._norm("mlp_norm", "pre_mlp_layernorm", self.rows, self.hidden, self.residual)
+        yield from self.norm("mlp_norm", "pre_mlp_layernorm", self.rows, self.hidden, self.residual)
         region = "moe" if self.is_moe else "mlp"
         if not discards:
             yield Kept("pre_mlp.normed", (self.rows, self.hidden), self.size)
         if region in self.parts:
-            yield from self._tape() if self.is_moe else ()
+            yield from self.tape() if self.is_moe else ()
         elif self.is_moe:
             yield from self._experts()
         else:
             yield from self._mlp("mlp", self.model.ffn_hidden_size // self.tp)
         yield from self._dropout("mlp")
 
-    def _norm(self, part: str, name: str, rows: int, width: int, itemsize: int) -> Iterator[Kept]:
+    def norm(self, part: str, name: str, rows: int, width: int, itemsize: int) -> Iterator[Kept]:
         """A norm keeps its input and a number or two per row."""
         yield Kept(f"{name}.x", (rows, width), itemsize, part)
         numbers = 2 if self.model.normalization == "LayerNorm" else 1
@@ -153,7 +153,7 @@ class _Layer:
         down = model.kv_lora_rank + model.qk_pos_emb_head_dim
         if model.q_lora_rank is not None:
             if model.qk_layernorm:
-                yield from self._norm("qkv_linear", "q_layernorm", self.rows, model.q_lora_rank, self.size)
+                yield from self.norm("qkv_linear", "q_layernorm", self.rows, model.q_lora_rank, self.size)
             yield Kept("q_latent", (self.rows, model.q_lora_rank), self.size, "qkv_linear")
         elif "mla_up_proj" in self.parts:
             yield Kept("q_before_rope", (self.tokens, heads, key), self.size, "qkv_linear")
@@ -162,7 +162,7 @@ class _Layer:
             numbers = 2 if model.normalization == "LayerNorm" else 1
             yield Kept("kv_layernorm.statistics", (self.rows, numbers), WIDE, "qkv_linear")
             yield Kept("kv_latent", (self.rows, model.kv_lora_rank), self.size, "qkv_linear")
-        yield from self._core(heads, heads, key, model.v_head_dim, discarded="mla_up_proj" in self.parts)
+        yield from self._core(heads, heads, key, model.v_head_dim, discarded="mla_up_proj" in self.parts and self._heads_cut() == 1)
 
     def _core(self, heads: int, groups: int, key: int, value: int, discarded: bool) -> Iterator[Kept]:
         """Core attention and the input of the projection behind it. discarded: queries, keys and values are not kept."""
@@ -183,8 +183,10 @@ class _Layer:
         yield y
 
     def _heads_cut(self) -> int:
-        """Ranks that have exchanged heads for positions."""
-        return self.cp if self.args.parallel.cp_comm_type[0] == "a2a" else 1
+        """Ranks that have exchanged heads for positions. What is kept is what they have received."""
+        parallel = self.args.parallel
+        kind = parallel.cp_comm_type[min(self.number, len(parallel.cp_comm_type) - 1)]
+        return {"a2a": self.cp, "a2a+p2p": (parallel.hierarchical_context_parallel_sizes or (1,))[0]}.get(kind, 1)
 
     def _blocks(self) -> bool:
         """Does attention go block by block (layers/ring_attention.py)?"""
@@ -225,12 +227,11 @@ class _Layer:
             yield Kept("own_rows", (self.own, self.hidden), self.size)
         yield from self._router()
         yield from self._routes()
-        experts = moe.num_experts // self.ep
         yield Kept("experts.x", (self.received, self.hidden), self.size, "expert_fc1")
         yield Kept("experts.probs", (self.received,), self._router_size(), "moe_act")
         ffn = (moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
         yield Kept("experts.linear_fc1.y", (self.received, self._gate() * ffn), self.size, "moe_act")
-        if self.ep > 1 and experts > 1:
+        if self._sorts_arrivals():
             yield Kept("experts.order", (2, self.received), INDEX)
         shared = moe.moe_shared_expert_intermediate_size
         if shared:
@@ -239,6 +240,11 @@ class _Layer:
                 if moe.moe_shared_expert_gate:
                     yield Kept("shared_experts.y", (self.rows, self.hidden), self.size)
                     yield Kept("shared_experts.gate", (self.rows,), self.size)
+
+    def _sorts_arrivals(self) -> bool:
+        """Are received rows brought into the order of the experts? One expert's are in order."""
+        exchanged = self.moe.moe_token_dispatcher_type != "allgather" and self.etp * self.ep > 1
+        return exchanged and self.moe.num_experts > self.ep
 
     def _router_size(self) -> int:
         """Bytes of a logit."""
@@ -281,12 +287,13 @@ class _Layer:
             yield Kept("router.loss_gradient", (self.own, moe.num_experts), wide)
 
     def _routes(self) -> Iterator[Kept]:
-        """Where rows come from and go to (ops/permute.py)."""
-        yield Kept("routes.rows", (4, self.sent), INDEX)
-        yield Kept("routes.offsets", (self.own + 1,), INDEX)
-        yield Kept("routes.counts", (self.moe.num_experts,), INDEX)
+        """Where rows come from and go to (ops/permute.py): of this rank's tokens, or of all that were gathered for its experts."""
+        gathered = self.moe.moe_token_dispatcher_type == "allgather" and self.etp * self.ep > 1
+        yield Kept("routes.rows", (4, self.received if gathered else self.sent), INDEX)
+        yield Kept("routes.offsets", ((self.own * self.etp * self.ep if gathered else self.own) + 1,), INDEX)
+        yield Kept("routes.counts", (self.moe.num_experts // (self.ep if gathered else 1),), INDEX)
 
-    def _tape(self) -> Iterator[Kept]:
+    def tape(self) -> Iterator[Kept]:
         """What a recomputed MoE layer remembers beside its input: the choice, the losses' gradient, and the nodes' own routes."""
         moe = self.moe
         yield from self._losses(max(self._router_size(), WIDE))
@@ -294,22 +301,22 @@ class _Layer:
         if moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0:
             yield Kept("router.kept", (self.own, moe.num_experts), 1)
         yield from self._routes()
-        if self.ep > 1 and moe.num_experts // self.ep > 1:
+        if self._sorts_arrivals():
             yield Kept("experts.order", (2, self.received), INDEX)
 
 
-def layer_activations(args: Arguments, *, is_moe: bool, device: str = "cuda", received: int | None = None,
+def layer_activations(args: Arguments, *, is_moe: bool, number: int = 0, device: str = "cuda", received: int | None = None,
                       packed: bool = False) -> tuple[Kept, ...]:
     """What one layer keeps of one microbatch, recompute of its parts taken into account; nothing on the host yet.
 
-    received: rows of this rank's experts. packed: attention within packed documents.
+    number: of the layer, from 0. received: rows of this rank's experts. packed: attention within packed documents.
     """
-    return tuple(_Layer(args, is_moe=is_moe, device=device, received=received, packed=packed).all())
+    return tuple(_Layer(args, number, is_moe=is_moe, device=device, received=received, packed=packed).all())
 
 
 def chunk_activations(args: Arguments, layout: ChunkLayout, *, device: str = "cuda", received: int | None = None,
                       packed: bool = False) -> tuple[Kept, ...]:
-    """What the decoder layers of a chunk keep of one microbatch; names begin with "decoder.layers.<number>."."""
+    """What the layers of a chunk keep of one microbatch; names begin with "decoder.layers.<number>." or "mtp.layers.<depth>."."""
     training, model = args.training, args.model
     pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
     sent = _Sent(training)
@@ -317,13 +324,33 @@ def chunk_activations(args: Arguments, layout: ChunkLayout, *, device: str = "cu
     for first, stop, recomputed in recomputed_spans(training, len(layout.layers)):
         for index in range(first, stop):
             number = layout.layers[index]
-            layer = _Layer(args, is_moe=pattern[number], device=device, received=received, packed=packed)
+            layer = _Layer(args, number, is_moe=pattern[number], device=device, received=received, packed=packed)
             if not recomputed:
                 entries = sent.of_layer(layer.all(), whole=index < training.cpu_offloading_num_layers)
             else:
                 entries = list(_of_a_region(layer, first=index == first))
             found += [replace(entry, name=f"decoder.layers.{number}.{entry.name}") for entry in entries]
+    for depth in range(model.mtp_num_layers or 0) if layout.mtp else ():
+        layer = _Layer(args, model.num_layers + depth, is_moe=mtp_is_moe(pattern), device=device, received=received, packed=packed)
+        found += [replace(entry, name=f"mtp.layers.{depth}.{entry.name}") for entry in _of_mtp(layer, sent)]
     return tuple(found)
+
+
+def _of_mtp(layer: _Layer, sent: _Sent) -> Iterator[Kept]:
+    """One depth of multi-token prediction: two norms, their joining, a layer, a norm."""
+    shape = (layer.rows, layer.hidden)
+    yield Kept("tokens", (layer.tokens,), INDEX)
+    if "mtp" in layer.parts:
+        yield Kept("embedded", shape, layer.residual)
+        yield Kept("x", shape, layer.size)
+        yield from layer.tape() if layer.is_moe else ()
+        return
+    yield from layer.norm("", "enorm", *shape, layer.residual)
+    yield from layer.norm("", "hnorm", *shape, layer.size)
+    yield Kept("joined", (layer.rows, 2 * layer.hidden), layer.size)
+    for entry in sent.of_layer(layer.all(), whole=False):
+        yield replace(entry, name=f"mtp_model_layer.{entry.name}")
+    yield from layer.norm("", "final_layernorm", *shape, layer.residual)
 
 
 def _of_a_region(layer: _Layer, first: bool) -> Iterator[Kept]:
@@ -332,7 +359,7 @@ def _of_a_region(layer: _Layer, first: bool) -> Iterator[Kept]:
         share = layer.tp if layer.args.training.distribute_saved_activations else 1
         yield Kept("x", (layer.rows * layer.hidden // share,), layer.residual)
     if layer.is_moe:
-        yield from layer._tape()
+        yield from layer.tape()
 
 
 class _Sent:
@@ -355,8 +382,3 @@ class _Sent:
             large = math.prod(entry.shape) >= self.least
             found.append(replace(entry, on_host=True) if going.get(part) and large else entry)
         return found
-
-
-def mtp_is_moe_layer(args: Arguments) -> bool:
-    """Are the multi-token-prediction layers MoE layers?"""
-    return mtp_is_moe(moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq))

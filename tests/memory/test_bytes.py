@@ -1,13 +1,17 @@
 """The list of kept tensors (shape/activations.py) against what is really alive behind a forward pass."""
 
 import math
+from datetime import timedelta
 
 import pytest
 import torch
+from harness import run_ranks
 from memory.measure import CountedCopies, left_behind
-from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, build, parsed
+from memory.one_pass import BATCH, EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, SEQ, batch, build, parsed
 
+from moe_trainer.initialize import make_groups
 from moe_trainer.layers.core_attention import Visible
+from moe_trainer.place import Place
 from moe_trainer.shape.activations import chunk_activations
 
 SIZES = "--hidden-size 32 --ffn-hidden-size 80 --moe-ffn-hidden-size 48 --moe-router-dtype fp32"
@@ -81,3 +85,70 @@ def test_the_list_is_what_is_kept(kind, how):
     tensors = "\n".join(f"left {size:6} {shape} {dtype}" for size, shape, dtype in left.tensors)
     assert math.isclose(device, left.device, rel_tol=0.02), f"on the device {device} listed, {left.device} left\n{tensors}"
     assert math.isclose(host, left.host, rel_tol=0.02), f"on the host {host} listed, {left.host} left\n{tensors}"
+
+
+def measured_mtp(flags: str) -> tuple[object, object]:
+    args = parsed(SIZES, GROUPED, LATENT.replace("([0]*1+[1]*2)", "1"), "--num-layers 1", flags)
+    chunk, = build(args)
+    tokens_BS, positions_BS, _ = batch(1)
+    x_SBH = torch.randn(SEQ, BATCH, args.model.hidden_size, requires_grad=True)
+    rope = chunk.rotary.tables(SEQ, torch.device("cpu"))
+
+    def forward():
+        chunk.activations.begin_pass(*rope)
+        return chunk.mtp(x_SBH.clone(), tokens_BS, positions_BS, chunk.embedding, rope, None, 1.0)[0]
+
+    forward().sum().backward()
+    listed = [entry for entry in chunk_activations(args, chunk.layout, device="cpu") if entry.name.startswith("mtp")]
+    return listed, left_behind(forward)[0]
+
+
+@pytest.mark.parametrize("how", ["", f"{FULL} uniform --recompute-num-layers 1", f"{FULL} block --recompute-num-layers 1",
+                                 f"{SELECTIVE} layernorm mla_up_proj moe"])  # fmt: skip
+def test_multi_token_prediction(how):
+    listed, left = measured_mtp(how)
+    assert math.isclose(sum(entry.num_bytes for entry in listed), left.device, rel_tol=0.02), (left.device, left.tensors, listed)
+
+
+RANKS = {
+    "tp2 sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "tp2": "--tensor-model-parallel-size 2",
+    "ep2": "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    "cp2 ring": "--context-parallel-size 2",
+    "cp2 heads": "--context-parallel-size 2 --cp-comm-type a2a",
+}
+
+
+def _on_ranks(rank, n, cases):
+    found = []
+    for mapping, how in cases:
+        args = parsed(SIZES, GROUPED, LATENT.replace("--mtp-num-layers 1", ""), mapping, how, ranks=n)
+        ps = make_groups(args, Place(rank, n, rank, None, None, "test"), timedelta(seconds=60))
+        chunk, = build(args, ps)
+        rows = SEQ // ps.cp.size // (ps.tp.size if args.parallel.sequence_parallel else 1)
+        x_SBH, rope = torch.randn(rows, BATCH, args.model.hidden_size, requires_grad=True), chunk.rotary.tables(SEQ, torch.device("cpu"))
+        received: dict[int, int] = {}
+        for number, layer in enumerate(chunk.moe_layers()):
+            layer.experts.register_forward_hook(lambda _m, inputs, _y, number=number: received.update({number: len(inputs[0])}))
+
+        def forward(chunk=chunk, x_SBH=x_SBH, rope=rope):
+            chunk.activations.begin_pass(*rope)
+            return chunk._layers(x_SBH.clone(), rope, None, 1.0)
+
+        forward().sum().backward()
+        left, result = left_behind(forward)
+        mean = sum(received.values()) // len(received)
+        listed = chunk_activations(args, chunk.layout, device="cpu", received=mean)
+        found.append((sum(entry.num_bytes for entry in listed), left.device, left.tensors, listed))
+        result.sum().backward()
+    return found
+
+
+def test_the_list_on_two_ranks():
+    hows = ("", f"{SELECTIVE} layernorm mla_up_proj moe", f"{SELECTIVE} core_attn mlp", f"{FULL} uniform --recompute-num-layers 2")
+    cases = [(mapping, how) for mapping in RANKS.values() for how in hows]
+    cases.append((RANKS["tp2"], f"{hows[-1]} --distribute-saved-activations"))
+    for results in run_ranks(_on_ranks, 2, cases, timeout=120.0):
+        for case, (listed, left, tensors, entries) in zip(cases, results, strict=True):
+            what = f"{case}: {listed} listed, {left} left"
+            assert math.isclose(listed, left, rel_tol=0.02), "\n".join([what, *map(str, tensors), *map(str, entries)])
