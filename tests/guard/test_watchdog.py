@@ -39,6 +39,10 @@ def work(rank, n, folder, port, mishap):
                 collectives.all_reduce(x, ps.world)
     except CommunicationError as error:
         (folder / f"{rank}").write_text(str(error))
+    # the harness stops everybody soon after the first rank that fails to part: the slower ones must have had their say
+    limit = time.monotonic() + 10
+    while not all((folder / str(other)).exists() for other in range(n - 1)) and time.monotonic() < limit:
+        time.sleep(0.02)
 
 
 def killed(ps):
