@@ -1,0 +1,121 @@
+"""Measure what training in 8 and 4 bits costs in loss: one tiny model, the same text and initial weights, every recipe.
+
+    python scripts/bench_precision.py [--iterations 300] [--recipes NAME...] [--seeds 1] [--write]
+
+The text are the bytes of the sources of this Python installation, which every machine has; the model reads bytes. Its recipes are
+computed as defined (quantise, dequantise, product in fp32), so the losses are those of devices with such units but for the order of
+sums. Reported: the mean loss of the last iterations and of held-out text, and both as a difference to bf16, of the same seed and averaged.
+fp32 shows how far two runs part that differ in rounding alone. Gaps of such a model over so few iterations say that a recipe works, not
+what it costs at scale. --write records the table in scripts/bench_results/precision.md.
+"""
+
+import argparse
+import datetime
+import platform
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from arguments import parse_args
+from moe_trainer.data.loader import Batch
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.proof.observe import make_run
+from moe_trainer.run import Run, TrainState
+from moe_trainer.train_step import run_microbatches, shared_sums, train_step
+from scripts.quickstart_text import python_sources
+
+RESULTS = ROOT / "scripts" / "bench_results" / "precision.md"
+SEQ, BATCH, LAST, HELD_OUT = 64, 8, 50, 64
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --moe-ffn-hidden-size 64 --normalization RMSNorm "
+    "--swiglu --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
+    f"--moe-router-dtype fp32 --moe-aux-loss-coeff 1e-2 --seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size {BATCH} "
+    f"--global-batch-size {BATCH} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --attention-dropout 0 --hidden-dropout 0 "
+    "--mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local"
+).split()
+RECIPES = {
+    "bf16": "--bf16",
+    "fp32": "",
+    "delayed, hybrid": "--bf16 --fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+    "tensorwise, hybrid": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "blockwise, e4m3": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+    "mxfp8, e4m3": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+    "nvfp4": "--bf16 --fp4-format e2m1",
+    "nvfp4, last layer in bf16": "--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0",
+}
+
+
+def text_of(sequences: int) -> torch.Tensor:
+    """So many sequences of bytes, [sequences, SEQ + 1]."""
+    wanted = sequences * (SEQ + 1)
+    data = "\n".join(python_sources(2 * wanted)).encode()[:wanted]
+    assert len(data) == wanted, "this Python installation has too little text"
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(sequences, SEQ + 1).long()
+
+
+def batch_of(text: torch.Tensor) -> Batch:
+    """A batch that predicts every next byte."""
+    return Batch(text[:, :-1], text[:, 1:], torch.ones(len(text), SEQ), torch.arange(SEQ).expand(len(text), SEQ))
+
+
+def train(flags: str, text: torch.Tensor, iterations: int, seed: int) -> tuple[float, float, float]:
+    """Mean loss of the last iterations, loss of held-out text, seconds an iteration."""
+    argv = [*MODEL, *flags.split(), "--train-iters", str(iterations), "--seed", str(1234 + seed)]
+    run = make_run(parse_args(argv, 1), 0, ParallelState.single(), 0)
+    order = torch.randperm(len(text) - HELD_OUT, generator=torch.Generator().manual_seed(seed))[:iterations * BATCH]
+    run = replace(run, train_batches=(batch_of(text[rows]) for rows in order.split(BATCH)))
+    state, losses, began = TrainState(), [], time.perf_counter()
+    for _ in range(iterations):
+        losses.append(train_step(run, state, 1).losses["lm loss"])
+        state.iteration, state.scheduled_samples = state.iteration + 1, state.scheduled_samples + BATCH
+    seconds = (time.perf_counter() - began) / iterations
+    return statistics.fmean(losses[-LAST:]), evaluate(run, text[-HELD_OUT:]), seconds
+
+
+def evaluate(run: Run, text: torch.Tensor) -> float:
+    """Mean loss of some sequences."""
+    for chunk in run.chunks:
+        chunk.train(False)
+    with torch.no_grad():
+        sums = run_microbatches(run, (batch_of(rows) for rows in text.split(BATCH)), len(text) // BATCH, BATCH, forward_only=True)
+    loss, tokens = shared_sums(run, sums)
+    return loss / tokens
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args(words)
+    torch.set_num_threads(1)
+    text = text_of(given.iterations * BATCH + HELD_OUT)
+    names = ["bf16", *(name for name in given.recipes if name != "bf16")]
+    found = {name: [train(RECIPES[name], text, given.iterations, seed) for seed in range(given.seeds)] for name in names}
+    lines = [
+        "| recipe | flags | last iterations | gap | held out | gap | seconds an iteration |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for name, each in found.items():
+        means = [statistics.fmean(values) for values in zip(*each)]
+        gaps = [statistics.fmean((mine[part] - other[part]) / other[part] for mine, other in zip(each, found["bf16"])) for part in (0, 1)]
+        lines.append(f"| {name} | `{RECIPES[name]}` | {means[0]:.4f} | {gaps[0]:+.2%} | {means[1]:.4f} | {gaps[1]:+.2%} | {means[2]:.2f} |")
+    table = "\n".join(lines)
+    print(table)
+    if given.write:
+        RESULTS.write_text(
+            "# Loss of training in 8 and 4 bits\n\n"
+            f"{datetime.date.today()}, {platform.machine()}, torch {torch.__version__}, {given.iterations} iterations of {BATCH} x {SEQ} bytes, "
+            f"{given.seeds} seed(s), mean of the last {LAST} iterations; gaps to bf16. See scripts/bench_precision.py.\n\n" + table + "\n",
+            encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
