@@ -9,6 +9,7 @@ NOISE = (
 )
 MTP = "--mtp-num-layers 1"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-load-balancing-type global_aux_loss"
+QUANTIZED = "--bf16 --hidden-size 32 --ffn-hidden-size 32 --moe-ffn-hidden-size 32"
 
 HOWS = {
     "uniform": f"{FULL} uniform --recompute-num-layers 1",
@@ -34,6 +35,10 @@ CASES = {
     "random numbers and capacity": (f"{GROUPED} {NOISE}", HOWS),
     "expert bias, MTP, LayerNorm": (f"{GROUPED} {BIAS} {MTP} --normalization LayerNorm", HOWS),
     "sinkhorn, biases, bf16": ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --bf16", HOWS),
+    "fp8, delayed scaling": (f"{GROUPED} {QUANTIZED} --fp8-format hybrid --fp8-recipe delayed", {
+        how: HOWS[how] for how in ("uniform 2", "moe, old spelling", "offload everything")}),
+    "fp8, blocks": (f"{GROUPED} {QUANTIZED} --fp8-format e4m3 --fp8-recipe blockwise", {
+        how: HOWS[how] for how in ("block", "layernorm", "offload and recompute")}),
     "latent": (f"{GROUPED} {LATENT}", LATENT_HOWS),
     "latent, random numbers": (f"{GROUPED} {LATENT} {NOISE} --apply-residual-connection-post-layernorm", LATENT_HOWS),
 }

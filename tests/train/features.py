@@ -74,6 +74,14 @@ FEATURES = {
     "accumulation 1": lambda a: _microbatches(a) == 1,
     "accumulation 2": lambda a: _microbatches(a) == 2,
     "accumulation 4": lambda a: _microbatches(a) >= 4,
+    "uniform recompute": lambda a: a.training.recompute_method == "uniform",
+    "block recompute": lambda a: a.training.recompute_method == "block",
+    **{f"recompute of {part}": lambda a, part=part: part in (a.training.recompute_modules or ())
+       for part in ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")},
+    "saved inputs spread over TP": lambda a: a.training.distribute_saved_activations,
+    "recompute over stages": lambda a: a.training.recompute_granularity and a.parallel.pipeline_model_parallel_size > 1,
+    "offload": lambda a: a.training.fine_grained_activation_offloading,
+    "offload and recompute": lambda a: a.training.fine_grained_activation_offloading and a.training.recompute_granularity,
     "documents": lambda a: a.data.reset_attention_mask or a.data.dataloader_inter_document_masking,
 }
 
