@@ -34,7 +34,7 @@ IDLE = MappingProxyType(
         "cross_entropy_fusion_impl": "there is one implementation of the loss, and both names give its numbers",
         "fp16_lm_cross_entropy": "the loss reads half-precision logits as they are and computes in fp32, a block at a time, without a copy of them",
         "use_torch_optimizer_for_cpu_offload": "host and device run torch's own fused update in any case",
-        "attention_backend": "every backend computes the same attention; this version picks one for the device itself",
+        "attention_backend": "every backend computes the same attention; TransformerEngine's layers take the named one, the local ones pick for the device",
         "flash_attention_version": "every version computes the same attention",
         "use_flash_attn": "every backend computes the same attention; nothing reads this flag any more",
         "accumulate_allreduce_grads_in_fp32": "gradients are always accumulated in fp32, unless --grad-reduce-in-bf16 or --main-grads-dtype bf16",

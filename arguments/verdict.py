@@ -8,7 +8,7 @@ from arguments.settings import Settings, Violation
 
 def check(s: Settings) -> list[Violation]:
     """Violations by standing: what comes later, what will not come. Call it on resolved settings."""
-    return [*_later(s), *_other(s), *_missing_backend(s)]
+    return [*_later(s), *_other(s)]
 
 
 def _later(s: Settings) -> Iterator[Violation]:
@@ -30,14 +30,6 @@ def _other(s: Settings) -> Iterator[Violation]:
         value = s.values[dest]
         if value in refused if refused else value != s.default(dest):
             yield Violation((s.flag(dest),), f"{s.shown(dest)}: {text}", "product")
-
-
-def _missing_backend(s: Settings) -> Iterator[Violation]:
-    if s.on_missing_backend == "error" and s.given("transformer_impl") and s.transformer_impl == "transformer_engine":
-        what = f"this version does not have TransformerEngine layers yet (feature: {standing.MEMORY})"
-        flags = (s.flag("transformer_impl"), s.flag("on_missing_backend"))
-        text = f"{s.shown('transformer_impl')}: {what}, and {s.shown('on_missing_backend')} forbids to fall back"
-        yield Violation(flags, text, "later")
 
 
 def announce(s: Settings) -> None:

@@ -1,8 +1,8 @@
 """The kit of building blocks a model is made of: a record of constructors, chosen once at build.
 
 Blocks call `kit.column_linear(...)` and the like; nothing else knows which library stands behind them. Local experts
-need no grouped linear: they run as one autograd function (ops/expert_mlp.py). TransformerEngine's norm + linear and
-grouped linear become two more constructors when that kit is built.
+need no grouped linear: they run as one autograd function (ops/expert_mlp.py). There are two kits: the local layers, and
+TransformerEngine's (te_layers.py), which is chosen where the package and a CUDA device are.
 
 A kit also carries what all blocks of one model chunk share (`for_chunk`): the queue of weight gradients, which its linears
 then know, the stream of random numbers for tensors that are cut over the tensor-parallel group, and what becomes of activations.
@@ -12,15 +12,19 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
+from arguments.model import ModelArgs
+from arguments.precision import PrecisionArgs
 from moe_trainer.backends import Backends
+from moe_trainer.layers import te, te_layers
 from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.precision import LowPrecision
+from moe_trainer.layers.precision import LowPrecision, recipe_of
 from moe_trainer.memory.activations import Activations
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.baton import Baton
@@ -70,7 +74,7 @@ class Kit:
     def for_layer(self, layer_number: int) -> "Kit":
         """The same kit for one layer (counted from 1): with quantised products where the flags ask for them."""
         low = self.precision
-        quantize = low.products if low is not None and low.covers(layer_number) else None
+        quantize = functools.partial(low.products, quantizer=self.kernels.quantize) if low is not None and low.covers(layer_number) else None
         linears = {kind: functools.partial(getattr(self, kind), quantize=quantize)
                    for kind in ("column_linear", "row_linear", "replicated_linear")}
         return replace(self, quantize=quantize, **linears)
@@ -80,17 +84,50 @@ LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, 
 
 
 def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends = Backends(),
-           kernels: Kernels = Kernels()) -> Kit:
+           kernels: Kernels = Kernels(), *, model: ModelArgs = ModelArgs(), precision: PrecisionArgs = PrecisionArgs(),
+           defers: bool = False) -> Kit:
     """Return the kit for --transformer-impl, and for --cp-comm-type over the groups of `ps`.
 
-    TransformerEngine layers are not built yet: where that choice (Megatron's default) may fall back, it runs the local kit and
-    logs why, once. Raises: MissingBackend where it may not.
+    model, precision: of the layers to come. defers: weight gradients may wait.
+    Where TransformerEngine (Megatron's default) cannot be used and may be done without, it is the local kit, and the log says why,
+    once; so it does for layers that stay local in its kit. Raises: MissingBackend where it may not.
     """
-    if transformer_impl != "local":
-        backends.use(
-            ("transformer_impl",), flag=f"--transformer-impl {transformer_impl}",
-            problem="this version has no layers of the package transformer_engine yet", remedy="Use --transformer-impl local",
-            instead="the local layers (plain torch)")
-    return replace(
+    local = replace(
         LOCAL, norm=functools.partial(Norm, rms_norm=kernels.rms_norm), kernels=kernels,
         core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)))
+    if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
+        return local
+    return _fused(local, ps, cp_comm_types, backends, model, precision, defers)
+
+
+def _has_transformer_engine(transformer_impl: str, backends: Backends) -> bool:
+    problem, remedy = "the layers work on CUDA devices, and this rank computes on a CPU", "Use --transformer-impl local"
+    if backends.cuda:
+        problem, remedy = te.problem("", *te_layers.NAMES), f"Install it ({te.INSTALL}), use --transformer-impl local"
+    return backends.use(("transformer_impl",), flag=f"--transformer-impl {transformer_impl}", problem=problem, remedy=remedy,
+                        instead="the local layers (plain torch)")
+
+
+def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends, model: ModelArgs, precision: PrecisionArgs,
+           defers: bool) -> Kit:
+    """The kit of TransformerEngine, with the local layers where it does not do what the flags ask for."""
+
+    def fits(what: str, problem: str | None) -> bool:
+        # nobody types what stays local, so only --on-missing-backend error stops here
+        return backends.use((), flag="--transformer-impl transformer_engine", problem=problem and f"{what}: {problem}",
+                            remedy="Use --transformer-impl local", instead=f"the local layers for {what}")
+
+    recipe, stream = recipe_of(precision), None
+    low = recipe is not None and fits(f"linears with {recipe.name} scaling", te.recipe_problem(recipe))
+    attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
+    fits("linears", "it puts off all weight gradients or none, and the schedule decides pass by pass" if defers else None)
+    if attends and ps.cp.size > 1:
+        stream = torch.cuda.Stream()
+    layers = te_layers.FusedLayers(te.load(), ps, tuple(cp_comm_types), te.autocast(recipe) if low else None, attends, stream)
+    norms_fit = local.kernels.rms_norm is Kernels.rms_norm and fits(
+        "norms", "it rounds the residual stream before the norm, not behind it (--fp32-residual-connection)"
+        if model.fp32_residual_connection else None)
+    return replace(
+        local, name="transformer_engine", column_linear=layers.column_linear, row_linear=layers.row_linear,
+        replicated_linear=layers.replicated_linear, norm=layers.norm if norms_fit else local.norm,
+        core_attention=layers.core_attention)

@@ -209,8 +209,10 @@ class ColumnParallelLinear(_Linear):
         if self.group.size == 1:
             return self._without_ranks(x)
         y = _Column.apply(x, self.weight, self.bias, self.group, self.sequence_parallel, self.queue, self.quantized)
-        if not self.gather_output:
-            return y
+        return self.gathered(y) if self.gather_output else y
+
+    def gathered(self, y: Tensor) -> Tensor:
+        """All features of y, of this rank's rows when sequence_parallel."""
         return columns_to_rows(y, self.group) if self.sequence_parallel else gather_last_dim_replicated(y, self.group)
 
 

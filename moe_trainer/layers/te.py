@@ -1,33 +1,95 @@
-"""TransformerEngine: its fused kernels for routing and for the local reordering of tokens. The only file that imports it.
+"""TransformerEngine: loading the package, and its fused kernels for routing and for the local reordering of tokens.
 
-Nothing is imported before a chooser asks; `problem` says what stands in the way. Layers of TransformerEngine are not built yet.
+The only file that imports it. Nothing is imported before a chooser asks; `problem` says what stands in the way. Layers made of it are in
+te_layers.py, which is given the loaded package.
 
 Shape letters: T tokens, E experts, R rows (token, expert pairs), H hidden.
 """
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
 
 import torch
 from torch import Tensor
 
+from moe_trainer.ops.fp8 import Recipe
 from moe_trainer.ops.permute import Permutation, PermuteMap
+from moe_trainer.ops.quantize import E5M2
 
 INSTALL = "pip install --no-build-isolation transformer_engine[pytorch]"
+PYTORCH = "transformer_engine.pytorch"
 
 
 def problem(module: str, *names: str) -> str | None:
-    """What stands in the way of using functions of transformer_engine.pytorch.<module>; None if nothing does."""
+    """What stands in the way of using names of transformer_engine.pytorch.<module>, or of that package itself (""); None if nothing does.
+
+    A package whose parts do not belong together (its core wheel without the part for torch, or built against another torch or CUDA)
+    fails as it is imported, with OSError or RuntimeError; that is told, too.
+    """
     if importlib.util.find_spec("transformer_engine") is None:
         return "the package transformer_engine is not installed"
-    qualified = f"transformer_engine.pytorch.{module}"
-    if importlib.util.find_spec(qualified) is None:
-        return f"the installed transformer_engine has no {qualified}"
-    found = importlib.import_module(qualified)
+    qualified = f"{PYTORCH}.{module}" if module else PYTORCH
+    try:
+        found = importlib.import_module(qualified)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (qualified == error.name or qualified.startswith(f"{error.name}.")):
+            return f"the installed transformer_engine has no {error.name}"
+        return _broken(error)
+    except (ImportError, OSError, RuntimeError) as error:
+        return _broken(error)
     missing = [name for name in names if not hasattr(found, name)]
     return f"the installed transformer_engine has no {qualified}.{missing[0]}" if missing else None
+
+
+def _broken(error: Exception) -> str:
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+    return f"the installed transformer_engine cannot be imported ({type(error).__name__}: {said})"
+
+
+def load() -> ModuleType:
+    """transformer_engine.pytorch; ask `problem` first."""
+    return importlib.import_module(PYTORCH)
+
+
+RECIPES = MappingProxyType({
+    "tensorwise": ("Float8CurrentScaling", "is_fp8_available"),
+    "blockwise": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+    "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
+})
+"""Our name of a recipe -> the library's class, and its question whether the device can do it."""
+
+
+def recipe_problem(recipe: Recipe) -> str | None:
+    """What stands in the way of the library's computing a recipe; None if nothing does."""
+    if recipe.name == "delayed":
+        return ("it renews delayed scales with every microbatch and keeps them to itself; here they are those of an iteration, the same "
+                "for every mapping and with recompute, and stand in checkpoints")
+    if not recipe.wgrad:
+        return "it has no gradients of weights in high precision (--no-fp8-wgrad)"
+    kind, available = RECIPES[recipe.name]
+    if missing := problem("", "autocast", available):
+        return missing
+    if not hasattr(importlib.import_module("transformer_engine.common.recipe"), kind):
+        return f"the installed transformer_engine has no transformer_engine.common.recipe.{kind}"
+    possible, reason = getattr(load(), available)(return_reason=True)
+    return None if possible else reason or f"the device cannot do {recipe.name}"
+
+
+def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager]:
+    """What makes contexts in which the library's linears compute by the recipe. Recipes without state only: entering one layer at a time,
+    and again as it is recomputed, then changes nothing. Ask `recipe_problem` first."""
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    made = getattr(recipes, RECIPES[recipe.name][0])
+    if recipe.name == "nvfp4":
+        return functools.partial(load().autocast, enabled=True, recipe=made())
+    fp8_format = recipes.Format.HYBRID if recipe.grad.fmt == E5M2 else recipes.Format.E4M3
+    return functools.partial(load().autocast, enabled=True, recipe=made(fp8_format=fp8_format))
 
 
 @dataclass(frozen=True)

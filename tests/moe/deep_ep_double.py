@@ -30,6 +30,9 @@ class Signatures:
             if parameter == "*":
                 kind = inspect.Parameter.KEYWORD_ONLY
                 continue
+            if parameter.startswith("**"):
+                parameters.append(inspect.Parameter(parameter[2:], inspect.Parameter.VAR_KEYWORD))
+                continue
             value = inspect.Parameter.empty if default is None else default
             parameters.append(inspect.Parameter(parameter, kind, default=value))
         bound = inspect.Signature(parameters).bind(*args, **kwargs).arguments

@@ -326,7 +326,7 @@ def test_one_expert_rank_has_nothing_to_send(without_deep_ep):
 def _train_with(rank, n, recorded, version, argv):
     ps = ParallelState.create(n, rank, ep=n)
 
-    def flex(moe, ps, rows, backends):
+    def flex(moe, ps, rows, *_):
         return flex_dispatcher(recorded, version, ps, max_tokens=rows.max_tokens)[0]
 
     build.choose_dispatcher = flex  # in a forked process
