@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_trainer.ops.triton_blocks import block_of, rows_contiguous, warps_of, wide
 
 TILE = 4096  # elements of a tile that several short rows share
+LONGEST = 1 << 16  # features of a row, which one program holds
 
 
 @triton.jit
@@ -64,7 +65,9 @@ def backward_kernel(grad, x, weight, rstd, grad_x, partial, num_rows, size, grad
 
 def _tile(size: int) -> tuple[int, int, int]:
     """Rows of a program, columns of its tile, warps."""
-    block = block_of(size, 1 << 16)
+    if size > LONGEST:
+        raise ValueError(f"the Triton RMSNorm takes rows of up to {LONGEST} features, these have {size}")
+    block = block_of(size, LONGEST)
     rows = max(1, TILE // block)
     return rows, block, warps_of(rows * block)
 
@@ -112,6 +115,6 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
     """Scale each row to unit root mean square, then by the weight; as ops/pointwise.py: rms_norm.
 
-    Shapes: x [..., H], H up to 65,536; weight [H] or None. Returns: like x, in the dtype of the weight.
+    Shapes: x [..., H]; weight [H] or None. Returns: like x, in the dtype of the weight. Raises: ValueError for H above 65,536.
     """
     return _RMSNorm.apply(x, weight, eps, zero_centered)

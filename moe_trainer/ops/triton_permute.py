@@ -94,9 +94,11 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None, multiple: 
     num_rows: rows of the map, at least as many as there are pairs and padding; None reads the number from the device, which waits for
     it. multiple: every expert's rows are rounded up to one, and counted in counts_E.
     A padding row has token and cell -1, and the torch functions of ops/permute.py do not know such rows.
-    On CUDA a num_rows that is too small stops the device (torch._assert_async).
+    On CUDA a num_rows that is too small stops the device (torch._assert_async). Raises: ValueError for more experts.
     """
     num_tokens, num_experts = routing_TE.shape
+    if num_experts > TILE:
+        raise ValueError(f"the Triton permutation takes up to {TILE} experts, here are {num_experts}")
     device = routing_TE.device
     routing_TE = routing_TE.view(torch.uint8) if routing_TE.dtype == torch.bool else routing_TE
     experts = block_of(num_experts, TILE)

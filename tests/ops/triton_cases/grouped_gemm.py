@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_trainer.ops import triton_grouped_gemm
+from moe_trainer.ops import triton_grouped_gemm, triton_permute
 from moe_trainer.ops.grouped_gemm import row_offsets
 
 COUNTS = [(1,), (0, 3, 0, 5), (70, 0, 1, 129, 64), (0, 0), (33, 31, 2)]
@@ -29,6 +29,22 @@ def test_products_of_every_expert(counts, width, depth, spare):
         torch.testing.assert_close(grad_x[rows], grad[rows] @ w[expert], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(grad_w[expert], grad[rows].t() @ x[rows], rtol=1e-5, atol=1e-4)
         start += count
+
+
+def test_experts_without_a_number_on_the_host():
+    """Routing, padded permutation, products and the way back from counts that stay on the device, against a loop over experts."""
+    tokens, experts, topk, multiple = 11, 5, 2, 4
+    scores = torch.randn(tokens, experts)
+    scores[:, 3] = -10.0  # an expert without rows
+    routing = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, scores.topk(topk, 1)[1], True)
+    x, probs, w = torch.randn(tokens, 12), torch.rand(tokens, experts), torch.randn(experts, 20, 12)
+    bound = tokens * topk + experts * (multiple - 1)
+    routes = triton_permute.make_permute_map(routing, bound, multiple)
+    x_RH, probs_R = triton_permute.permute_with_probs(x, probs, routes)
+    y = triton_grouped_gemm.grouped_forward(x_RH, w, routes.counts_E.cumsum(0).to(torch.int32))
+    y = triton_permute.unpermute(y * probs_R.unsqueeze(1), routes)
+    expected = sum((probs * routing)[:, e, None] * (x @ w[e].t()) for e in range(experts))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_operands_with_strides():

@@ -26,6 +26,11 @@ def test_rms_norm(shape, gain, dtype):
         torch.testing.assert_close(ours, theirs, **near)
 
 
+def test_rows_too_long_are_refused():
+    with pytest.raises(ValueError, match="65536"):
+        triton_rms_norm(torch.ones(1, 65537), None, 1e-6)
+
+
 def test_rows_and_gradients_with_strides():
     """Heads of a joint query-key-value projection are not contiguous."""
     results = []

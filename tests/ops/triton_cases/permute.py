@@ -76,6 +76,11 @@ def test_padding_and_a_bound_instead_of_the_number_of_rows(multiple, spare):
     assert probs.grad.count_nonzero() <= filled.sum()
 
 
+def test_too_many_experts_are_refused():
+    with pytest.raises(ValueError, match="8192"):
+        triton_permute.make_permute_map(torch.ones(1, 8193, dtype=torch.bool))
+
+
 def test_a_bound_that_is_too_small_is_an_error():
     with pytest.raises(RuntimeError, match="more rows"):
         triton_permute.make_permute_map(torch.ones(4, 3, dtype=torch.bool), 11)
