@@ -95,6 +95,9 @@ class MoEArgs:
     """Which tokens go beyond capacity: the least probable or the last ones."""
     moe_expert_rank_capacity_factor: float | None = None
     """Rows a rank can receive, as a multiple of an even share."""
+    moe_clone_hot_experts: int = 0
+    """Experts a rank takes in when others have too many rows: clones of hot experts, planned anew for every microbatch (ECHO); the
+    same numbers, an even load. 0: none. A flag of this program."""
     moe_per_layer_logging: bool = False
     """Write balancing losses of every layer to TensorBoard."""
 

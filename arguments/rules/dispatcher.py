@@ -201,6 +201,36 @@ def paged_stash_needs_rank_capacity(s: Settings, _f: Facts) -> Iterator[Violatio
         )
 
 
+def lone_rank_clones_nothing(s: Settings, f: Facts) -> None:
+    if s.moe_clone_hot_experts and f.experts is not None and f.ep == 1:
+        s.note(f"{s.shown('moe_clone_hot_experts')}: with --expert-model-parallel-size 1 there is no load to even out.")
+
+
+def cloning_is_possible(s: Settings, f: Facts) -> Iterator[Violation]:
+    dest = "moe_clone_hot_experts"
+    if not s.moe_clone_hot_experts:
+        return
+    if f.experts is None:
+        yield broken(s, f"{s.flag(dest)} needs --num-experts: a dense model has no experts to clone.", dest, "num_experts")
+    if s.moe_token_dispatcher_type == "flex":
+        yield broken(s, f"{s.flag(dest)} needs --moe-token-dispatcher-type alltoall or allgather: the buffers of flex are made for the "
+                     "experts of the model alone.", dest, TYPE)
+    others = (
+        ("fp8", "scales are kept per expert of the rank"), ("fp4", "scales are kept per expert of the rank"),
+        ("overlap_moe_expert_parallel_comm", "gradients of clones travel within one backward pass"),
+        ("delay_wgrad_compute", "gradients of clones travel within one backward pass"),
+        ("overlap_dispatch_backward_with_experts_wgrad", "gradients of clones travel within one backward pass"),
+        ("use_torch_fsdp2", "it shards the weights that clones are made of"),
+        ("use_megatron_fsdp", "it shards the weights that clones are made of"),
+    )  # fmt: skip
+    for other, why in others:
+        if getattr(s, other):
+            yield broken(s, f"{s.flag(dest)} cannot be combined with {s.flag(other)}: {why}.", dest, other)
+    if s.pipeline_schedule == "zero-bubble":
+        yield broken(s, f"{s.flag(dest)} cannot be combined with {say(s, 'pipeline_schedule')}: gradients of clones travel within one "
+                     "backward pass.", dest, "pipeline_schedule")
+
+
 def latent_projection_is_sound(s: Settings, f: Facts) -> Iterator[Violation]:
     if s.moe_latent_size is None:
         return
@@ -251,7 +281,7 @@ def router_padding_needs_quantization(s: Settings, _f: Facts) -> Iterator[Violat
         )
 
 
-RESOLVE = (negative_capacity, old_deepep_flag, old_sm_counts, old_router_padding, deepep_probabilities, deepep_sms)
+RESOLVE = (negative_capacity, old_deepep_flag, old_sm_counts, old_router_padding, deepep_probabilities, deepep_sms, lone_rank_clones_nothing)
 CHECKS = (
     capacity_needs_loss_balancing,
     padding_needs_capacity,
@@ -264,6 +294,7 @@ CHECKS = (
     expert_bias_needs_whole_experts,
     rank_capacity_needs_backend,
     paged_stash_needs_rank_capacity,
+    cloning_is_possible,
     latent_projection_is_sound,
     grouped_parameters_need_grouped_gemm,
     router_padding_needs_quantization,

@@ -56,6 +56,11 @@ class Activations:
         """Is a region running for the second time?"""
         return self._tape is not None and self._tape.playing
 
+    @property
+    def keeping(self) -> bool:
+        """Does what is saved now stay until backward? Not without gradients, and not in a region that runs again."""
+        return self._looks()
+
     def begin_pass(self, *resident: Tensor) -> None:
         """A forward pass of the chunk begins. resident: tensors that live longer than it, and stay where they are."""
         self._resident = {_address(x) for x in resident}

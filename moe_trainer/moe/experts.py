@@ -24,6 +24,7 @@ from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import Activations
+from moe_trainer.moe.cloning import Trip
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
 from moe_trainer.ops.fp8 import QuantizedProducts
@@ -94,32 +95,57 @@ class Experts(nn.Module):
         if quantize is not None:
             self.quantized = nn.ModuleList(quantize(f"{name}.{linear}", cut=True, expert=True) for linear in ("linear_fc1", "linear_fc2"))
 
-    def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int], unused: int = 0) -> Tensor:
+    def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int], unused: int = 0,
+                trip: Trip | None = None) -> Tensor:
         """Run the experts on their rows; the result is multiplied by the probabilities.
 
         Shapes: x_RH sorted by expert; probs_R floating; tokens_per_expert_e host integers. unused: zero rows behind them, for which
-        what is returned means nothing. Returns: y_RH.
+        what is returned means nothing. trip: brings clones of other ranks' experts, whose rows stand behind those of the local ones.
+        Returns: y_RH.
         """
         if self.probs_on_input:
             x_RH = (x_RH * probs_R.unsqueeze(1)).to(x_RH.dtype)
             probs_R = None
+        if trip is None:
+            return self._run(x_RH, probs_R, tokens_per_expert_e, unused)
+        home = self.linear_fc1.weight.shape[0]
+        x_RH, cloned = trip.fetch(x_RH, self._tensors())
+        at_home, away = tokens_per_expert_e[:home], tokens_per_expert_e[home:home + trip.num_clones]
+        if not away:
+            return trip.fetch_again(self._run(x_RH, probs_R, at_home, unused))
+        rows = sum(at_home)
+        probs_of_home, probs_of_clones = (None, None) if probs_R is None else (probs_R[:rows], probs_R[rows:])
+        y_RH = self._run(x_RH[:rows], probs_of_home, at_home, 0)
+        with trip.dropping(cloned):
+            clones_RH = self._run_clones(x_RH[rows:], probs_of_clones, away, cloned, unused)
+        return trip.fetch_again(torch.cat([y_RH, clones_RH]))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        tensors = (self.linear_fc1.weight, self.linear_fc2.weight, self.linear_fc1.bias, self.linear_fc2.bias)
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
+    def _run_clones(self, x_RH: Tensor, probs_R: Tensor | None, counts: Sequence[int], cloned: Sequence[Tensor], unused: int) -> Tensor:
+        w1, w2, b1, b2 = (*cloned, None, None)[:4]
+        return expert_mlp(x_RH, probs_R, w1, w2, counts, self.activation, b1_eG=b1, b2_eH=self._own_bias(b2),
+                          allow_grouped=self.allow_grouped, block=self.block, products=self.products, unused=unused)
+
+    def _run(self, x_RH: Tensor, probs_R: Tensor | None, tokens_per_expert_e: Sequence[int], unused: int) -> Tensor:
         rows = x_RH.untyped_storage().data_ptr()
         with self.activations.offloading("expert_fc1", "moe_act",
                                          which=lambda x: "expert_fc1" if x.untyped_storage().data_ptr() == rows else "moe_act"):
             if self.quantized is not None:
                 return quantized_expert_mlp(
                     x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
-                    tuple(self.quantized), b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), queue=self.queue,
+                    tuple(self.quantized), b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(self.linear_fc2.bias), queue=self.queue,
                     unused=unused)
             return expert_mlp(
                 x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
-                b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(), allow_grouped=self.allow_grouped, queue=self.queue,
+                b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(self.linear_fc2.bias), allow_grouped=self.allow_grouped, queue=self.queue,
                 block=self.block, products=self.products, unused=unused,
             )
 
-    def _own_bias(self) -> Tensor | None:
+    def _own_bias(self, bias_eH: Tensor | None) -> Tensor | None:
         """fc2's bias on the first rank of etp, zeros with a zero gradient on the others."""
-        bias_eH = self.linear_fc2.bias
         return bias_eH if bias_eH is None or self.etp.rank == 0 else bias_eH * 0.0
 
 

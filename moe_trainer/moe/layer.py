@@ -16,6 +16,7 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.kit import Kit
 from moe_trainer.moe.budget import ReceiveBudget, place
+from moe_trainer.moe.cloning import HotExperts, Redirect
 from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
 from moe_trainer.moe.padding import pad_routing
@@ -52,6 +53,9 @@ class MoELayer(nn.Module):
         self.budget = None
         if moe.moe_expert_rank_capacity_factor is not None:
             self.budget = ReceiveBudget(f"{name}.experts", moe.moe_expert_rank_capacity_factor, moe.moe_router_topk, ps.etp.size)
+        self.hot = None
+        if moe.moe_clone_hot_experts and ps.ep.size > 1:
+            self.hot = HotExperts(ps, moe.num_experts, moe.moe_clone_hot_experts)
         self.baton, self.queue, self.activations = kit.baton, kit.queue, kit.activations
         # the group over which rows must be dealt out: all its ranks hold the same ones
         self.replicas = Group.single("tp", ps.tp.ranks[ps.tp.rank]) if sequence_parallel else ps.tp
@@ -67,12 +71,17 @@ class MoELayer(nn.Module):
         dispatcher, shared_SBH = self.dispatcher, None
         if self.row_multiple > 1 and dispatcher.takes_padding:
             routing_TE = pad_routing(routing_TE, self.row_multiple)
-        sent = dispatcher.start_exchange(dispatcher.preprocess(own_SBH.reshape(-1, own_SBH.shape[-1]), probs_TE, routing_TE))
+        redirect = None if self.hot is None else self.activations.once(lambda: self.hot.plan(routing_TE))
+        if redirect is not None:
+            probs_TE, routing_TE = redirect.apply(probs_TE, routing_TE)
+        order = () if redirect is None else (redirect.expert_V,)
+        sent = dispatcher.start_exchange(
+            dispatcher.preprocess(own_SBH.reshape(-1, own_SBH.shape[-1]), probs_TE, routing_TE, *order))
         if self.overlap_shared:
             shared_SBH = self._run_shared(x_SBH)
         x_RH, probs_R = hand_over(self.baton, self.queue, sent.x_RH, sent.probs_R)
         sent = dispatcher.postprocess(dispatcher.finish_exchange(replace(sent, x_RH=x_RH, probs_R=probs_R)))
-        y_RH = self._run_experts(sent, own_SBH.shape[0] * own_SBH.shape[1])
+        y_RH = self._run_experts(sent, own_SBH.shape[0] * own_SBH.shape[1], redirect)
         y_RH, under_way = dispatcher.start_exchange_back(dispatcher.regroup(y_RH, sent), sent)
         y_RH, = hand_over(self.baton, self.queue, y_RH)
         y_TH = dispatcher.restore(dispatcher.finish_exchange_back(y_RH, under_way, sent), sent)
@@ -81,15 +90,16 @@ class MoELayer(nn.Module):
             return y_SBH
         return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
 
-    def _run_experts(self, sent: Dispatched, num_tokens: int) -> Tensor:
-        """The routed experts on the rows that have arrived. num_tokens: this rank's own."""
+    def _run_experts(self, sent: Dispatched, num_tokens: int, redirect: Redirect | None) -> Tensor:
+        """The routed experts, and clones of others, on the rows that have arrived. num_tokens: this rank's own."""
         x_RH, probs_R, counts_e = sent.x_RH, sent.probs_R, sent.tokens_per_expert_e
+        trip = None if redirect is None else self.hot.trip(redirect, self.activations.keeping)
         if self.budget is None:
-            return self.experts(x_RH, probs_R, counts_e)
+            return self.experts(x_RH, probs_R, counts_e, trip=trip)
         received = x_RH.shape[0]
         # the budget may have grown when a region runs again
         rows = self.activations.once(lambda: self.budget.rows(num_tokens, received))
-        return self.experts(place(x_RH, rows), place(probs_R, rows), counts_e, rows - received)[:received]
+        return self.experts(place(x_RH, rows), place(probs_R, rows), counts_e, rows - received, trip)[:received]
 
     def _run_shared(self, x_SBH: Tensor) -> Tensor:
         return self.activations.region("shared_experts", self.shared_experts, x_SBH)

@@ -139,7 +139,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
         ctx.counts, ctx.activation, ctx.products = counts, activation, products
         ctx.has_b1 = b1 is not None
-        ctx.queue, ctx.weights = queue, (w1, w2)
+        ctx.queue, ctx.weights = queue, (None, None) if queue is None else (w1, w2)
         return y_RH
 
     @staticmethod

@@ -16,7 +16,7 @@ Rows that arrive from several ranks come as blocks [source][expert]; `block_orde
 Shape letters: T tokens, E experts, R rows (token, expert pairs), H hidden, S sources.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,12 @@ def make_permute_map(routing_TE: Tensor) -> PermuteMap:
         counts_E=torch.searchsorted(expert_R, torch.arange(num_experts + 1, device=device)).diff(),
         num_tokens=num_tokens,
     )
+
+
+def in_expert_order(routes: PermuteMap, expert_E: Tensor) -> PermuteMap:
+    """The same map, where a token's rows are summed in the order of expert_E, the expert that each column stands for."""
+    expert_R = expert_E[routes.cell_R % expert_E.shape[0]]
+    return replace(routes, row_R=(routes.token_R * expert_E.shape[0] + expert_R).argsort())
 
 
 def _gather_sum(y_RH: Tensor, routes: PermuteMap) -> Tensor:
@@ -152,9 +158,14 @@ class Permutation:
     """Tokens into expert order and back, as a pair of calls. This one is made of the functions above; layers/te.py has one made of
     fused kernels."""
 
-    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Returns: x_RH and probs_R, differentiable, and what `unpermute` needs, which has rows per expert as `counts_E`."""
+    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None) -> tuple[Tensor, Tensor, Any]:
+        """Returns: x_RH and probs_R, differentiable, and what `unpermute` needs, which has rows per expert as `counts_E`.
+
+        expert_E: the expert that each column stands for, if that is not its number; see in_expert_order.
+        """
         routes = make_permute_map(routing_TE)
+        if expert_E is not None:
+            routes = in_expert_order(routes, expert_E)
         return permute(x_TH, routes), permute_probs(probs_TE, routes), routes
 
     def unpermute(self, y_RH: Tensor, routes: Any) -> Tensor:

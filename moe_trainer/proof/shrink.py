@@ -73,7 +73,7 @@ _NOT_IN_REFERENCE = frozenset(
     "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_offload_fraction cpu_offloading_num_layers "
     "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads "
     "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm "
-    "moe_expert_rank_capacity_factor".split()
+    "moe_expert_rank_capacity_factor moe_clone_hot_experts".split()
 )
 _NOISE = MappingProxyType({
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,

@@ -51,7 +51,7 @@ class AllGatherDispatcher(TokenDispatcher):
         self.num_parts = ps.ep.size
         self.part_of = ep_ranks(ps)
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None) -> Dispatched:
         """Tell every rank how many tokens it will get: they may differ, in an evaluation's last batch for one."""
         size = torch.tensor([x_TH.shape[0]], device=x_TH.device)
         sizes_S = size.new_empty(self.group.size)

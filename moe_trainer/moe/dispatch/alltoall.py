@@ -57,9 +57,11 @@ class AllToAllDispatcher(TokenDispatcher):
     def __init__(self, ps: ParallelState, permutation: Permutation):
         self.ep, self.etp, self.permutation = ps.ep, ps.etp, permutation
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
-        """Order the local tokens by expert; meanwhile tell every rank how many rows it will get."""
-        x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE)
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None) -> Dispatched:
+        """Order the local tokens by expert; meanwhile tell every rank how many rows it will get. Fused kernels sum a token's rows in the
+        order of the columns."""
+        order = () if expert_E is None or type(self.permutation) is not Permutation else (expert_E,)
+        x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, *order)
         arrived_Se = torch.empty_like(routes.counts_E).view(self.ep.size, -1)
         work = all_to_all_flat(arrived_Se.view(-1), routes.counts_E, self.ep, async_op=True)
         return Dispatched(x_RH, probs_R, [], _Trip(routes, arrived_Se, work))

@@ -64,8 +64,12 @@ class TokenDispatcher:
 
     takes_padding = True  # may a token be sent to more experts than the router chooses?
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
-        """Order the local tokens for sending."""
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None) -> Dispatched:
+        """Order the local tokens for sending.
+
+        expert_E: with clones of experts (alltoall and allgather only) the expert that each column stands for, int64: a token's rows are
+        summed in their order, where they are summed one by one.
+        """
         raise NotImplementedError
 
     def exchange(self, sent: Dispatched) -> Dispatched:

@@ -1,0 +1,197 @@
+"""Clones of hot experts on ranks: outputs and gradients of a layer without them, even loads, clones that are dropped after use."""
+
+import gc
+
+import pytest
+import torch
+from harness import run_ranks
+from moe.layers import HIDDEN, RankGrads, sections, shard_of, total_grads
+
+from moe_trainer.moe.clone_plan import loads
+from moe_trainer.ops.expert_mlp import Block
+from moe_trainer.ops.grouped_gemm import GroupedProducts, grouped_weight_grad
+from moe_trainer.parallel.state import ParallelState
+
+KINDS = {
+    "plain": {},
+    "top 4": {"moe_router_topk": 4},
+    "every expert": {"moe_router_topk": 8},
+    "grouped": {"moe_grouped_gemm": True},
+    "biases": {"add_bias_linear": True},
+    "gelu, biases, grouped": {"add_bias_linear": True, "swiglu": False, "moe_grouped_gemm": True},
+    "shared, sigmoid, bias": {"moe_shared_expert_intermediate_size": 20, "moe_router_score_function": "sigmoid", "moe_router_topk": 4,
+                              "moe_router_enable_expert_bias": True},
+    "drops": {"moe_expert_capacity_factor": 1.5},
+    "budget": {"moe_expert_rank_capacity_factor": 1.1},
+    "probabilities on the input": {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+}
+EXACT = {f"exact, top {topk}": {"moe_grouped_gemm": True, "moe_router_topk": topk, "swiglu": False} for topk in (2, 5)}
+SKEW = {"hot": 3.0, "one": 50.0, "even": 0.0}  # how much the router likes the first experts
+
+
+def _row_by_row(x_RK, w_eNK, offsets_e, transposed):
+    """Products whose rows do not depend on how many there are; those of a matrix library do, in the last digits."""
+    out, start = [], 0
+    for w_NK, stop in zip(w_eNK, offsets_e.tolist()):
+        out += [((w_NK if transposed else w_NK.t()) * x_RK[row]).sum(1) for row in range(start, stop)]
+        start = stop
+    return torch.stack(out)
+
+
+def _relu_backward(h, p, grad_a):
+    z = h.relu()
+    return z * p.unsqueeze(1), (grad_a * p.unsqueeze(1)) * (h > 0), torch.stack([(g * row).sum() for g, row in zip(grad_a, z)])
+
+
+ROW_BY_ROW = GroupedProducts(lambda x, w, offsets: _row_by_row(x, w, offsets, True),
+                             lambda x, w, offsets: _row_by_row(x, w, offsets, False), grouped_weight_grad)
+PLAIN = Block(lambda h, p: h.relu() * p.unsqueeze(1), _relu_backward)
+
+
+def tilt(layer, skew):
+    """Make the router prefer the experts of the first rank; with the largest skew tokens go nowhere else."""
+    with torch.no_grad():
+        layer.router.weight[:, 0] = torch.tensor([3.0, 1.5, 1.0, 0.5, 0.0, -1.0, -2.0, -3.0], dtype=layer.router.weight.dtype) * skew
+
+
+def _passes(layer, ps, x, weight, microbatches):
+    found, planned = [], []
+    if layer.hot is not None:
+        plan = layer.hot.plan
+
+        def watched(routing_TE):
+            redirect = plan(routing_TE)
+            counts = layer_counts(routing_TE, ps)
+            planned.append((loads(counts, ps.ep.size), loads(counts, ps.ep.size, redirect.clones if redirect else ())))
+            return redirect
+
+        layer.hot.plan = watched
+    graphs = []
+    for index in range(microbatches):
+        own = (x * (1 + 0.5 * index)).clone().requires_grad_()
+        graphs.append((own, layer(own, 0.7)))
+    for own, y in reversed(graphs):  # in another order than forward, as pipelines have it
+        (y * weight).sum().backward()
+        found += [y.detach(), own.grad]
+    return found, planned
+
+
+def layer_counts(routing_TE, ps):
+    counts = routing_TE.sum(0)
+    torch.distributed.all_reduce(counts, group=ps.tp_ep.handle)
+    return counts.tolist()
+
+
+def _one_rank(rank, n, sizes, kind, skew, dispatcher, dtype, layout, slots, exact):
+    ps = ParallelState.create(n, rank, **layout)
+    generator = torch.Generator().manual_seed(rank)
+    x, weight = torch.randn(2, sizes[rank], 1, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    x[..., 0] = x[..., 0].abs() + 0.5  # the feature that the tilted router looks at
+    results = []
+    for changes in ({}, {"moe_clone_hot_experts": slots}):
+        args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **(KINDS | EXACT)[kind], **changes)
+        layer = shard_of(args, ps, dtype)
+        tilt(layer, SKEW[skew])
+        if exact:
+            layer.experts.products, layer.experts.block = ROW_BY_ROW, PLAIN
+        found, planned = _passes(layer, ps, x, weight, 2)
+        results.append((found, RankGrads.of(layer, ps)))
+    return results, planned
+
+
+def check(n, layout, kind="plain", skew="hot", dispatcher="alltoall", dtype=torch.float64, tolerance=1e-12, sizes=None, slots=2,
+          exact=False):
+    found = run_ranks(_one_rank, n, sizes or (12,) * n, kind, skew, dispatcher, dtype, layout, slots, exact)
+    for ((plain, _), (ours, _)), _ in found:
+        for mine, theirs in zip(ours, plain, strict=True):
+            if exact:
+                assert torch.equal(mine, theirs), "outputs and gradients of tokens are the same bit for bit"
+            torch.testing.assert_close(mine, theirs, atol=10 * tolerance, rtol=tolerance)
+    plain, ours = (total_grads([results[which][1] for results, _ in found]) for which in (0, 1))
+    assert plain.keys() == ours.keys()
+    for name, grad in plain.items():
+        torch.testing.assert_close(ours[name], grad, atol=100 * tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    return [planned for _, planned in found]
+
+
+def test_loads_become_even():
+    for planned in check(4, {"ep": 4}, slots=4):
+        assert planned and all(max(after) < max(before) and max(after) <= -(-sum(before) // 4) for before, after in planned)
+
+
+@pytest.mark.parametrize(("n", "ep"), [(2, 2), (4, 4)])
+@pytest.mark.parametrize("topk", [2, 5])
+def test_tokens_are_the_same_bit_for_bit(n, ep, topk):
+    """Outputs and input gradients, also where a token's experts have changed their places."""
+    for planned in check(n, {"ep": ep}, f"exact, top {topk}", dtype=torch.float32, tolerance=3e-6, exact=True):
+        assert any(after != before for before, after in planned)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_on_two_ranks(kind):
+    planned = check(2, {"ep": 2}, kind)
+    assert kind == "every expert" or any(after != before for before, after in planned[0]), "something was cloned"
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("layout", [{"ep": 4}, {"ep": 2, "etp": 2}, {"tp": 2, "ep": 2}, {"ep": 2}], ids=str)
+def test_layouts_of_four_ranks(layout, dispatcher):
+    if layout.get("tp", 1) == 1:
+        check(4, layout, "biases", dispatcher=dispatcher)
+
+
+@pytest.mark.parametrize("skew", SKEW)
+def test_single_precision(skew):
+    check(4, {"ep": 4}, "top 4", skew, dtype=torch.float32, tolerance=3e-6)
+
+
+@pytest.mark.parametrize("sizes", [(12, 0, 5, 1), (0, 9, 0, 0), (0, 0, 0, 0)])
+def test_uneven_and_empty_ranks_and_experts_without_tokens(sizes):
+    check(4, {"ep": 4}, sizes=sizes, skew="one", slots=1)
+
+
+def _alive(rank, n):
+    """Bytes of clones between forward and backward, and how often their weights travel."""
+    ps = ParallelState.create(n, rank, ep=2)
+    args = sections(moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.0, moe_clone_hot_experts=2)
+    layer = shard_of(args, ps, torch.float64)
+    tilt(layer, SKEW["hot"])
+    x = torch.randn(12, 1, HIDDEN, dtype=torch.float64)
+    x[..., 0] = x[..., 0].abs() + 0.5
+    x.requires_grad_()
+    trips, make = [], layer.hot.trip
+
+    def watched(redirect, keeps):
+        trips.append(make(redirect, keeps))
+        exchange, trips[-1].count = trips[-1].exchange, 0
+
+        def counted(trip=trips[-1]):
+            trip.count += 1
+            return exchange()
+
+        trips[-1].exchange = counted
+        return trips[-1]
+
+    layer.hot.trip = watched
+    shape = tuple(layer.experts.linear_fc1.weight.shape[1:])
+
+    def clones():
+        gc.collect()
+        ours = {id(param) for param in layer.parameters()}
+        return sum(x.shape[0] for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.dim() == 3 and id(x) not in ours
+                   and tuple(x.shape[1:]) == shape and x.grad_fn is None)
+
+    before = clones()
+    y = layer(x)
+    between, travelled = clones() - before, trips[0].count
+    y.sum().backward()
+    layer.zero_grad()
+    return between, travelled, trips[0].count, len(trips[0].held), trips[0].num_clones
+
+
+def test_clones_are_dropped_after_use():
+    found = run_ranks(_alive, 2)
+    assert sum(number for *_, number in found) > 0
+    for between, travelled, in_all, held, _ in found:
+        assert between == 0 and held == 0, "no weights of clones are kept for backward"
+        assert (travelled, in_all) == (1, 2), "they come for forward and again for backward"
