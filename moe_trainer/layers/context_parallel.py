@@ -23,6 +23,7 @@ Shapes: S local positions, B sequences, N query heads, G key-value heads, D key 
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
@@ -65,6 +66,10 @@ class ContextParallelAttention(CoreAttention):
         super().__init__(model, layer_number, head_dim=head_dim, scale=scale)
         self.heads, self.positions = heads, positions
         self.attend = gathered_attention if gathered else ring_attention
+
+    def pads_values(self, length: int, visible: Visible | None, device: torch.device) -> bool:
+        """Never before they travel."""
+        return False
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None) -> Tensor:
         """All of this rank's positions; visible: document ids of the whole sequence. Returns: [S, B, N * E].

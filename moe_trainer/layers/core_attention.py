@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from arguments.model import ModelArgs
 from moe_trainer.layers.ring_attention import ring_attention
-from moe_trainer.ops.attention import attention, sliding_window_mask
+from moe_trainer.ops.attention import attention, pads_values, sliding_window_mask
 from moe_trainer.ops.block_attention import Documents, Rule
 from moe_trainer.parallel.state import Group
 
@@ -68,7 +68,8 @@ class CoreAttention(nn.Module):
             raise ValueError(f"--softmax-type {model.softmax_type}: attention sinks are not built yet; use vanilla")
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         self.dropout_p = model.attention_dropout
-        self.saves_inputs = False  # instead of what is made of them: where inputs are discarded or shared
+        self.saves_inputs = False  # instead of what is made of them: where inputs are not kept
+        self.value_width: int | None = None  # of values that may come padded; see pads_values
         self.window = model.window_size[0] if uses_window(model, layer_number) else None
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None) -> Tensor:
@@ -76,12 +77,22 @@ class CoreAttention(nn.Module):
         if visible is not None and visible.documents is not None:
             rule = self.rule(visible, q_SBND.device)
             return ring_attention(q_SBND, k_SBGD, v_SBGE, self.scale, rule, Group.single("one rank"))
+        dropout_p = self.dropout_p if self.training else 0.0
         mask = None if visible is None else visible.mask
-        if self.window is not None and 0 <= self.window < q_SBND.shape[0]:
+        if self._window_cuts(q_SBND.shape[0]):
             window = sliding_window_mask(q_SBND.shape[0], self.window, q_SBND.device)
             mask = window if mask is None else mask & window
-        dropout_p = self.dropout_p if self.training else 0.0
-        return attention(q_SBND, k_SBGD, v_SBGE, self.scale, mask, dropout_p, self.saves_inputs)
+        return attention(q_SBND, k_SBGD, v_SBGE, self.scale, mask, dropout_p, self.saves_inputs, self.value_width)
+
+    def pads_values(self, length: int, visible: Visible | None, device: torch.device) -> bool:
+        """Will values be brought to the width of keys? Then they may come so."""
+        if visible is not None and visible.documents is not None:
+            return False
+        masked = visible is not None or self._window_cuts(length)
+        return pads_values(length, masked, self.dropout_p if self.training else 0.0, device)
+
+    def _window_cuts(self, length: int) -> bool:
+        return self.window is not None and 0 <= self.window < length
 
     def rule(self, visible: Visible | None, device: torch.device) -> Rule:
         """What blockwise attention is told. With dropout a seed is drawn from the device's global generator."""

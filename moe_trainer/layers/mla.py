@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
-from moe_trainer.layers.core_attention import Visible
+from moe_trainer.layers.core_attention import CoreAttention, Visible
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import Tables, skips_rope
-from moe_trainer.ops.attention import compact
+from moe_trainer.ops.attention import compact, pad_values
 from moe_trainer.ops.rope import yarn_mscale
 from moe_trainer.parallel.mappings import copy_to_group, gather_rows_from_group
 from moe_trainer.parallel.state import ParallelState
@@ -77,7 +77,11 @@ class MultiLatentAttention(nn.Module):
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         self.core_attention = kit.core_attention(
             model, layer_number, head_dim=key_dim, scale=temperature * temperature / math.sqrt(key_dim))
-        self.core_attention.saves_inputs = "mla_up_proj" in kit.activations.recomputed
+        # where its inputs are not kept, local attention saves them as they come, and they come as it would save them
+        self.pads_values = None
+        if "mla_up_proj" in kit.activations.recomputed and isinstance(self.core_attention, CoreAttention):
+            self.core_attention.saves_inputs, self.core_attention.value_width = True, self.value_dim
+            self.pads_values = self.core_attention.pads_values
         self.linear_proj = kit.row_linear(
             heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp, init=residual_init(model),
             bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
@@ -89,19 +93,23 @@ class MultiLatentAttention(nn.Module):
         latent_SBC = self.linear_q_down_proj(x_SBH)
         return latent_SBC if self.q_layernorm is None else self.q_layernorm(latent_SBC)
 
-    def _expand(self, rope: Tables | None, q_latent: Tensor, latent_SBC: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From latents to q_SBND, k_SBND and v_SBNE; k_rope [S, B, rope_dim] of this rank's rows."""
+    def _expand(self, rope: Tables | None, visible: Visible | None, q_latent: Tensor, latent_SBC: Tensor,
+                k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From latents to q_SBND, k_SBND and v_SBNE (see pads_values); k_rope [S, B, rope_dim] of this rank's rows."""
         q = q_latent if self.linear_q_proj is not None else self.linear_q_up_proj(q_latent)
         heads = (*q.shape[:2], self.num_heads)
         q_SBND = q.view(*heads, -1)
         kv = self.linear_kv_up_proj(latent_SBC).view(*heads, -1)
         k_nope, v_SBNE = kv.split([self.nope_dim, self.value_dim], dim=-1)
+        if self.pads_values is not None and self.pads_values(q.shape[0], visible, q.device):
+            v_SBNE = pad_values(v_SBNE, self.nope_dim + self.rope_dim)
+        v_SBNE = compact(v_SBNE)
         to_all_heads = gather_rows_from_group if self.sequence_parallel else copy_to_group
         k_rope = to_all_heads(k_rope, self.tp).unsqueeze(2)
         if rope is not None and self.rope:
             q_SBND = self.apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
             k_rope = self.apply_rope(k_rope, *rope, interleaved=True)
-        return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), compact(v_SBNE)
+        return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), v_SBNE
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
         """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
@@ -111,7 +119,7 @@ class MultiLatentAttention(nn.Module):
             if self.kv_layernorm is not None:
                 latent_SBC = self.kv_layernorm(latent_SBC)
             (q_SBND, k_SBND, v_SBNE), inside = self.activations.discarding(
-                "mla_up_proj", functools.partial(self._expand, rope), q_latent, latent_SBC, k_rope)
+                "mla_up_proj", functools.partial(self._expand, rope, visible), q_latent, latent_SBC, k_rope)
         with inside, self.activations.offloading("core_attn"):
             y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBND, v_SBNE)
         with self.activations.offloading("attn_proj"):

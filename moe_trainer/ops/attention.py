@@ -110,21 +110,30 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += torch.bmm(left.transpose(1, 2), right)
 
 
+def pads_values(seq_len: int, masked: bool, dropout_p: float, device: torch.device) -> bool:
+    """Does `attention` take the fused kernel, and for it bring values to the width of keys?"""
+    return masked or dropout_p > 0.0 or device.type != "cpu" or seq_len > BLOCKED_MAX_LENGTH
+
+
+def pad_values(v_SBGE: Tensor, width: int) -> Tensor:
+    """Values as wide as keys, with zeros behind."""
+    return F.pad(v_SBGE, (0, width - v_SBGE.shape[-1])) if v_SBGE.shape[-1] < width else v_SBGE
+
+
 def attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, visible: Tensor | None = None,
-              dropout_p: float = 0.0, saves_inputs: bool = False) -> Tensor:
+              dropout_p: float = 0.0, saves_inputs: bool = False, value_width: int | None = None) -> Tensor:
     """softmax(scale * q k^T + mask) v.
 
-    saves_inputs: keep q, k and v as they came for backward, not what was made of them.
-
+    saves_inputs: keep q, k and v as they came for backward, not what was made of them. value_width: E, where v comes padded
+    (see `pads_values`); None: that of v.
     visible: None for causal, or a bool mask broadcastable to [B, N, S, S], True = may be attended to.
     Returns: [S, B, N * E], contiguous.
     """
     seq_len, batch, heads, width = q_SBND.shape
-    if visible is None and dropout_p == 0.0 and q_SBND.device.type == "cpu" and seq_len <= BLOCKED_MAX_LENGTH:
+    if not pads_values(seq_len, visible is not None, dropout_p, q_SBND.device):
         return _BlockedCausal.apply(q_SBND, k_SBGD, v_SBGE, scale, saves_inputs)
-    value_width = v_SBGE.shape[-1]
-    if value_width < width:
-        v_SBGE = F.pad(v_SBGE, (0, width - value_width))
+    value_width = value_width or v_SBGE.shape[-1]
+    v_SBGE = pad_values(v_SBGE, width)
     o_BNSE = F.scaled_dot_product_attention(
         q_SBND.permute(1, 2, 0, 3), k_SBGD.permute(1, 2, 0, 3), v_SBGE.permute(1, 2, 0, 3), attn_mask=visible,
         dropout_p=dropout_p, is_causal=visible is None, scale=scale, enable_gqa=k_SBGD.shape[2] != heads)

@@ -204,9 +204,7 @@ class _Layer:
         if self.cpu and k.shape[1] != heads:  # the kernel wants as many keys as queries
             k, v = (replace(x, shape=(self.tokens, heads, x.shape[2])) for x in (k, v))
         if not discarded:
-            yield from (q, k)
-        if padded or not discarded:
-            yield replace(v, shape=(*v.shape[:2], max(key, value)))
+            yield from (q, k, replace(v, shape=(*v.shape[:2], max(key, value))))
         yield Kept("log_sum_exp", (self.batch, heads, self.length), WIDE, "core_attn")
         if padded or self.batch > 1 or self.cp > 1:  # else the projection reads it where it lies
             yield Kept("out", (self.tokens, heads, max(key, value)), self.size, "core_attn")

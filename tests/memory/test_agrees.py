@@ -40,6 +40,7 @@ CASES = {
     "fp8, blocks": (f"{GROUPED} {QUANTIZED} --fp8-format e4m3 --fp8-recipe blockwise", {
         how: HOWS[how] for how in ("block", "layernorm", "offload and recompute")}),
     "latent": (f"{GROUPED} {LATENT}", LATENT_HOWS),
+    "latent, a window": (f"{GROUPED} {LATENT} --window-size 7,0", LATENT_HOWS),
     "latent, random numbers": (f"{GROUPED} {LATENT} {NOISE} --apply-residual-connection-post-layernorm", LATENT_HOWS),
 }
 

@@ -50,6 +50,8 @@ KINDS = {
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '').replace('--q-lora-rank 12', '').replace('sigmoid', 'sqrtsoftplus')}",
         ("all kept", "mla_up_proj")),
     "packed documents": (GROUPED, ("all kept", "core_attn", "layernorm")),
+    "latent, long": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --seq-length 600 --max-position-embeddings 600", ("all kept", "mla_up_proj")),
     "long": (f"{GROUPED} --seq-length 600 --max-position-embeddings 600 --micro-batch-size 1", ("all kept", "core_attn")),
 }  # fmt: skip
 
