@@ -4,7 +4,7 @@ The update asks for fp32 values of a few elements (`open`), changes them, and gi
 update runs is handed out as it is, and nothing is copied; everything else is a passing copy, as long as one portion of the update.
 
 A checkpoint holds fp32 whatever the format, as Megatron-LM's do, so that any run can resume with any format. Saving decodes what is
-about to be written (`read`). Loading fills whole tensors: `stage` lays fp32 copies out on the host until `commit` encodes them.
+about to be written (`read`). Loading fills whole tensors: `stage` lays fp32 copies out on the host until they are closed again.
 """
 
 import bisect
@@ -87,8 +87,9 @@ class Kept:
             assert (start, stop) in self._overlapping(start, stop), f"[{start}, {stop}) is no span"
             self._scale_at(start).copy_(scale, non_blocking=True)
 
-    def model_values(self, start: int, stop: int, values: Tensor) -> Tensor:
-        """What the model gets of main parameters that were just closed: the values as they are kept, so that a resumed run has the same."""
+    def close_main(self, start: int, stop: int, values: Tensor) -> Tensor:
+        """Keep main parameters. Returns: what the model gets of them; the values as they are kept, so that a resumed run has the same."""
+        self.close(start, stop, values)
         return values if self.is_plain else self.open(start, stop)
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -98,7 +99,7 @@ class Kept:
         return self._gather(start, stop)
 
     def stage(self) -> None:
-        """Lay the values out in fp32 on the host, where `staged` hands them out to be overwritten, until `commit`."""
+        """Lay the values out in fp32 on the host, where `staged` hands them out to be overwritten, until `unstage`."""
         if not self.is_plain:
             self._staged = self.read(self.start, self.stop).cpu()
 
@@ -108,15 +109,12 @@ class Kept:
             return self._at(start, stop)
         return None if self._staged is None else self._staged[start - self.start:stop - self.start]
 
-    def commit(self) -> list[tuple[int, int, Tensor]]:
-        """Encode what was staged. Returns: the ranges, with the values where they are stored."""
+    def unstage(self) -> list[tuple[int, int, Tensor]]:
+        """End what `stage` began. Returns: the spans to close, with their values where they are stored."""
         if self._staged is None:
             return []
         staged, self._staged = self._staged, None
-        found = [(first, last, moved(staged[first - self.start:last - self.start], self.place.storage)) for first, last in self._spans]
-        for first, last, values in found:
-            self.close(first, last, values)
-        return found
+        return [(first, last, moved(staged[first - self.start:last - self.start], self.place.storage)) for first, last in self._spans]
 
     def _at(self, start: int, stop: int) -> Tensor:
         assert self.start <= start and stop <= self.stop, f"[{start}, {stop}) is outside [{self.start}, {self.stop})"
@@ -141,7 +139,7 @@ class Kept:
 class Remainders(Kept):
     """fp32 main parameters of bf16 ones, as the 16 bits that the model does not have.
 
-    model: the model's own elements of a range of the flat state (inside one span); whoever closes a span writes `model_values` there.
+    model: the model's own elements of a range of the flat state (inside one span); whoever closes a span writes there what `close_main` returns.
     """
 
     def __init__(self, start: int, stop: int, spans: Sequence[Span], place: Place, model: Callable[[int, int], Tensor]):
@@ -152,8 +150,7 @@ class Remainders(Kept):
         low = self.place.fetch(self._at(start, stop))
         return join(moved(self._model(start, stop), low.device), low)
 
-    def close(self, start: int, stop: int, values: Tensor) -> None:
-        self._at(start, stop).copy_(split(values)[1], non_blocking=True)
-
-    def model_values(self, start: int, stop: int, values: Tensor) -> Tensor:
-        return split(values)[0]
+    def close_main(self, start: int, stop: int, values: Tensor) -> Tensor:
+        high, low = split(values)
+        self._at(start, stop).copy_(low, non_blocking=True)
+        return high

@@ -1,8 +1,8 @@
 """This rank's optimizer state, cut into stretches that are updated at once; the ground of flat_state.py and fully_sharded.py.
 
-The elements that a rank keeps stand in one flat order. Runs of equal treatment are cut into stretches of STRETCH elements: on a CPU so many
-that a stretch's gradients, parameters and moments stay in a core's cache from the first pass over them (unscaling) to the last
-(the model's copy); on a GPU so many that launches cost nothing, and that fp32 copies of narrow formats are small beside the state. Formats with a
+The elements that a rank keeps stand in one flat order. Runs of equal treatment are cut into stretches of STRETCH elements: on a CPU so few
+that a stretch's gradients and parameters are still in a cache when they are read again (after unscaling, for the model's copy), and so many
+that calls cost nothing; on a GPU so many that launches cost nothing, and that fp32 copies of narrow formats are small beside the state. Formats with a
 scale are cut at parameters as well. Where some of the state lives on the host, it is the first part of the flat order, up to a stretch's end:
 gradients arrive in that order.
 """
@@ -21,7 +21,7 @@ from moe_trainer.optim.kept import Kept, Place, Remainders, moved
 from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.optim.state_plan import MAIN, SQUARES, StatePlan
 
-STRETCH_CPU = 1 << 17
+STRETCH_CPU = 1 << 19
 STRETCH_GPU = 1 << 24
 
 
@@ -121,8 +121,7 @@ class Stretch:
         main = self.store.main
         if main is None:
             return param
-        main.close(self.start, self.stop, param)
-        return main.model_values(self.start, self.stop, param)
+        return main.close_main(self.start, self.stop, param)
 
     def main_params(self) -> Tensor:
         """Their main parameters in fp32, to look at."""
@@ -184,23 +183,18 @@ class KeptState:
 
     @torch.no_grad()
     def copy_model_to_main(self) -> None:
-        """Take the main parameters from the model."""
+        """Take the main parameters from the model, which becomes what they can hold."""
         for stretch in self.stretches:
             if stretch.store.main is not None:
-                stretch.store.main.close(stretch.start, stretch.stop, stretch.model.float())
-                if not stretch.store.main.is_plain:
-                    self._to_model(stretch)
+                stretch.model.copy_(stretch.store.main.close_main(stretch.start, stretch.stop, stretch.model.float()))
 
     @torch.no_grad()
     def copy_main_to_model(self) -> None:
         """Take the model from the main parameters."""
         for stretch in self.stretches:
-            if stretch.store.main is not None:
-                self._to_model(stretch)
-
-    def _to_model(self, stretch: Stretch) -> None:
-        main = stretch.store.main
-        stretch.model.copy_(main.model_values(stretch.start, stretch.stop, main.open(stretch.start, stretch.stop)))
+            main = stretch.store.main
+            if main is not None:
+                stretch.model.copy_(main.close_main(stretch.start, stretch.stop, main.open(stretch.start, stretch.stop)))
 
     def stage(self) -> None:
         """Make all state live fp32 storage, to be loaded in place."""
@@ -213,9 +207,11 @@ class KeptState:
         """End what `stage` began; main parameters that were staged reach the model."""
         for store in self.stores:
             for name, kept in store.kept():
-                for start, stop, values in kept.commit():
+                for start, stop, values in kept.unstage():
                     if name == MAIN:
-                        self.model_at(start, stop).copy_(kept.model_values(start, stop, values))
+                        self.model_at(start, stop).copy_(kept.close_main(start, stop, values))
+                    else:
+                        kept.close(start, stop, values)
 
     def kept_of(self, piece: Piece) -> Iterator[Held]:
         """All that is kept of a piece; in several ranges where it lies in two places."""

@@ -108,7 +108,8 @@ def test_kept_spans(name, apart):
     live = kept.staged(20, 120)
     assert torch.equal(live, expected[20:120])
     live[5:] = 0.25
-    kept.commit()
+    for start, stop, values in kept.unstage():
+        kept.close(start, stop, values)
     after = expected.clone()
     after[25:40], after[48:112], after[112:120] = 0.25, 0.25, 0.25
     assert torch.allclose(kept.read(10, 40), after[10:40], rtol=0.07) and torch.equal(kept.read(48, 112), after[48:112])
