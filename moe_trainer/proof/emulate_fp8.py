@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.params import ParamInfo, info_of
 from moe_trainer.proof.mapping import Mapping
@@ -28,10 +27,6 @@ from moe_trainer.run import Run
 def emulate_fp8(run: Run, mapping: Mapping, sequence_parallel: bool) -> None:
     """Make a run on whole tensors quantise them as the ranks of a mapping do. Call it before the first step."""
     length = run.args.data.seq_length
-    factor = 1.0 if run.per_token else mapping.dp * mapping.cp / run.ps.dp_cp.size
-    for products in quantized_products(run):
-        products.input_grad = enlarged(products.input_grad, factor)
-        products.weight_grad_later = later_enlarged(products.weight_grad_later, factor)
     for chunk in run.chunks:
         for module in chunk.modules():
             if isinstance(getattr(module, "quantized", None), QuantizedProducts) and module.quantized.recipe.delayed is None:
@@ -41,7 +36,13 @@ def emulate_fp8(run: Run, mapping: Mapping, sequence_parallel: bool) -> None:
                 module._without_ranks = in_pieces(module, held, 1 if replicated else mapping.tp)
         for layer in chunk.moe_layers():
             if layer.experts.quantized is not None and layer.experts.quantized[0].recipe.delayed is None and mapping.etp > 1:
-                layer.experts.forward = in_widths(layer.experts, mapping.etp)
+                fc1, fc2 = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
+                cut_outputs(layer.experts.quantized[0], features(info_of(fc1), fc1.shape[1], mapping.etp))
+                cut_inputs(layer.experts.quantized[1], features(info_of(fc2), fc2.shape[2], mapping.etp))
+    factor = 1.0 if run.per_token else mapping.dp * mapping.cp / run.ps.dp_cp.size
+    for products in quantized_products(run):
+        products.input_grad = enlarged(products.input_grad, factor)
+        products.weight_grad_later = later_enlarged(products.weight_grad_later, factor)
 
 
 def quantized_products(run: Run) -> list[QuantizedProducts]:
@@ -103,22 +104,27 @@ def in_pieces(linear: nn.Module, held: list[Tensor], count: int) -> Callable[[Te
     return forward
 
 
-def in_widths(experts: nn.Module, count: int) -> Callable:
-    """The forward pass of the experts of a layer, for every part of their width by itself."""
-    fc1, fc2 = experts.linear_fc1, experts.linear_fc2
-    rows = features(info_of(fc1.weight), fc1.weight.shape[1], count)
-    columns = features(info_of(fc2.weight), fc2.weight.shape[2], count)
+def cut_outputs(products: QuantizedProducts, cut: list[Tensor]) -> None:
+    """Have products computed for parts of the output features, each quantised by itself; cut: the features of every part."""
+    output, input_grad, weight_grad_later, order = products.output, products.input_grad, products.weight_grad_later, torch.argsort(torch.cat(cut))
 
-    def forward(x_RH: Tensor, probs_R: Tensor | None, counts: list[int], unused: int = 0) -> Tensor:
-        assert not unused, "one process has no buffers that are longer than their rows"
-        if experts.probs_on_input:
-            x_RH, probs_R = (x_RH * probs_R.unsqueeze(1)).to(x_RH.dtype), None
-        found = []
-        for rank in range(count):
-            b1 = None if fc1.bias is None else fc1.bias[:, rows[rank]]
-            found.append(quantized_expert_mlp(
-                x_RH, probs_R, fc1.weight[:, rows[rank]], fc2.weight[:, :, columns[rank]], counts, experts.activation,
-                tuple(experts.quantized), b1_eG=b1, b2_eH=fc2.bias if rank == 0 else None, queue=experts.queue))
-        return sum(found)
+    def later(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+        parts = [weight_grad_later(grad[..., own], x) for own in cut]
+        return lambda: torch.cat([compute() for compute in parts])[order]
 
-    return forward
+    products.output = lambda x, weight: torch.cat([output(x, weight[own]) for own in cut], -1)[..., order]
+    products.input_grad = lambda grad, weight: sum(input_grad(grad[..., own], weight[own]) for own in cut)
+    products.weight_grad_later = later
+
+
+def cut_inputs(products: QuantizedProducts, cut: list[Tensor]) -> None:
+    """The same for parts of the input features."""
+    output, input_grad, weight_grad_later, order = products.output, products.input_grad, products.weight_grad_later, torch.argsort(torch.cat(cut))
+
+    def later(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+        parts = [weight_grad_later(grad, x[..., own]) for own in cut]
+        return lambda: torch.cat([compute() for compute in parts], 1)[:, order]
+
+    products.output = lambda x, weight: sum(output(x[..., own], weight[:, own]) for own in cut)
+    products.input_grad = lambda grad, weight: torch.cat([input_grad(grad, weight[:, own]) for own in cut], -1)[..., order]
+    products.weight_grad_later = later
