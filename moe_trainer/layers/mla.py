@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
-from moe_trainer.layers.core_attention import CoreAttention, Visible
+from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
@@ -77,11 +77,9 @@ class MultiLatentAttention(nn.Module):
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         self.core_attention = kit.core_attention(
             model, layer_number, head_dim=key_dim, scale=temperature * temperature / math.sqrt(key_dim))
-        # where its inputs are not kept, local attention saves them as they come, and they come as it would save them
-        self.pads_values = None
-        if "mla_up_proj" in kit.activations.recomputed and isinstance(self.core_attention, CoreAttention):
-            self.core_attention.saves_inputs, self.core_attention.value_width = True, self.value_dim
-            self.pads_values = self.core_attention.pads_values
+        # where its inputs are not kept, attention saves them as they come, and they come as it would save them
+        self.core_attention.saves_inputs = "mla_up_proj" in kit.activations.recomputed
+        self.core_attention.value_width = self.value_dim
         self.linear_proj = kit.row_linear(
             heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp, init=residual_init(model),
             bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
@@ -101,7 +99,7 @@ class MultiLatentAttention(nn.Module):
         q_SBND = q.view(*heads, -1)
         kv = self.linear_kv_up_proj(latent_SBC).view(*heads, -1)
         k_nope, v_SBNE = kv.split([self.nope_dim, self.value_dim], dim=-1)
-        if self.pads_values is not None and self.pads_values(q.shape[0], visible, q.device):
+        if self.core_attention.saves_inputs and self.core_attention.pads_values(q.shape[0], visible, q.device):
             v_SBNE = pad_values(v_SBNE, self.nope_dim + self.rope_dim)
         v_SBNE = compact(v_SBNE)
         to_all_heads = gather_rows_from_group if self.sequence_parallel else copy_to_group
