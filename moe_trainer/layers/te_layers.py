@@ -101,6 +101,11 @@ class FusedNorm(Norm):
         return self.fused(x)
 
 
+def _of_local(name: str) -> property:
+    """What callers set for the local attention."""
+    return property(lambda self: getattr(self.local, name), lambda self, value: setattr(self.local, name, value))
+
+
 class FusedAttention(nn.Module):
     """As the local core attention, which it hands packed documents and explicit masks to.
 
@@ -111,14 +116,12 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.local, self.fused = local, fused
 
-    @property
-    def saves_inputs(self) -> bool:
-        """As CoreAttention.saves_inputs; the library always saves what it was given."""
-        return self.local.saves_inputs
+    saves_inputs = _of_local("saves_inputs")
+    value_width = _of_local("value_width")
 
-    @saves_inputs.setter
-    def saves_inputs(self, value: bool) -> None:
-        self.local.saves_inputs = value
+    def pads_values(self, length: int, visible: Visible | None, device: torch.device) -> bool:
+        """As the local one's; the library takes values as wide as they are."""
+        return visible is not None and self.local.pads_values(length, visible, device)
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None) -> Tensor:
         """As CoreAttention.forward."""

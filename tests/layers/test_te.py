@@ -1,22 +1,32 @@
 """TransformerEngine's kit: which calls are made, against the recorded signatures, and whole trainings with a stand-in for the package."""
 
 import json
+import logging
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from harness import run_ranks
-from layers.te_double import PYTORCH, Double
+from layers.te_double import PYTORCH, RECIPE, Double
 from moe.deep_ep_double import Signatures
 from train.layouts import argv_of, compare, groups_of, train, train_ranks
 
 from arguments import parse_args
-from moe_trainer.backends import Backends
+from moe_trainer.backends import Backends, MissingBackend
 from moe_trainer.layers import kit as kits
-from moe_trainer.layers import te_layers
+from moe_trainer.layers import te, te_layers
+from moe_trainer.layers.core_attention import CoreAttention, Visible
+from moe_trainer.layers.init import Init
+from moe_trainer.layers.kernels import Kernels
+from moe_trainer.layers.linear import ColumnParallelLinear
+from moe_trainer.layers.norm import Norm
+from moe_trainer.layers.precision import recipe_of
 from moe_trainer.model import build
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 CUDA = Backends(cuda=True)
 TE = "--transformer-impl transformer_engine"
@@ -26,6 +36,8 @@ TP2, CP2, PP2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "conte
 def install(monkeypatch, modules: dict) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.delitem(sys.modules, "transformer_engine")  # both: whatever a test imports under this name is gone after it
     for name, made in modules.items():
         monkeypatch.setitem(sys.modules, name, made)
 
@@ -130,3 +142,160 @@ def exchanges(rank, n, flags):
 def test_groups_that_exchange(flags, kind, groups):
     *_, last = run_ranks(exchanges, 4, f"--context-parallel-size 4 {flags}")
     assert last == (kind, groups, [0, 1, 2, 3], None)
+
+
+class FirstLayers:
+    """What linears of a model with these flags were computed in, by layer and shape of the weight."""
+
+    def __init__(self, double, *flags: str):
+        self.chunk, = build.build_chunks(parse_args([*argv_of("deepseek"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 1),
+                                         ParallelState.single(), 64)
+        tokens_BS = torch.randint(0, 60, (2, 16))
+        double.products.clear()
+        self.chunk(tokens_BS, torch.arange(16).expand(2, 16), tokens_BS, torch.ones_like(tokens_BS), grad_scale=1.0).sum().backward()
+        self.recipes = [recipe for _, recipe in double.products]
+        self.linears = [type(layer.self_attention.linear_proj).__name__ for layer in self.chunk.decoder.layers]
+        self.experts = [sum(isinstance(part, QuantizedProducts) for part in layer.modules()) for layer in self.chunk.decoder.layers]
+
+
+TE_IMPL = "--transformer-impl"
+MADE = {
+    "--fp8-format hybrid --fp8-recipe tensorwise": ("Float8CurrentScaling", {"fp8_format": "HYBRID"}),
+    "--fp8-format e4m3 --fp8-recipe blockwise": ("Float8BlockScaling", {"fp8_format": "E4M3"}),
+    "--fp8-format e4m3 --fp8-recipe mxfp8": ("MXFP8BlockScaling", {"fp8_format": "E4M3"}),
+    "--fp4-format e2m1 --fp4-recipe nvfp4": ("NVFP4BlockScaling", {}),
+}
+
+
+@pytest.mark.parametrize("flags", MADE)
+def test_linears_compute_by_the_recipe(double, flags):
+    every = FirstLayers(double, "--bf16", flags)
+    assert every.recipes and all(recipe == MADE[flags] for recipe in every.recipes)  # the head and the router are no linears of the kit
+    assert every.linears == ["FusedRowLinear"] * 4
+    assert every.experts[0] == 0 and all(every.experts[1:])  # experts quantise by themselves; the first layer has none
+
+
+def test_layers_at_the_ends_stay_in_bf16(double):
+    ends = FirstLayers(double, "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 "
+                       "--num-layers-at-end-in-bf16 2")
+    found = {name: layer.self_attention.linear_proj.context is not nullcontext
+             for name, layer in ends.chunk.named_modules() if name.count(".") == 2 and name.startswith("decoder.layers.")}
+    assert list(found.values()) == [False, True, False, False]
+    assert {None, MADE["--fp8-format e4m3 --fp8-recipe blockwise"][0]} == {recipe and recipe[0] for recipe in ends.recipes}
+
+
+def test_recomputed_linears_compute_by_the_recipe_again(double):
+    flags = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"
+    once = FirstLayers(double, flags).recipes
+    again = FirstLayers(double, flags, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1").recipes
+    assert len(again) > 1.5 * len(once) and all(again)
+
+
+@pytest.mark.parametrize(("flags", "reason"), [
+    ("--fp8-format hybrid --fp8-recipe delayed", "renews delayed scales with every microbatch"),
+    ("--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad", "--no-fp8-wgrad"),
+    ("--fp4-format e2m1 --fp4-recipe nvfp4", "this device has no nvfp4"),
+])
+def test_recipes_that_the_local_linears_compute(double, caplog, flags, reason):
+    double.available.discard("nvfp4")
+    with caplog.at_level(logging.INFO):
+        local = FirstLayers(double, "--bf16", flags)
+    told = [message for message in caplog.messages if reason in message]
+    assert len(told) == 1 and "using the local layers for linears with" in told[0]
+    assert local.linears == ["RowParallelLinear"] * 4 and all(local.experts) and "RMSNorm" in short(double.called())
+
+
+def options(*flags: str) -> dict:
+    args = parse_args([*argv_of("plain"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 2)
+    return {"model": args.model, "precision": args.precision}
+
+
+def chosen(backends: Backends = CUDA, ps: ParallelState | None = None, kernels: Kernels = Kernels(), defers: bool = False, **more) -> kits.Kit:
+    return kits.choose("transformer_engine", ps or ParallelState.single(), ["p2p"], backends, kernels, defers=defers, **more)
+
+
+def test_weight_gradients_that_wait_are_those_of_local_linears(double, caplog):
+    with caplog.at_level(logging.INFO):
+        kit = chosen(defers=True).for_chunk(WeightGradQueue())
+    linear = kit.column_linear(8, 8, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
+    assert type(linear) is ColumnParallelLinear and kit.name == "transformer_engine"
+    (message,) = caplog.messages
+    assert "the schedule decides pass by pass; using the local layers for linears" in message
+    with pytest.raises(MissingBackend, match="the schedule decides pass by pass. Use --transformer-impl local"):
+        chosen(Backends("error", cuda=True), defers=True)
+
+
+TWO = replace(ParallelState.single(), cp=Group("cp", (0, 1), 0, 2))
+
+
+@pytest.mark.parametrize(("flags", "reason"), [
+    ("", "attention in fp32"), ("--bf16 --window-size 4,0", "--window-size"), ("--bf16 --attention-dropout 0.1", "--attention-dropout"),
+    ("--bf16 --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4", "different widths"),
+    ("--bf16", None),
+])
+def test_context_parallel_attention_that_stays_local(double, caplog, flags, reason):
+    with caplog.at_level(logging.INFO):
+        kit = chosen(ps=TWO, **options(flags, CP2))
+    assert [reason in message and "local layers for core attention" in message for message in caplog.messages] == [True] * bool(reason)
+    made = kit.core_attention(options(flags, CP2)["model"], 1, head_dim=4)
+    assert type(made).__name__ == ("FusedAttention" if reason is None else "ContextParallelAttention")
+
+
+def test_norms_that_stay_local(double, caplog):
+    with caplog.at_level(logging.INFO):
+        kit = chosen(**options("--bf16 --fp32-residual-connection"))
+    assert "--fp32-residual-connection" in caplog.text and type(kit.norm(8, options()["model"], name="norm")) is Norm
+    caplog.clear()
+    assert type(chosen(kernels=Kernels(rms_norm=print)).norm(8, options()["model"], name="norm")) is Norm and not caplog.messages
+
+
+def test_documents_and_masks_go_to_the_local_attention(double):
+    model = options()["model"]
+    fused = chosen().core_attention(model, 1, head_dim=4)
+    fused.saves_inputs = True
+    q, k, v = (torch.randn(6, 2, 4, 4) for _ in range(3))
+    mask = torch.rand(2, 1, 6, 6) < 0.5
+    seen = Visible(mask=(mask | torch.eye(6, dtype=torch.bool)).tril())
+    documents = Visible.of(None, torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1]]))
+    for visible in (seen, documents):
+        assert torch.equal(fused(q, k, v, visible), CoreAttention(model, 1, head_dim=4)(q, k, v, visible))
+    assert "DotProductAttention.forward" not in short(double.called()) and fused.local.saves_inputs
+    assert torch.allclose(fused(q, k, v), CoreAttention(model, 1, head_dim=4)(q, k, v), atol=1e-6)
+    assert "DotProductAttention.forward" in short(double.called())
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("raise RuntimeError('Found empty `transformer-engine` meta package.\\nInstall it')", "RuntimeError: Found empty"),
+    ("raise OSError('libcublas.so.13: cannot open shared object file')", "OSError: libcublas.so.13"),
+    ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol"),
+    ("import a_package_that_nobody_has", "No module named 'a_package_that_nobody_has'"),
+    ("", "has no transformer_engine.pytorch"),
+])
+def test_half_installed(monkeypatch, tmp_path, caplog, text, reason):
+    install(monkeypatch, {})
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert chosen().name == "local"
+    (message,) = caplog.messages
+    assert reason in message and "\n" not in message and message.endswith("using the local layers (plain torch)")
+    assert reason in te.problem("permutation", "moe_unpermute")
+    with pytest.raises(MissingBackend, match="(?s)pip install .*--on-missing-backend fallback"):
+        chosen(Backends(typed=frozenset({"transformer_impl"}), cuda=True))
+
+
+def test_an_older_package(double, caplog):
+    del sys.modules[PYTORCH].DotProductAttention
+    with caplog.at_level(logging.INFO):
+        assert chosen().name == "local"
+    assert "has no transformer_engine.pytorch.DotProductAttention" in caplog.text
+
+
+def test_a_recipe_that_an_older_package_lacks(double):
+    blockwise = recipe_of(options("--bf16 --fp8-format e4m3 --fp8-recipe blockwise")["precision"])
+    assert te.recipe_problem(blockwise) is None
+    del sys.modules[RECIPE].Float8BlockScaling
+    assert te.recipe_problem(blockwise).endswith("has no transformer_engine.common.recipe.Float8BlockScaling")
+    del sys.modules[PYTORCH].autocast
+    assert te.recipe_problem(blockwise).endswith("has no transformer_engine.pytorch.autocast")

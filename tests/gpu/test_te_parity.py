@@ -1,0 +1,193 @@
+"""TransformerEngine's kit with the real package against the local kit, on one GPU, and on two of one machine.
+
+What can be shown without them is in tests/layers/test_te.py; this is the rest: that the library means what the stand-in means.
+"""
+
+import os
+import tempfile
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+
+from arguments import Arguments, parse_args
+from moe_trainer.backends import Backends
+from moe_trainer.initialize import make_groups
+from moe_trainer.layers import te, te_layers
+from moe_trainer.layers.init import Init
+from moe_trainer.layers.kit import Kit, choose
+from moe_trainer.layers.precision import recipe_of
+from moe_trainer.parallel.rng import init_parameter
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.place import Place
+from moe_trainer.proof.observe import train
+
+SEQ, BATCH, HIDDEN = 64, 2, 256
+MODEL = (
+    f"--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 8 --ffn-hidden-size 512 --normalization RMSNorm --swiglu --bf16 "
+    "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
+    f"--moe-grouped-gemm --seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size {BATCH} --global-batch-size 4 "
+    "--train-iters 3 --lr 1e-3 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --mock-data --eval-iters 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 250 --on-missing-backend error"
+)
+LATENT = ("--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 --v-head-dim 32 "
+          "--qk-layernorm")
+KINDS = ("local", "transformer_engine")
+DEVICE = "cuda"
+NEAR = 2e-2  # bf16
+
+
+@pytest.fixture(autouse=True)
+def package():
+    if reason := te.problem("", *te_layers.NAMES):
+        pytest.skip(reason)
+
+
+def parsed(kind: str, *flags: str, ranks: int = 1) -> Arguments:
+    return parse_args(" ".join([MODEL, "--transformer-impl", kind, *flags]).split(), ranks)
+
+
+def kit_of(kind: str, *flags: str, ps: ParallelState | None = None) -> tuple[Kit, Arguments]:
+    args = parsed(kind, *flags)
+    return choose(kind, ps or ParallelState.single(), args.parallel.cp_comm_type, Backends("error", cuda=True), model=args.model,
+                  precision=args.precision), args
+
+
+def made(build) -> nn.Module:
+    """A layer with its first values, in bf16."""
+    with torch.device("meta"):
+        layer = build()
+    replaced = {}
+    for module in layer.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param not in replaced:
+                replaced[param] = nn.Parameter(torch.empty(param.shape, dtype=torch.bfloat16, device=DEVICE))
+                replaced[param].info = param.info
+                init_parameter(replaced[param], 3)
+            setattr(module, name, replaced[param])
+    return layer
+
+
+def outcome(layer: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    y = layer(*inputs)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y))
+    return [y.detach(), *(x.grad for x in inputs), *(param.grad for param in layer.parameters())]
+
+
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm())
+
+
+def near(ours: list[torch.Tensor], theirs: list[torch.Tensor], allowed: float = NEAR) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape and relative(one, other) <= allowed
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["column_linear", "row_linear", "replicated_linear"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linears(kind, bias):
+    options = {"name": "linear", "group": ParallelState.single().tp, "init": Init("normal", 0.05), "bias": bias}
+    local, fused = (made(lambda kit=kit_of(each)[0]: getattr(kit, kind)(HIDDEN, 512, **options)) for each in KINDS)
+    assert type(fused).__name__.startswith("Fused")
+    x = random(SEQ, BATCH, HIDDEN)
+    near(outcome(fused, x), outcome(local, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["", "--normalization LayerNorm", "--apply-layernorm-1p"])
+def test_norms(flags):
+    layers = []
+    for each in KINDS:
+        kit, args = kit_of(each, flags)
+        layers.append(made(lambda kit=kit, args=args: kit.norm(HIDDEN, args.model, name="norm")))
+    x = random(SEQ, BATCH, HIDDEN)
+    near(outcome(layers[1], x), outcome(layers[0], x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["", "--group-query-attention --num-query-groups 2", "--window-size 9,0", LATENT])
+def test_attention(flags):
+    layers = []
+    for each in KINDS:
+        kit, args = kit_of(each, flags)
+        width = 64 if "latent" in flags else args.model.kv_channels
+        layers.append(kit.core_attention(args.model, 1, head_dim=width, scale=0.2))
+    groups = 8 if "latent" in flags else args.model.query_groups
+    values = args.model.v_head_dim if "latent" in flags else width
+    inputs = random(SEQ, BATCH, 8, width), random(SEQ, BATCH, groups, width, seed=1), random(SEQ, BATCH, groups, values, seed=2)
+    near(outcome(layers[1], *inputs), outcome(layers[0], *inputs))
+
+
+WAYS = {
+    "plain": "", "latent": LATENT, "biases": "--normalization LayerNorm",
+    "recompute": "--recompute-granularity selective --recompute-modules core_attn layernorm moe",
+    "recompute everything": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "offload": "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules attn_norm qkv_linear core_attn attn_proj",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WAYS)
+def test_whole_models(name, monkeypatch):
+    """Two steps; gradients of the first one."""
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    local = parsed("local", WAYS[name] if name != "offload" else "")
+    one, other = (train(args, 0, ParallelState.single(), 2, device=DEVICE) for args in (local, parsed("transformer_engine", WAYS[name])))
+    same(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe blockwise",
+                                   "--fp8-format e4m3 --fp8-recipe mxfp8"])
+def test_recipes(flags):
+    """The library's products and ours, each of which rounds: as near as the rounding."""
+    reason = te.recipe_problem(recipe_of(parsed("transformer_engine", flags).precision))
+    if reason:
+        pytest.skip(reason)
+    one, other = (train(parsed(kind, flags), 0, ParallelState.single(), 2, device=DEVICE) for kind in KINDS)
+    same(one, other, 0.15)
+
+
+def same(one, other, allowed: float = 5e-2) -> None:
+    """Losses and gradients of two trainings; bf16 turns the choice of an expert here and there."""
+    for mine, theirs in zip(one.losses, other.losses, strict=True):
+        assert mine["lm loss"] == pytest.approx(theirs["lm loss"], rel=allowed / 5)
+    assert one.grads.keys() == other.grads.keys()
+    together = [torch.cat([outcome.grads[name].flatten().float() for name in one.grads]) for outcome in (one, other)]
+    assert relative(together[1], together[0]) <= allowed
+
+
+def one_rank(rank: int, folder: str, flags: str) -> None:
+    torch.cuda.set_device(rank)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    outcomes = []
+    for kind in KINDS:
+        args = parsed(kind, flags, ranks=2)
+        ps = make_groups(args, Place(rank, 2, rank, None, None, "test"), timedelta(seconds=120))
+        outcomes.append(train(args, rank, ps, 2, device=f"cuda:{rank}"))
+    if rank == 0:
+        same(*outcomes)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("flags", [
+    "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", "--context-parallel-size 2",
+    "--context-parallel-size 2 --cp-comm-type a2a", "--context-parallel-size 2 --cp-comm-type all_gather",
+])
+def test_two_gpus(flags, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(one_rank, args=(folder, flags), nprocs=2)
