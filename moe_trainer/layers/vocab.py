@@ -15,7 +15,16 @@ from torch.nn import Parameter
 
 from moe_trainer.layers.init import Init, make_parameter
 from moe_trainer.layers.linear import column_grads
-from moe_trainer.ops.cross_entropy import PLAIN, ConsumedError, LossSteps, linear_cross_entropy
+from moe_trainer.ops.cross_entropy import (
+    PLAIN,
+    ConsumedError,
+    Gradients,
+    LossSteps,
+    chunk_rows,
+    factor_of,
+    linear_cross_entropy,
+    wants_grads,
+)
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import (
     copy_to_group,
@@ -24,6 +33,7 @@ from moe_trainer.parallel.mappings import (
     gather_rows_from_group,
     own_rows,
     reduce_from_group,
+    reduce_scatter_rows,
     reduce_scatter_rows_to_group,
 )
 from moe_trainer.parallel.params import ParamInfo
@@ -92,12 +102,8 @@ class _VocabParallelLoss(torch.autograd.Function):
         whole = gather_rows(x, group)[0] if sequence_parallel else x
         probs_TV = whole.reshape(-1, whole.shape[-1]) @ weight.t()
         rows_T, mine_T = _local_rows(labels_T, group, weight.shape[0])
-        own_T, target_T = steps.softmax(probs_TV, rows_T)
-        largest_T = all_reduce(own_T.clone(), group, op="max")
-        sums_2T = all_reduce(torch.stack([(own_T - largest_T).exp_(), target_T.masked_fill_(~mine_T, 0.0)]), group)
-        all_T = largest_T.add_(sums_2T[0].log())
-        loss_T = all_T - sums_2T[1]
-        ctx.save_for_backward(x, weight, rows_T, mine_T, loss_T, own_T.sub_(all_T).exp_())
+        loss_T, share_T = _loss_of_columns(probs_TV, rows_T, mine_T, group, steps)
+        ctx.save_for_backward(x, weight, rows_T, mine_T, loss_T, share_T)
         ctx.probs_TV, ctx.plan = probs_TV, (group, sequence_parallel, queue, steps)
         return loss_T
 
@@ -112,6 +118,53 @@ class _VocabParallelLoss(torch.autograd.Function):
         grad_x, grad_weight = column_grads(grad_TV, x, weight, group, sequence_parallel=sequence_parallel,
                                            needs=ctx.needs_input_grad[:2], queue=queue)
         return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None, None, None
+
+
+class _ChunkedVocabParallelLoss(torch.autograd.Function):
+    """The same in chunks of tokens whose weights in the loss are known: see ops/cross_entropy.py."""
+
+    @staticmethod
+    def forward(ctx, x, weight, labels_T, weights_T, group, sequence_parallel, step, with_grads, steps):
+        whole = gather_rows(x, group)[0] if sequence_parallel else x
+        whole_TH = whole.reshape(-1, whole.shape[-1])
+        all_rows_T, all_mine_T = _local_rows(labels_T, group, weight.shape[0])
+        grads, losses = Gradients(whole_TH, weight) if with_grads else None, []
+        for start in range(0, len(labels_T), step):
+            here = slice(start, start + step)
+            probs_TV = whole_TH[here] @ weight.t()
+            loss_T, share_T = _loss_of_columns(probs_TV, all_rows_T[here], all_mine_T[here], group, steps)
+            losses.append(loss_T)
+            if with_grads:
+                weights = weights_T[here].to(loss_T.dtype)
+                steps.gradient(probs_TV, all_rows_T[here], weights * share_T, torch.expm1(-loss_T).mul_(weights), all_mine_T[here])
+                grads.add(here, probs_TV)
+        ctx.save_for_backward(weights_T.to(losses[0].dtype))
+        ctx.grads, ctx.plan = grads, (x.shape, whole.shape, group, sequence_parallel)
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx, grad_T):
+        (own_shape, shape, group, sequence_parallel), grads, ctx.grads = ctx.plan, ctx.grads, None
+        if grads is None:
+            raise ConsumedError
+        factor = factor_of(grad_T, *ctx.saved_tensors)
+        grad_whole = grads.of_x(factor).view(shape)
+        if sequence_parallel:
+            grad_x, reduced = reduce_scatter_rows(grad_whole, group, async_op=True)
+        else:
+            grad_x, reduced = grad_whole, all_reduce(grad_whole, group, async_op=True)
+        grad_weight = grads.of_weight(factor)  # beside the reduction
+        reduced.wait()
+        return grad_x.view(own_shape), grad_weight, None, None, None, None, None, None, None
+
+
+def _loss_of_columns(logits_TV: Tensor, rows_T: Tensor, mine_T: Tensor, group: Group, steps: LossSteps) -> tuple[Tensor, Tensor]:
+    """Replace this rank's logits by the softmax over them. Returns: the loss, and what makes that the softmax over all ranks' columns."""
+    own_T, target_T = steps.softmax(logits_TV, rows_T)
+    largest_T = all_reduce(own_T.clone(), group, op="max")
+    sums_2T = all_reduce(torch.stack([(own_T - largest_T).exp_(), target_T.masked_fill_(~mine_T, 0.0)]), group)
+    all_T = largest_T.add_(sums_2T[0].log())
+    return all_T - sums_2T[1], own_T.sub_(all_T).exp_()
 
 
 class OutputHead(nn.Module):
@@ -131,13 +184,23 @@ class OutputHead(nn.Module):
         self.weight = None if tied else make_parameter((num_rows, hidden_size), ParamInfo(
             (f"{name}.weight",), init=init.kind, init_std=init.std, **cut))
 
-    def loss_BS(self, x_SBH: Tensor, labels_BS: Tensor, tied_weight: Parameter | None = None) -> Tensor:
-        """Cross entropy of every token, fp32 [B, S] with the whole sequence of labels, on every rank."""
+    def loss_BS(self, x_SBH: Tensor, labels_BS: Tensor, tied_weight: Parameter | None = None, weights_BS: Tensor | None = None) -> Tensor:
+        """Cross entropy of every token, fp32 [B, S] with the whole sequence of labels, on every rank.
+
+        weights_BS: a promise that the gradient of the result will be these times one number; saves the memory of the logits.
+        """
         weight = self.weight if tied_weight is None else tied_weight
+        weights = None if weights_BS is None or self.queue is not None else weights_BS.t()  # the queue wants the logits' gradient itself
         if self.group.size == 1 and self.queue is None:
-            return linear_cross_entropy(x_SBH, weight, labels_BS.t(), steps=self.steps).t().contiguous()
-        loss_T = _VocabParallelLoss.apply(
-            x_SBH, weight, labels_BS.t().reshape(-1), self.group, self.sequence_parallel, self.queue, self.steps)
+            return linear_cross_entropy(x_SBH, weight, labels_BS.t(), weights, self.steps).t().contiguous()
+        labels_T, step = labels_BS.t().reshape(-1), labels_BS.numel()
+        if weights is not None:
+            step = chunk_rows(step, *weight.shape, weight.dtype, x_SBH.device)
+        if step < len(labels_T):
+            loss_T = _ChunkedVocabParallelLoss.apply(x_SBH, weight, labels_T, weights.reshape(-1), self.group, self.sequence_parallel, step,
+                                                     wants_grads(x_SBH, weight), self.steps)
+        else:
+            loss_T = _VocabParallelLoss.apply(x_SBH, weight, labels_T, self.group, self.sequence_parallel, self.queue, self.steps)
         return loss_T.view(labels_BS.shape[::-1]).t().contiguous()
 
     def logits_BSV(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:

@@ -108,7 +108,7 @@ class MTPLosses(nn.Module):
         self.register_buffer("losses", torch.zeros(self.num_depths + 1, dtype=torch.float32), persistent=False)
 
     def forward(self, x_SBH: Tensor, states: Sequence[Tensor], labels_BS: Tensor, loss_mask_BS: Tensor | None,
-                loss_BS: Callable[[Tensor, Tensor], Tensor], grad_scale: float | Tensor) -> Tensor:
+                loss_BS: Callable[..., Tensor], grad_scale: float | Tensor) -> Tensor:
         """Return x_SBH (the decoder's normed output) with the losses of all depths attached."""
         local = self.sequence.local
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
@@ -116,7 +116,7 @@ class MTPLosses(nn.Module):
         for depth, state in enumerate(states):
             labels_BS, mask_BS = shift_left(labels_BS), shift_left(mask_BS)
             mine_BS = local(mask_BS, 1)
-            masked_BS = loss_BS(state, local(labels_BS, 1)) * mine_BS
+            masked_BS = loss_BS(state, local(labels_BS, 1), mine_BS) * mine_BS
             count = mine_BS.sum().clamp(min=1)
             self.losses[depth] += masked_BS.detach().sum() / count
             # grad_scale makes a sum over cp out of the mean over dp_cp, but these means of each rank are to be averaged

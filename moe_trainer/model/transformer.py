@@ -155,7 +155,7 @@ class Transformer(nn.Module):
         x_SBH: the previous chunk's output; None on the first one.
         attention_mask: None for causal, else bool [B or 1, 1, S, S], True = hidden (Megatron's convention).
         document_ids_BS: packed documents, instead of a mask: a position attends to its own document only.
-        loss_mask_BS: read by multi-token prediction only; the caller masks the returned loss.
+        loss_mask_BS: the caller multiplies the returned loss by it, and differentiates that times one number.
         grad_scale: factor of the auxiliary (balancing, z, MTP) losses in the gradient.
         Returns: the last chunk: per-token LM loss of this cp rank's tokens, fp32 [B, S/cp], when labels are given, else
         logits_BSV. Other chunks: x_SBH for the next one (behind it, along S, the states of MTP depths: see ChunkLayout).
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
             return self.output_layer.logits_BSV(x_SBH, self._tied_weight())
         if states:
             x_SBH = self.mtp_losses(x_SBH, states, labels_BS, loss_mask_BS, self._loss_BS, grad_scale)
-        return self._loss_BS(x_SBH, local(labels_BS, 1))
+        return self._loss_BS(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
 
     def _layers(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
         """Run the decoder's layers, those of a span as one recomputed region."""
@@ -200,8 +200,8 @@ class Transformer(nn.Module):
     def _tied_weight(self) -> Tensor | None:
         return self.embedding.word_embeddings.weight if self.tied else None
 
-    def _loss_BS(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
-        return self.output_layer.loss_BS(x_SBH, labels_BS, self._tied_weight())
+    def _loss_BS(self, x_SBH: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
+        return self.output_layer.loss_BS(x_SBH, labels_BS, self._tied_weight(), weights_BS)
 
     def moe_layers(self) -> list[MoELayer]:
         """The chunk's MoE layers: the decoder's in order, then those of multi-token prediction."""

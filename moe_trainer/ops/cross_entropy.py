@@ -10,6 +10,10 @@ softmax is one fused pass over the block, and the largest probability is at leas
 such tensors in fp32 and take the exponential twice. The price: the backward consumes what the forward kept, and can run
 once only; asking again is an error.
 
+Where the weights of the tokens in the loss are known beforehand (a loss mask), not even that tensor is needed: chunks of tokens go
+through both passes in the forward, each chunk's gradient at once into those of x and weight, and the backward multiplies these by the one
+number that was missing. No product is computed twice; what it costs is the weight's gradient in fp32 from forward to backward.
+
 Where the vocabulary is cut over ranks (layers/vocab.py) the same two passes run on each rank's columns: the forward stores
 the softmax over them alone, and the factor that makes it the softmax over all, exp(own log-sum-exp - that of all), joins
 the token's incoming gradient.
@@ -154,7 +158,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 weights = weights_T[here]
                 steps.gradient(probs_TV, labels_T[here], weights, torch.expm1(-loss_T[here]).mul_(weights))
                 grads.add(here, probs_TV)
-        ctx.grads, ctx.needs = grads, with_grads
+        ctx.grads = grads
         ctx.save_for_backward(weights_T)
         return loss_T
 
@@ -163,8 +167,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise ConsumedError
-        grad_x, grad_weight = grads.times(factor_of(grad_T, *ctx.saved_tensors))
-        return grad_x, grad_weight, None, None, None, None, None
+        factor = factor_of(grad_T, *ctx.saved_tensors)
+        return grads.of_x(factor), grads.of_weight(factor), None, None, None, None, None
 
 
 class Gradients:
@@ -184,10 +188,13 @@ class Gradients:
         else:
             self._of_weight.add_(grad_TV.t() @ self._x[rows])
 
-    def times(self, factor: Tensor) -> tuple[Tensor, Tensor]:
-        """Both gradients times a number, in the formats of x and weight; consumes them."""
-        return self._of_x.mul_(factor.to(self._of_x.dtype) if self._of_x.dtype == factor.dtype else factor), \
-            self._of_weight.mul_(factor).to(self._weight.dtype)
+    def of_x(self, factor: Tensor) -> Tensor:
+        """That of x times a number; consumes it."""
+        return self._of_x.mul_(factor)
+
+    def of_weight(self, factor: Tensor) -> Tensor:
+        """That of the weight times a number, in the weight's format; consumes it."""
+        return self._of_weight.mul_(factor).to(self._weight.dtype)
 
 
 def linear_cross_entropy(x: Tensor, weight_VH: Tensor, labels: Tensor, weights: Tensor | None = None,
@@ -198,10 +205,14 @@ def linear_cross_entropy(x: Tensor, weight_VH: Tensor, labels: Tensor, weights: 
     these times one number (a loss mask), with which the logits need never be whole. steps: what runs on the logits. Differentiable once.
     """
     x_TH, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
-    step = chunk_rows(*x_TH.shape[:1], *weight_VH.shape, weight_VH.dtype, x.device) if weights is not None else len(x_TH)
+    step = chunk_rows(len(x_TH), *weight_VH.shape, weight_VH.dtype, x.device) if weights is not None else len(x_TH)
     if step < len(x_TH):
-        with_grads = torch.is_grad_enabled() and (x.requires_grad or weight_VH.requires_grad)
-        loss_T = _ChunkedLinearCrossEntropy.apply(x_TH, weight_VH, labels_T, weights.reshape(-1), step, with_grads, steps)
+        loss_T = _ChunkedLinearCrossEntropy.apply(x_TH, weight_VH, labels_T, weights.reshape(-1), step, wants_grads(x, weight_VH), steps)
     else:
         loss_T = _LinearCrossEntropy.apply(x_TH, weight_VH, labels_T, steps)
     return loss_T.view(labels.shape)
+
+
+def wants_grads(*tensors: Tensor) -> bool:
+    """Whether a backward may follow."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -65,3 +65,62 @@ def test_second_backward_is_an_error():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         loss.backward()
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Chunks of four tokens, a short one at the end, wherever they would save memory."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 4 * 24)
+    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 1)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_chunks_equal_the_whole(short_chunks, monkeypatch, dtype, tolerance):
+    x, weight, labels = torch.randn(39, 2, 8).to(dtype), torch.randn(24, 8).to(dtype), torch.randint(24, (39, 2))
+    mask = (torch.rand(39, 2) < 0.7).to(torch.promote_types(dtype, torch.float32))
+    chunked, whole = ([t.detach().clone().requires_grad_() for t in (x, weight)] for _ in range(2))
+    most = []
+    original = cross_entropy.softmax_in_place
+    steps = cross_entropy.LossSteps(lambda logits, labels: (most.append(len(logits)), original(logits, labels))[1])
+    loss = linear_cross_entropy(*chunked, labels, mask, steps)
+    assert most == [4] * 19 + [2], "logits of four tokens at a time"
+    expected = linear_cross_entropy(*whole, labels)
+    assert torch.equal(loss, expected) or dtype != torch.float64 and torch.allclose(loss, expected, rtol=1e-6)
+    ((loss * mask).sum() / 7).backward()
+    ((expected * mask).sum() / 7).backward()
+    for a, b in zip(chunked, whole):
+        assert a.grad.dtype == dtype and (a.grad - b.grad).float().norm() <= tolerance * b.grad.float().norm()
+
+
+def test_a_broken_promise_is_an_error(short_chunks):
+    x, weight = torch.randn(78, 8, requires_grad=True), torch.randn(24, 8, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.randint(24, (78,)), torch.ones(78))
+    with pytest.raises(RuntimeError, match="announced weights"):
+        (loss * torch.rand(78)).sum().backward()
+
+
+def test_chunks_without_a_token_that_counts(short_chunks):
+    x, weight = torch.randn(78, 8, requires_grad=True), torch.randn(24, 8, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.randint(24, (78,)), torch.zeros(78))
+    (loss * torch.zeros(78)).sum().backward()
+    assert not x.grad.any() and not weight.grad.any()
+
+
+def test_chunks_consume_what_they_kept_and_keep_nothing_without_gradients(short_chunks):
+    x, weight, labels = torch.randn(78, 8, requires_grad=True), torch.randn(24, 8), torch.randint(24, (78,))
+    loss = linear_cross_entropy(x, weight, labels, torch.ones(78)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(cross_entropy.ConsumedError):
+        loss.backward()
+    with torch.no_grad():
+        assert torch.allclose(linear_cross_entropy(x, weight, labels, torch.ones(78)).sum(), loss)
+
+
+@pytest.mark.parametrize("rows, columns, width, dtype, cut", [
+    (4096, 32000, 512, torch.float32, True),  # half a GB of logits
+    (4096, 32000, 512, torch.bfloat16, True),
+    (4096, 129280, 7168, torch.bfloat16, False),  # the weight's gradient in fp32 is larger than the logits
+    (256, 1000, 512, torch.float32, False), (65536, 32000, 512, torch.float16, False)])
+def test_chunks_where_they_save_memory(rows, columns, width, dtype, cut):
+    step = cross_entropy.chunk_rows(rows, columns, width, dtype, torch.device("cpu"))
+    assert (step < rows) == cut and step >= min(rows, 256)

@@ -1,0 +1,86 @@
+"""The output head with its loss in chunks of tokens, the vocabulary cut over ranks or not: the logits whole, in fp64; and whole models."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_ranks
+from train.layouts import argv_of, compare, train, train_ranks
+
+from moe_trainer.layers.init import Init
+from moe_trainer.layers.vocab import OutputHead
+from moe_trainer.ops import cross_entropy
+from moe_trainer.parallel.rng import named_generator
+from moe_trainer.parallel.state import ParallelState
+
+S, B, H, V = 20, 2, 8, 24
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Some tokens at a time even of the smallest vocabulary; ranks inherit it."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 6 * 12)
+    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 6)
+
+
+def _drawn(name, *shape):
+    return torch.randn(*shape, generator=named_generator(5, name), dtype=torch.float64)
+
+
+def _data():
+    mask = (torch.rand(B, S, generator=named_generator(5, "mask")) < 0.7).double()
+    return _drawn("x", S, B, H), _drawn("weight", V, H), torch.randint(V, (B, S), generator=named_generator(5, "labels")), mask
+
+
+def _head(rank, n, sequence_parallel):
+    ps = ParallelState.create(n, rank, tp=n) if n > 1 else ParallelState.single()
+    x, weight, labels, mask = _data()
+    head = OutputHead(H, V, name="head", group=ps.tp, init=Init("normal", 0.1), tied=False, sequence_parallel=sequence_parallel).double()
+    rows = V // n
+    with torch.no_grad():
+        head.weight.copy_(weight[rank * rows:(rank + 1) * rows])
+    mine = (x.chunk(n)[rank] if sequence_parallel else x).clone().requires_grad_()
+    sizes = []
+    head.steps = cross_entropy.LossSteps(lambda logits, rows: (sizes.append(len(logits)), cross_entropy.softmax_in_place(logits, rows))[1])
+    loss = head.loss_BS(mine, labels, weights_BS=mask)
+    with torch.no_grad():
+        again = head.loss_BS(mine, labels, weights_BS=mask)
+    ((loss * mask).sum() * 0.3).backward()
+    return loss.detach(), mine.grad, head.weight.grad, sizes, again
+
+
+@pytest.mark.parametrize("n, sequence_parallel", [(1, False), (2, False), (2, True), (4, True)])
+def test_equals_the_whole_logits(short_chunks, n, sequence_parallel):
+    x, weight, labels, mask = _data()
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    expected = F.cross_entropy((x @ weight.t()).flatten(0, 1), labels.t().flatten(), reduction="none").view(S, B).t()
+    ((expected * mask).sum() * 0.3).backward()
+    found = [_head(0, 1, False)] if n == 1 else run_ranks(_head, n, sequence_parallel)
+    for loss, _, _, sizes, again in found:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+        assert torch.equal(loss, again) and max(sizes) < S * B and len(sizes) > 4
+    grads_x = [grad for _, grad, *_ in found]
+    for grad in [torch.cat(grads_x)] if sequence_parallel else grads_x:
+        torch.testing.assert_close(grad, x.grad, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(torch.cat([grad for _, _, grad, *_ in found]), weight.grad, rtol=1e-11, atol=1e-12)
+
+
+@functools.cache
+def one_process(kind):
+    return train(argv_of(kind), 0, ParallelState.single())
+
+
+CASES = (("deepseek", "--tensor-model-parallel-size 2 --sequence-parallel"), ("per-token loss, MTP, distributed optimizer", "--expert-model-parallel-size 2"),
+         ("biases, tied head", "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"), ("plain", "--pipeline-model-parallel-size 2"))
+
+
+def test_whole_models(monkeypatch):
+    """One process with whole logits; ranks with chunks."""
+    expected = [one_process(kind) for kind, _ in CASES]
+    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 6 * 32)
+    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 6)
+    found = run_ranks(train_ranks, 2, [[*argv_of(kind), *flags.split()] for kind, flags in CASES], timeout=300.0)
+    for (kind, flags), reference, outcome in zip(CASES, expected, found[0], strict=True):
+        differences = compare(reference, outcome)
+        assert not differences, f"{kind} {flags}: " + "\n".join(map(str, differences[:5]))
