@@ -333,13 +333,16 @@ def _train_with(rank, n, recorded, version, argv):
     return train(argv, rank, ps, 2)
 
 
+@pytest.mark.parametrize("how", ["", "--recompute-granularity selective --recompute-modules moe layernorm",
+                                 "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"])
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
-def test_whole_models_train_like_one_process(recorded, version):
-    """Several layers share the buffer; gradients accumulate over microbatches; buffers are made for the microbatch's tokens."""
+def test_whole_models_train_like_one_process(recorded, version, how):
+    """Several layers share the buffer; gradients accumulate over microbatches; buffers are made for the microbatch's tokens; a layer
+    that is recomputed dispatches twice what was routed once."""
     argv = [*argv_of("accumulation"), "--moe-shared-expert-intermediate-size", "16"]
     spread = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "flex"]
     expected = train(argv, 0, ParallelState.single(), 2)
-    outcome = run_ranks(_train_with, 2, recorded, version, [*argv, *spread], timeout=300.0)[0]
+    outcome = run_ranks(_train_with, 2, recorded, version, [*argv, *spread, *how.split()], timeout=300.0)[0]
     differences = compare(expected, outcome)
     assert not differences, "\n".join(map(str, differences[:8]))
 
