@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping as MappingOf
 from types import MappingProxyType
 
+from arguments.settings import Settings
 from moe_trainer.proof.mapping import Mapping
 
 STILL = 1e-12
@@ -71,3 +72,11 @@ def _of_experts(found: dict[str, object], values: MappingOf[str, object], recipe
 def of_reference(values: MappingOf[str, object]) -> dict[str, object]:
     """What one process needs beside fp8's flags: padded rows belong to a dispatcher, although there is nothing to dispatch."""
     return {"moe_token_dispatcher_type": "alltoall"} if values.get("moe_router_padding_for_quantization") else {}
+
+
+def moments(s: Settings, notes: list[str]) -> dict[str, object]:
+    """Formats of the optimizer's moments: fp16 in place of those in which the rounding of a single element shows in the weights."""
+    coarse = [dest for dest in ("exp_avg_dtype", "exp_avg_sq_dtype") if s.use_precision_aware_optimizer and s.values[dest] in ("bf16", "fp8")]
+    if coarse:
+        notes.append(f"{', '.join(s.shown(dest) for dest in coarse)}: fp16, whose rounding is too fine to look like a mistake")
+    return dict.fromkeys(coarse, "fp16")

@@ -49,6 +49,7 @@ def draw(dice: random.Random, mapping: Mapping) -> Case | None:
     values |= _sharded(dice, mapping, values) or _overlapped(dice, mapping, values)
     values |= _eight_bits(dice, mapping, values)
     values |= _memory(dice, values)
+    values |= _optimizer_state(random.Random(repr(sorted(values.items()))), values)  # dice of its own: all else is drawn as without it
     try:
         return make_case(mapping, {dest: value for dest, value in values.items() if value is not None}, bool(values.get("bf16")))
     except ShrinkError:
@@ -144,6 +145,20 @@ def _machinery(dice: random.Random, mapping: Mapping) -> dict[str, object]:
         "ddp_bucket_size": 3000 if overlap else None, "num_distributed_optimizer_instances": instances,
         "transformer_impl": "local",
     }  # fmt: skip
+
+
+def _optimizer_state(dice: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Now and then formats and places of its own for the optimizer's state."""
+    if values["optimizer"] != "adam" or not _chance(dice, 0.3):
+        return {}
+    found: dict[str, object] = {"use_precision_aware_optimizer": True}
+    if _chance(dice, 0.7):
+        found |= {"exp_avg_dtype": dice.choice(("fp32", "fp16")), "exp_avg_sq_dtype": "fp16"}
+    place = dice.choice(("", "optimizer_cpu_offload", "chunked_optimizer_state_offload"))
+    if place:
+        share = "optimizer_offload_fraction" if place == "optimizer_cpu_offload" else "optimizer_state_offload_fraction"
+        found |= {place: True, share: dice.choice((0.5, 1.0))}
+    return found
 
 
 def _batch(dice: random.Random, mapping: Mapping) -> dict[str, object]:

@@ -55,7 +55,9 @@ _KEPT_TRAINING = frozenset(
     "fine_grained_offloading_max_inflight_offloads".split()
 )
 _KEPT_OPTIMIZER = frozenset(
-    "optimizer adam_beta1 adam_beta2 sgd_momentum clip_grad weight_decay apply_wd_to_qk_layernorm".split()
+    "optimizer adam_beta1 adam_beta2 sgd_momentum clip_grad weight_decay apply_wd_to_qk_layernorm use_precision_aware_optimizer exp_avg_dtype "
+    "exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d chunked_optimizer_state_offload "
+    "optimizer_state_offload_fraction".split()
 )
 _KEPT_DATA = frozenset(
     "reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking create_attention_mask_in_dataloader".split()
@@ -72,7 +74,8 @@ _NOT_IN_REFERENCE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations bf16 ckpt_format "
     "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_offload_fraction cpu_offloading_num_layers "
     "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads "
-    "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm "
+    "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d chunked_optimizer_state_offload "
+    "optimizer_state_offload_fraction moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm "
     "moe_expert_rank_capacity_factor moe_clone_hot_experts".split()
 )
 _NOISE = MappingProxyType({
@@ -248,7 +251,7 @@ def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str]) -> Case:
     values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
     layers = values["num_layers"]
     values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers) | _steady(s)
-    values |= _memory(s, layers)
+    values |= _memory(s, layers) | low_precision.moments(s, notes)
     if values.get("overlap_grad_reduce"):
         values["ddp_bucket_size"] = 3000
     force_fp32 = bool(values.get("overlap_moe_expert_parallel_comm"))
@@ -351,8 +354,9 @@ def _steady(s: Settings) -> dict[str, object]:
 
 def _note_changes(s: Settings, notes: list[str]) -> None:
     """Say what the small runs do otherwise than the user's."""
-    narrow = ("bf16", "fp16", "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype", "fp32_residual_connection")
-    half = [s.flag(dest) for dest in narrow if s.given(dest) and s.values[dest] not in (None, False, "auto")]
+    narrow = ("bf16", "fp16", "main_params_dtype", "main_grads_dtype", "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype",
+              "megatron_fsdp_main_grads_dtype", "fp32_residual_connection")  # fmt: skip
+    half = [s.flag(dest) for dest in narrow if s.given(dest) and s.values[dest] not in (None, False, "auto", s.default(dest))]
     if half:
         notes.append(f"{', '.join(half)}: the proof computes in fp32 (with fp8 in fp64), where a difference is a mistake and not rounding")
     if s.given("embedding_init_method_std"):

@@ -180,6 +180,7 @@ VALUES = {
     "pipeline_model_parallel_layout": None,  # has tests of its own
     "decoder_first_pipeline_num_layers": "14", "decoder_last_pipeline_num_layers": "14", "pipeline_model_parallel_size": "2",
     "squared_relu": None, "quick_geglu": None,  # not beside --swiglu
+    "ddp_param_name_patterns_for_fp32_local_accumulation": "all",
 }  # fmt: skip
 NOT_OF_THE_NUMBERS = set(
     "world_size local_rank on_missing_backend triton_kernels distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init "
@@ -210,6 +211,17 @@ def shrunk_with(option) -> list:
 ACTING = [option for dest, option in OPTIONS.items()
           if option.section in ("model", "moe", "parallel") and standing_of(dest)[0] == "acts"
           and dest not in NOT_OF_THE_NUMBERS and VALUES.get(dest, "") is not None]  # fmt: skip
+
+
+def test_the_optimizers_state_keeps_its_formats_and_places():
+    (args,), shrunk = small(*"--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 "
+                            "--main-params-dtype fp16 --main-grads-dtype bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.4".split(), world=8)
+    optimizer, said = args.optimizer, " ".join(shrunk.notes)
+    assert optimizer.use_precision_aware_optimizer and optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 0.4
+    assert optimizer.exp_avg_dtype == optimizer.exp_avg_sq_dtype == "fp16" and "--exp-avg-dtype fp8: fp16" in said
+    assert "--main-params-dtype" in said and "--main-grads-dtype" in said
+    reference = arguments.parse_args(list(shrunk.cases[0].reference), 1).optimizer
+    assert reference.exp_avg_dtype == "fp16" and not reference.optimizer_cpu_offload
 
 
 @pytest.mark.parametrize("option", ACTING, ids=lambda option: option.dest)

@@ -82,6 +82,9 @@ FEATURES = {
     "recompute over stages": lambda a: a.training.recompute_granularity and a.parallel.pipeline_model_parallel_size > 1,
     "offload": lambda a: a.training.fine_grained_activation_offloading,
     "offload and recompute": lambda a: a.training.fine_grained_activation_offloading and a.training.recompute_granularity,
+    "moments in fp16": lambda a: a.optimizer.exp_avg_sq_dtype == "fp16",
+    "optimizer on the host": lambda a: a.optimizer.optimizer_cpu_offload,
+    "optimizer states on the host between steps": lambda a: a.optimizer.chunked_optimizer_state_offload,
     "documents": lambda a: a.data.reset_attention_mask or a.data.dataloader_inter_document_masking,
 }
 
