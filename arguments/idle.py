@@ -48,7 +48,7 @@ IDLE = MappingProxyType(
         "cpu_offloading_retain_pinned_cpu_buffers": "torch keeps pinned host memory that has been used once",
         "delay_offload_until_cuda_graph": "there are no CUDA graphs to wait for",
         "fp8_interval": "delayed scales are new in every iteration, as in Megatron-LM, which ignores it",
-        "fp8_param_gather": "parameters are gathered in the model's format, and every product quantises them as its recipe says",
+        "fp8_param_gather": "parameters are kept and gathered in the model's format (bf16: twice the bytes of fp8); products quantise them",
         "reuse_grad_buf_for_mxfp8_param_ag": "parameters are gathered in place, in a buffer of their own",
         "moe_use_grouped_tensor": _SHAPE,
         "moe_single_grouped_weight": _SHAPE,
