@@ -64,6 +64,8 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> bool:
     """Whether the device computes such a product as defined, tried once."""
     if not _has_native(a, b) or torch.cuda.get_device_capability(device) < (8, 9):
+        logger.warning("products of %s with %s have no native form here: they are computed by definition, in fp32, which is slower than "
+                       "bf16 (--transformer-impl transformer_engine has more forms)", a, b)
         return False
     generator = torch.Generator(device).manual_seed(0)
     left, right = (quantize(torch.randn(_PROBE, _PROBE, generator=generator, device=device), scaling) for scaling in (a, b))
