@@ -71,7 +71,6 @@ LATER = MappingProxyType(
         "te_precision_config_file": Later("per-layer formats of TransformerEngine", MEMORY),
         "logit_dtype": Later("a format for the logits", MEMORY),
         "disable_bf16_reduced_precision_matmul": Later("fp32 accumulation inside bf16 products", MEMORY),
-        "moe_paged_stash": Later("expert activations in pages", MEMORY),
         "moe_shared_expert_glu_interleave_size": Later("interleaved gate channels", MEMORY),
         "moe_mlp_glu_interleave_size": Later("interleaved gate channels", MEMORY),
         # ---- planning, launch and survival
@@ -132,9 +131,6 @@ PART_OF = MappingProxyType(
     {
         "hybrid_context_parallel": "max_seqlen_per_dp_cp_rank",
         "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy moe_dispatch_fwd_dtype moe_combine_bwd_dtype",
-        "moe_paged_stash": (
-            "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu"
-        ),
         "cuda_graph_impl": "cuda_graph_modules cuda_graph_scope_deprecated cuda_graph_warmup_steps",
         "fp8_recipe": "fp8_quantizer_factory",
         "fp4_recipe": "fp4_quantizer_factory",
@@ -238,6 +234,7 @@ NEEDS = (
         ("num_experts",),
         "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff",
     ),
+    (("moe_paged_stash",), "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu"),
     (("fp8",), "fp8_recipe fp8_wgrad fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     (("fp4",), "fp4_recipe"),
     (("fp8", "fp4"), "first_last_layers_bf16"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, balancing_types, broken, positive, say
+from arguments.rules.facts import Facts, as_list, balancing_types, broken, positive, say
 from arguments.settings import Settings, Violation
 
 TYPE, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
@@ -201,6 +201,21 @@ def paged_stash_needs_rank_capacity(s: Settings, _f: Facts) -> Iterator[Violatio
         )
 
 
+def paged_stash_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
+    dest = "moe_paged_stash"
+    if not s.moe_paged_stash:
+        return
+    offloaded = [part for part in ("expert_fc1", "moe_act") if s.fine_grained_activation_offloading and part in as_list(s.offload_modules)]
+    if offloaded:
+        yield broken(s, f"{s.flag(dest)} cannot be combined with {s.flag('offload_modules')} {' '.join(offloaded)}: the same tensors cannot "
+                     "go into pages and to the host; give the pages room there instead (--moe-paged-stash-buffer-size-factor-cpu).",
+                     dest, "offload_modules")  # fmt: skip
+    for other, why in (("cpu_offloading_num_layers", "whole layers go to the host"),
+                       ("moe_clone_hot_experts", "clones compute in parts of the buffers")):
+        if getattr(s, other):
+            yield broken(s, f"{s.flag(dest)} cannot be combined with {say(s, other)}: {why}.", dest, other)
+
+
 def lone_rank_clones_nothing(s: Settings, f: Facts) -> None:
     if s.moe_clone_hot_experts and f.experts is not None and f.ep == 1:
         s.note(f"{s.shown('moe_clone_hot_experts')}: with --expert-model-parallel-size 1 there is no load to even out.")
@@ -294,6 +309,7 @@ CHECKS = (
     expert_bias_needs_whole_experts,
     rank_capacity_needs_backend,
     paged_stash_needs_rank_capacity,
+    paged_stash_excludes,
     cloning_is_possible,
     latent_projection_is_sound,
     grouped_parameters_need_grouped_gemm,

@@ -20,6 +20,7 @@ POSITIVE = (
     "rotary_base", "rotary_scaling_factor", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
     "rotary_percent", "moe_router_topk_scaling_factor", "layernorm_epsilon", "loss_scale", "initial_loss_scale",
     "min_loss_scale", "loss_scale_window", "hysteresis", "seed", "moe_upcycling_granularity", "moe_expert_rank_capacity_factor",
+    "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda",
     # intervals and times
     "log_interval", "eval_interval", "tensorboard_log_interval", "exit_interval", "log_memory_interval",
     "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "tensorboard_queue_size",
@@ -33,7 +34,7 @@ NOT_NEGATIVE = (
     "profile_step_start", "profile_step_end", "dsa_indexer_loss_coeff", "wgrad_deferral_limit",
     "cuda_graph_warmup_steps", "num_experts", "optimizer_offload_fraction", "optimizer_state_offload_fraction",
     "optimizer_state_offload_chunk_size_mb", "activation_offload_fraction",
-    "start_eval_at_iter", "iterations_to_skip", "moe_clone_hot_experts",
+    "start_eval_at_iter", "iterations_to_skip", "moe_clone_hot_experts", "moe_paged_stash_buffer_size_factor_cpu",
 )  # fmt: skip
 MOST_SAMPLES = 10**12
 MOST_SEED = 2**32 - 1

@@ -28,6 +28,7 @@ from torch.nn import Parameter
 
 from moe_trainer.memory.offload import Offload
 from moe_trainer.memory.recompute import Discarded, Handle, Tape, as_tuple, run_region
+from moe_trainer.memory.stash import PagedStash
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import Group
 
@@ -40,11 +41,12 @@ class Activations:
 
     recomputed: names of parts. draws: may parts take random numbers from torch's global generators? stream: the chunk's own.
     shared_by: ranks that hold the same inputs of regions; each keeps a part of them. offload: None: nothing goes to the host.
+    stash: where experts' buffers go; None: they stay.
     """
 
     def __init__(self, recomputed: frozenset[str] = frozenset(), *, draws: bool = True, stream: ShardStream | None = None,
-                 shared_by: Group | None = None, offload: Offload | None = None):
-        self.recomputed, self.offload = recomputed, offload
+                 shared_by: Group | None = None, offload: Offload | None = None, stash: PagedStash | None = None):
+        self.recomputed, self.offload, self.stash = recomputed, offload, stash
         self._draws, self._stream, self._shared_by = draws, stream, shared_by
         self._tape: Tape | None = None
         self._discarded: dict[int, tuple[StorageWeakRef, Discarded, int]] = {}
@@ -66,6 +68,8 @@ class Activations:
         self._resident = {_address(x) for x in resident}
         if self.offload is not None:
             self.offload.begin_pass()
+        if self.stash is not None:
+            self.stash.begin_pass()
 
     def once(self, compute: Callable[[], T]) -> T:
         """Compute; or, when a region runs for the second time, return what that gave the first time."""
@@ -121,6 +125,23 @@ class Activations:
             group = groups.get(parts[0] if which is None else which(x))
             return None if group is None else self.offload.store(x, group)
 
+        with self._storing(store):
+            yield
+
+    @contextlib.contextmanager
+    def stashing(self, held: int, used: int, share: int) -> Iterator[None]:
+        """A scope of the experts of one layer: of buffers with `held` rows or more that are saved in it, `used` rows go into pages.
+
+        share: rows of an even share; see memory/stash.py.
+        """
+        if self.stash is None or not self._looks():
+            yield
+            return
+        with self._storing(self.stash.open(held, used, share)):
+            yield
+
+    @contextlib.contextmanager
+    def _storing(self, store: Callable[[Tensor], Callable[[], Tensor] | None]) -> Iterator[None]:
         around, self._store = self._store, store
         try:
             with saved_tensors_hooks(self._pack, _unpack):

@@ -18,6 +18,7 @@ from moe_trainer.layers.kernels import choose_kernels
 from moe_trainer.layers.kit import choose
 from moe_trainer.memory.activations import Activations
 from moe_trainer.memory.offload import Offload
+from moe_trainer.memory.stash import PagedStash
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher, choose_fused_topk, connect_dispatcher
 from moe_trainer.parallel.baton import Baton
@@ -91,7 +92,11 @@ def _activations(args: Arguments, ps: ParallelState, device: torch.device, strea
             less_bytes=training.delta_offload_bytes_across_pp_ranks * ps.pp.rank)
     draws = bool(model.hidden_dropout or model.attention_dropout or moe.moe_input_jitter_eps or moe.moe_router_force_load_balancing)
     shared = ps.tp if training.distribute_saved_activations else None
-    return Activations(recomputed_parts(training), draws=draws, stream=stream, shared_by=shared, offload=offload)
+    stash = None
+    if moe.moe_paged_stash and device.type != "meta":
+        stash = PagedStash(device, moe.moe_paged_stash_page_size, moe.moe_paged_stash_buffer_size_factor_cuda,
+                           moe.moe_paged_stash_buffer_size_factor_cpu)
+    return Activations(recomputed_parts(training), draws=draws, stream=stream, shared_by=shared, offload=offload, stash=stash)
 
 
 def _queue(layout: ChunkLayout, parallel: ParallelArgs) -> WeightGradQueue | None:

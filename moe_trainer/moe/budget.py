@@ -42,23 +42,27 @@ class ReceiveBudget:
         self.overflows = 0
         self._tokens = 1
 
+    @property
+    def even(self) -> int:
+        """Rows of an even share: of the largest microbatch so far."""
+        return self._tokens * self.share
+
     def rows(self, num_tokens: int, received: int) -> int:
         """Rows of the buffer for `received` rows when this rank has num_tokens tokens of its own: at least `received`.
 
         A rank with fewer tokens than usual (the end of a data set) has the budget of its largest microbatch so far.
         """
         self._tokens = max(self._tokens, num_tokens)
-        even = self._tokens * self.share
-        rows = math.ceil(round(even * self.factor, 6))
+        rows = math.ceil(round(self.even * self.factor, 6))
         if received <= rows:
             return rows
         self.overflows += 1
-        enough = math.ceil(received / even * _STEPS) / _STEPS
+        enough = math.ceil(received / self.even * _STEPS) / _STEPS
         logger.warning(
             "%s received %d rows on this rank, and --moe-expert-rank-capacity-factor %g allows %d: the budget grows, no row is "
             "lost. --moe-expert-rank-capacity-factor %g would have been enough", self.name, received, self.factor, rows, enough)
         self.factor = enough
-        return math.ceil(round(even * enough, 6))
+        return math.ceil(round(self.even * enough, 6))
 
 
 class _Place(torch.autograd.Function):

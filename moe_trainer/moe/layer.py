@@ -99,7 +99,8 @@ class MoELayer(nn.Module):
         received = x_RH.shape[0]
         # the budget may have grown when a region runs again
         rows = self.activations.once(lambda: self.budget.rows(num_tokens, received))
-        return self.experts(place(x_RH, rows), place(probs_R, rows), counts_e, rows - received, trip)[:received]
+        with self.activations.stashing(rows, received, self.budget.even):
+            return self.experts(place(x_RH, rows), place(probs_R, rows), counts_e, rows - received, trip)[:received]
 
     def _run_shared(self, x_SBH: Tensor) -> Tensor:
         return self.activations.region("shared_experts", self.shared_experts, x_SBH)

@@ -11,6 +11,7 @@ from tests.arguments.rule_lines import base_line, changed, findings, flags_of
 
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 DENSE = "--num-experts --moe-router-topk --moe-token-dispatcher-type"
+STASH = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DELTA = "--experimental-attention-variant gdn"
 
@@ -146,6 +147,12 @@ BROKEN = (
     ("--moe-clone-hot-experts 2 --use-megatron-fsdp", "", "--moe-clone-hot-experts"),
     ("--moe-clone-hot-experts 2 --pipeline-schedule zero-bubble", "", "--moe-clone-hot-experts"),
     ("--moe-expert-rank-capacity-factor 0", "", "--moe-expert-rank-capacity-factor"),
+    (STASH + " --fine-grained-activation-offloading --offload-modules moe_act", "", "--moe-paged-stash"),
+    (STASH + " --cpu-offloading-num-layers 1", "", "--moe-paged-stash"),
+    (STASH + " --moe-clone-hot-experts 2", "", "--moe-clone-hot-experts"),
+    (STASH + " --moe-paged-stash-page-size 0", "", "--moe-paged-stash-page-size"),
+    (STASH + " --moe-paged-stash-buffer-size-factor-cuda 0", "", "--moe-paged-stash-buffer-size-factor-cuda"),
+    (STASH + " --moe-paged-stash-buffer-size-factor-cpu -1", "", "--moe-paged-stash-buffer-size-factor-cpu"),
     ("--moe-latent-size 128", DENSE, "--moe-latent-size"),
     ("--moe-latent-size 128 --moe-shared-expert-overlap", "", "--moe-shared-expert-overlap"),
     ("--moe-single-grouped-weight", "", "--moe-grouped-gemm"),

@@ -50,9 +50,9 @@ def passes(layer, x, weight, microbatches=2):
     """Outputs, input gradients and weight gradients of some microbatches, and the sizes of what experts computed on."""
     found, sizes, run = [], [], layer.experts.forward
 
-    def watched(x_RH, *rest):
+    def watched(x_RH, *rest, **options):
         sizes.append(x_RH.shape[0])
-        return run(x_RH, *rest)
+        return run(x_RH, *rest, **options)
 
     layer.experts.forward = watched
     for index in range(microbatches):

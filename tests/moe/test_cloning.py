@@ -134,10 +134,9 @@ def test_kinds_on_two_ranks(kind):
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize("layout", [{"ep": 4}, {"ep": 2, "etp": 2}, {"tp": 2, "ep": 2}, {"ep": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"ep": 4}, {"ep": 2, "etp": 2}, {"ep": 2}], ids=str)
 def test_layouts_of_four_ranks(layout, dispatcher):
-    if layout.get("tp", 1) == 1:
-        check(4, layout, "biases", dispatcher=dispatcher)
+    check(4, layout, "biases", dispatcher=dispatcher)
 
 
 @pytest.mark.parametrize("skew", SKEW)

@@ -157,6 +157,7 @@ def test_more_dimensions_than_ranks_give_several_cases_and_say_so():
 PIPE = "--pipeline-model-parallel-size 4 --num-layers 64 --global-batch-size 512"
 VIRTUAL = f"{PIPE} --num-virtual-stages-per-pipeline-rank 2"
 OVERLAP = "--expert-model-parallel-size 4 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
+HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 # flags that mean something only beside others; and those whose value has to fit the others
 BESIDE = {
     "num_query_groups": "--group-query-attention", "sequence_parallel": "--tensor-model-parallel-size 2",
@@ -169,7 +170,10 @@ BESIDE = {
     "moe_shared_expert_overlap": "--moe-token-dispatcher-type alltoall", "moe_router_group_topk": "--moe-router-num-groups 8",
     "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
     "moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 2",
-    "moe_expert_rank_capacity_factor": "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+    "moe_expert_rank_capacity_factor": HYBRIDEP,
+    "moe_paged_stash": f"{HYBRIDEP} --moe-expert-rank-capacity-factor 1.5",
+    **dict.fromkeys(("moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
+                    f"{HYBRIDEP} --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash"),
     "cp_comm_type": "--context-parallel-size 2", "hierarchical_context_parallel_sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
     "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
