@@ -9,7 +9,7 @@ from toy import Toy, loss_of, machinery, one_step
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from moe_trainer.checkpoint.checkpoint import CheckpointState, LoadOptions, SaveOptions, load, save
+from moe_trainer.checkpoint.checkpoint import AsyncSaver, CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.optim.formats import FORMATS, decode, encode
 from moe_trainer.parallel.state import ParallelState
@@ -206,6 +206,24 @@ def test_resume(tmp_path, formats, bf16):
         target = tmp_path / str(number)
         run_ranks(_resumed, n, tmp_path / "a", target, here, bf16, False)
         assert differences(tmp_path / "a/iter_0000003", target / "iter_0000003") == []
+
+
+def _in_the_background(rank, n, folder, formats):
+    """Saved while training goes on, and read by the ranks for each other."""
+    ps, model, built = _make(rank, n, formats, True, False)
+    _train(model, *built, range(3), rank, n)
+    saver = AsyncSaver()
+    before = _state(built[1])
+    saver.start(folder, CheckpointState(3, RECORD), [model], built[1], ps, SaveOptions())
+    _train(model, *built, range(3, 5), rank, n)
+    saver.finish()
+    load(folder, [model], built[1], ps, LoadOptions(RECORD, fully_parallel=True))
+    after = _state(built[1])
+    return before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_saved_in_the_background_and_loaded_in_parallel(tmp_path):
+    assert all(run_ranks(_in_the_background, 2, tmp_path, HALF))
 
 
 def test_weights_loaded_alone_reach_the_main_parameters():
