@@ -28,8 +28,8 @@ PYTORCH = "transformer_engine.pytorch"
 def problem(module: str, *names: str) -> str | None:
     """What stands in the way of using names of transformer_engine.pytorch.<module>, or of that package itself (""); None if nothing does.
 
-    A package whose parts do not belong together (its core wheel without the part for torch, or built against another torch or CUDA)
-    fails as it is imported, with OSError or RuntimeError; that is told, too.
+    A package whose parts do not belong together (its core wheel without the part for torch, wheels of several versions, built against
+    another torch or CUDA) fails as it is imported, rarely with ImportError; that is told, too.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return "the package transformer_engine is not installed"
@@ -40,7 +40,7 @@ def problem(module: str, *names: str) -> str | None:
         if error.name is not None and (qualified == error.name or qualified.startswith(f"{error.name}.")):
             return f"the installed transformer_engine has no {error.name}"
         return _broken(error)
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
         return _broken(error)
     missing = [name for name in names if not hasattr(found, name)]
     return f"the installed transformer_engine has no {qualified}.{missing[0]}" if missing else None

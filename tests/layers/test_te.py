@@ -269,6 +269,7 @@ def test_documents_and_masks_go_to_the_local_attention(double):
     ("raise RuntimeError('Found empty `transformer-engine` meta package.\\nInstall it')", "RuntimeError: Found empty"),
     ("raise OSError('libcublas.so.13: cannot open shared object file')", "OSError: libcublas.so.13"),
     ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol"),
+    ("assert False, 'Transformer Engine package version mismatch. Found 2.20.2 and 2.9.0'", "AssertionError: Transformer Engine package version"),
     ("import a_package_that_nobody_has", "No module named 'a_package_that_nobody_has'"),
     ("", "has no transformer_engine.pytorch"),
 ])
