@@ -19,6 +19,7 @@ from types import MappingProxyType
 from arguments.settings import Settings
 from moe_trainer.proof.mapping import Mapping
 
+HOW = "--fp8-format: proven in fp64 and with weights that stay, since a last digit can turn a rounding to 8 bits"
 STILL = 1e-12
 """Learning rate at which a weight in fp32 does not move."""
 
@@ -42,7 +43,7 @@ def provable(values: MappingOf[str, object], mapping: Mapping, num_layers: int) 
         return dict(NONE), []
     if any(values.get(dest) for dest in _SHARDED):
         return dict(NONE), ["--fp8-format: left out; its proof computes in fp64, and fully sharded parameters are fp32"]
-    notes = ["--fp8-format: proven in fp64 and with weights that stay, since a last digit can turn a rounding to 8 bits"]
+    notes = [HOW]
     found: dict[str, object] = {"lr": STILL, "decoupled_lr": None, "fp8_param_gather": None, "reuse_grad_buf_for_mxfp8_param_ag": None}
     recipe = str(values.get("fp8_recipe") or "delayed")
     if values.get("num_experts"):
@@ -63,7 +64,7 @@ def _of_experts(found: dict[str, object], values: MappingOf[str, object], recipe
     if recipe == "tensorwise" and not whole:
         notes.append("--fp8-recipe tensorwise: delayed instead; an expert's rows, whose maximum is taken, come from several microbatches")
         return "delayed"
-    if recipe in _BLOCKS and not (whole and mapping.cp == 1):
+    if recipe in _BLOCKS and not (whole and mapping.cp == 1) and values.get("fp8_wgrad") is not False:
         found["fp8_wgrad"] = False
         notes.append("--no-fp8-wgrad: in the small command line; blocks along an expert's rows lie over several microbatches or shards")
     return recipe

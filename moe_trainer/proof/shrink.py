@@ -22,11 +22,11 @@ from arguments.container import OPTIONS
 from arguments.parse import understand
 from arguments.rules.facts import as_list, gather
 from arguments.rules.layout_grammar import read_layout
-from arguments.schema import Option
 from arguments.settings import Settings, Violation
 from arguments.standing import LATER, PART_OF, standing_of
 from moe_trainer.proof import low_precision, sizes
 from moe_trainer.proof.mapping import NAMES, Mapping, Wanted, shrink_mapping
+from moe_trainer.proof.spelling import flags_of
 
 STEPS = 3
 LEARNING_RATE = 1e-3
@@ -154,7 +154,8 @@ def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Sh
 def as_is(argv: list[str], world_size: int | None = None) -> Case:
     """Take a command line that is small already as a case, unchanged but for half precision.
 
-    Raises: ShrinkError when it is wrong, or leaves open what a proof must fix (vocabulary, batch, number of steps).
+    Raises: ShrinkError when it is wrong, leaves open what a proof must fix (vocabulary, batch, number of steps), or asks for numbers in
+        8 or 4 bits that one process cannot compute.
     """
     unusable = [] if world_size else _unusable_world(argv)
     world_size = world_size or _world_size(argv)
@@ -172,7 +173,10 @@ def as_is(argv: list[str], world_size: int | None = None) -> Case:
     force_fp32 = bool(settings.overlap_moe_expert_parallel_comm)  # its rules ask for --bf16
     fixed = {"train_iters": STEPS, "world_size": None, "mock_data": True, "bf16": force_fp32, "fp16": False}
     new = _mapping(settings, world_size)
-    return make_case(new, {**values, **fixed, **low_precision.provable(values, new, settings.num_layers)[0]}, force_fp32)
+    fp8, said = low_precision.provable(values, new, settings.num_layers)
+    if changed := [note for note in said if note != low_precision.HOW]:
+        raise ShrinkError([f"not provable as it is: {note}" for note in changed])
+    return make_case(new, values | fixed | fp8, force_fp32)
 
 
 def _world_size(argv: list[str]) -> int | None:
@@ -374,33 +378,3 @@ def _note_changes(s: Settings, notes: list[str]) -> None:
     dropped = [s.flag(dest) for dest in s.given_dests() if OPTIONS[dest].section == "output"]
     if dropped:
         notes.append(f"{len(dropped)} flags of logging, checkpoints and profiling are left out")
-
-
-def flags_of(values: MappingOf[str, object]) -> list[str]:
-    """Spell values as flags, in the order in which flags are declared; None and switches at their default are left out."""
-    words: list[str] = []
-    for dest, option in OPTIONS.items():
-        if dest in values and values[dest] is not None:
-            words += _spelled(option, values[dest])
-    return words
-
-
-def _spelled(option: Option, value: object) -> list[str]:
-    if option.takes == 0:
-        return [] if value == option.default else [(option.on if value else option.off)[0]]
-    if option.is_list:
-        return [option.on[0], *map(str, as_list(value))]
-    if isinstance(value, list):
-        return [option.on[0], _pattern_text(value)]
-    return [option.on[0], ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-
-
-def _pattern_text(values: list[int]) -> str:
-    """A per-layer pattern as the flags write it, such as ([0]*1+[1]*3)."""
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1][1] += 1
-        else:
-            runs.append([value, 1])
-    return "(" + "+".join(f"[{value}]*{count}" for value, count in runs) + ")"

@@ -13,15 +13,15 @@ from moe_trainer.proof.mapping import Mapping
 from moe_trainer.proof.pool import Pool
 from moe_trainer.proof.prove import Verdict, prove
 from moe_trainer.proof.random_layouts import draw
-from moe_trainer.proof.shrink import Case, as_is, shrink
+from moe_trainer.proof.shrink import Case, ShrinkError, as_is, shrink
 
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 HELD = {
     "dp, delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max",
     "tp, blockwise": f"{TP} --fp8-format e4m3 --fp8-recipe blockwise",
-    "tp without sp, mxfp8": "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --fp8-format hybrid --fp8-recipe mxfp8",
+    "tp without sp, mxfp8": "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --fp8-format hybrid --fp8-recipe mxfp8 --no-fp8-wgrad",
     "cp and ep, tensorwise": "--context-parallel-size 2 --expert-model-parallel-size 2 --fp8-format hybrid --fp8-recipe tensorwise",
-    "ep over dp, mxfp8": "--expert-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe mxfp8",
+    "ep over dp, mxfp8": "--expert-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad",
     "pp, first layer in bf16": "--pipeline-model-parallel-size 2 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
     "latent attention under tp": f"{TP} --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 4 --mtp-num-layers 1 --fp8-format e4m3 --fp8-recipe tensorwise --moe-shared-expert-intermediate-size 16",
@@ -100,6 +100,12 @@ def test_what_cannot_be_kept_is_said():
     found, notes = provable({**flags, "use_torch_fsdp2": True}, Mapping(dp=2), 4)
     assert found["fp8"] is None and "fully sharded" in notes[0]
     assert provable({"fp8": None}, Mapping(dp=2), 4)[1] == []
+
+
+@pytest.mark.parametrize("flags", ["--fp8-format e4m3 --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe blockwise", "--fp4-format e2m1"])
+def test_what_cannot_be_kept_is_not_proven_as_it_is(flags):
+    with pytest.raises(ShrinkError, match="not provable as it is"):
+        case_of(f"--expert-model-parallel-size 2 {flags}")
 
 
 def test_a_users_flags_keep_their_recipe():
