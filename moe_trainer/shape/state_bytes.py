@@ -9,6 +9,7 @@ format with scales, and what a step opens in passing (optim/kept_state.py, optim
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from moe_trainer.shape.counts import count_parameters
@@ -18,8 +19,8 @@ from moe_trainer.shape.vocab import vocab_rows_from_flags
 if TYPE_CHECKING:
     from arguments import Arguments
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_MOMENTS = {"adam": 2, "sgd": 1}
+_BYTES = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
+_MOMENTS = MappingProxyType({"adam": 2, "sgd": 1})
 
 
 @dataclass(frozen=True)
