@@ -77,15 +77,14 @@ class Kept:
     def close(self, start: int, stop: int, values: Tensor) -> None:
         """Keep the values of a span."""
         here = self._at(start, stop)
-        if self.is_plain:
+        if self.scales is None:
             if values.data_ptr() != here.data_ptr():
                 here.copy_(values, non_blocking=True)
             return
         stored, scale = encode(values, self.format, self._keep_positive)
         here.copy_(stored, non_blocking=True)
-        if scale is not None:
-            assert (start, stop) in self._overlapping(start, stop), f"[{start}, {stop}) is no span"
-            self._scale_at(start).copy_(scale, non_blocking=True)
+        assert (start, stop) in self._overlapping(start, stop), f"[{start}, {stop}) is no span"
+        self._scale_at(start).copy_(scale, non_blocking=True)
 
     def close_main(self, start: int, stop: int, values: Tensor) -> Tensor:
         """Keep main parameters. Returns: what the model gets of them; the values as they are kept, so that a resumed run has the same."""

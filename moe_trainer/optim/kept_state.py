@@ -21,7 +21,7 @@ from moe_trainer.optim.kept import Kept, Place, Remainders, moved
 from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.optim.state_plan import MAIN, SQUARES, StatePlan
 
-STRETCH_CPU = 1 << 19
+STRETCH_CPU = 1 << 20
 STRETCH_GPU = 1 << 24
 
 

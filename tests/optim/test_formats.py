@@ -78,6 +78,12 @@ def test_scale_of_extremes():
         assert torch.isfinite(stored.float()).all() and torch.isfinite(scale)
 
 
+def test_every_finite_fp8_number_is_read():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    every = every[every.float().isfinite()]
+    assert len(every) == 254 and torch.equal(decode(every, None), every.float())
+
+
 def test_remainders_lose_nothing():
     x = torch.cat([_spread(), torch.tensor([1.00390625, -1.00390625, 1.01171875, 3e38, -1e-40, 0.0, -0.0])])  # ties among them
     high, low = split(x)
