@@ -225,10 +225,11 @@ class _Layer:
             yield Kept("own_rows", (self.own, self.hidden), self.size)
         yield from self._router()
         yield from self._routes()
-        yield Kept("experts.x", (self.received, self.hidden), self.size, "expert_fc1")
-        yield Kept("experts.probs", (self.received,), self._router_size(), "moe_act")
+        kept = self._expert_rows()
+        yield Kept("experts.x", (kept, self.hidden), self.size, "expert_fc1")
+        yield Kept("experts.probs", (kept,), self._router_size(), "moe_act")
         ffn = (moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
-        yield Kept("experts.linear_fc1.y", (self.received, self._gate() * ffn), self.size, "moe_act")
+        yield Kept("experts.linear_fc1.y", (kept, self._gate() * ffn), self.size, "moe_act")
         if self._sorts_arrivals():
             yield Kept("experts.order", (2, self.received), INDEX)
         shared = moe.moe_shared_expert_intermediate_size
@@ -243,6 +244,16 @@ class _Layer:
         """Are received rows brought into the order of the experts? One expert's are in order."""
         exchanged = self.moe.moe_token_dispatcher_type != "allgather" and self.etp * self.ep > 1
         return exchanged and self.moe.num_experts > self.ep
+
+    def _expert_rows(self) -> int:
+        """Rows of what experts keep: what was received, the budget for it (moe/budget.py), or a layer's pages (memory/stash.py)."""
+        moe, even = self.moe, self.sent * self.etp
+        if moe.moe_expert_rank_capacity_factor is None:
+            return self.received
+        if not moe.moe_paged_stash:
+            return max(self.received, math.ceil(round(even * moe.moe_expert_rank_capacity_factor, 6)))
+        page = moe.moe_paged_stash_page_size
+        return max(-(-self.received // page), math.ceil(moe.moe_paged_stash_buffer_size_factor_cuda * even / page)) * page
 
     def _router_size(self) -> int:
         """Bytes of a logit."""

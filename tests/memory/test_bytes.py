@@ -28,6 +28,9 @@ PLAIN_HOWS = {
     "offload large": f"{OFFLOAD} {EVERYTHING}".replace("tensor-size 1 ", "tensor-size 2000 "),
     "offload and recompute": f"{OFFLOAD} {EVERYTHING} {SELECTIVE} layernorm core_attn",
 }
+BUDGET = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5"
+PLAIN_HOWS |= {"budget": BUDGET, "budget, moe": f"{BUDGET} {SELECTIVE} moe", "pages": f"{BUDGET} --moe-paged-stash",
+               "small pages, layernorm": f"{BUDGET} --moe-paged-stash --moe-paged-stash-page-size 8 {SELECTIVE} layernorm"}
 LATENT_HOWS = {
     "all kept": "",
     **{part: f"{SELECTIVE} {part}" for part in ("mla_up_proj", "mlp", "moe", "shared_experts")},
@@ -74,6 +77,8 @@ def measured(flags: str, kind: str) -> tuple[object, object, list]:
         return chunk._layers(x_SBH.clone(), rope, visible, 1.0)
 
     forward().sum().backward()
+    if chunk.activations.stash is not None:
+        chunk.activations.stash._pools.clear()  # pools stay from pass to pass; the pass that is measured shall make them
     return chunk_activations(args, chunk.layout, device="cpu", packed=packed), *left_behind(forward, copies)
 
 
