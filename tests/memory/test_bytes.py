@@ -29,7 +29,7 @@ PLAIN_HOWS = {
     "offload and recompute": f"{OFFLOAD} {EVERYTHING} {SELECTIVE} layernorm core_attn",
 }
 BUDGET = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5"
-PLAIN_HOWS |= {"budget": BUDGET, "budget, moe": f"{BUDGET} {SELECTIVE} moe", "pages": f"{BUDGET} --moe-paged-stash",
+PLAIN_HOWS |= {"budget": BUDGET, "budget, moe": f"{BUDGET} {SELECTIVE} moe", "pages": f"{BUDGET} --moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 1.0",
                "small pages, layernorm": f"{BUDGET} --moe-paged-stash --moe-paged-stash-page-size 8 {SELECTIVE} layernorm"}
 LATENT_HOWS = {
     "all kept": "",

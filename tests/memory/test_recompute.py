@@ -1,9 +1,12 @@
 """Recompute: what happens once, what is replayed, what is given back, and when."""
 
+import gc
+
 import pytest
 import torch
 from harness import run_ranks
-from memory.one_pass import FULL, GROUPED, LATENT, SELECTIVE, batch, build, loss_of, parsed
+from memory.measure import left_behind
+from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, batch, build, loss_of, parsed
 
 from moe_trainer.memory.activations import Activations
 from moe_trainer.moe import router as router_module
@@ -116,6 +119,8 @@ def test_the_chunks_own_random_numbers_are_drawn_again():
 
     x = torch.ones(64, requires_grad=True)
     y = activations.region("part", fn, x)
+    with stream.drawing(cpu):
+        torch.rand(7)  # of the next microbatch, before this one's backward
     before, shared = stream.generator(cpu).get_state(), torch.get_rng_state()
     y.sum().backward()
     assert torch.equal(x.grad, 2 * y.detach()) and 0 < int((y == 0).sum()) < 64
@@ -148,3 +153,25 @@ def test_packed_documents_are_recomputed_with_their_borders():
 
     for how in (UNIFORM, f"{SELECTIVE} core_attn"):
         assert all(torch.equal(plain, other) for plain, other in zip(run(""), run(how), strict=True))
+
+
+@pytest.mark.parametrize("how", ["", UNIFORM, f"{SELECTIVE} core_attn layernorm mlp moe", f"{SELECTIVE} layernorm mla_up_proj {OFFLOAD} {EVERYTHING}"])
+def test_nothing_lives_longer_than_its_backward(how):
+    """Nor waits for the garbage collector, which --manual-gc runs rarely."""
+    chunk, = build(parsed(GROUPED, LATENT, how))
+    loss_of(chunk, 0).backward()
+    tokens_BS, positions_BS, labels_BS = batch(1)
+
+    def step():
+        chunk(tokens_BS, positions_BS, labels_BS, grad_scale=0.5).sum().backward()
+        for param in chunk.parameters():
+            param.grad = None
+        return torch.zeros(())
+
+    gc.collect()
+    gc.disable()
+    try:
+        left, _ = left_behind(step)
+    finally:
+        gc.enable()
+    assert left.device == 0, left.tensors
