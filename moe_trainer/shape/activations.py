@@ -246,7 +246,8 @@ class _Layer:
         return exchanged and self.moe.num_experts > self.ep
 
     def _expert_rows(self) -> int:
-        """Rows of what experts keep: what was received, the budget for it (moe/budget.py), or a layer's pages (memory/stash.py)."""
+        """Rows of what experts keep: what was received, the budget for it (moe/budget.py), or a layer's part of the
+        pool of pages (memory/stash.py), which is smaller where layers leave each other pages."""
         moe, even = self.moe, self.sent * self.etp
         if moe.moe_expert_rank_capacity_factor is None:
             return self.received
