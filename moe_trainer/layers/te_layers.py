@@ -101,11 +101,6 @@ class FusedNorm(Norm):
         return self.fused(x)
 
 
-def _of_local(name: str) -> property:
-    """What callers set for the local attention."""
-    return property(lambda self: getattr(self.local, name), lambda self, value: setattr(self.local, name, value))
-
-
 class FusedAttention(nn.Module):
     """As the local core attention, which it hands packed documents and explicit masks to.
 
@@ -116,8 +111,22 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.local, self.fused = local, fused
 
-    saves_inputs = _of_local("saves_inputs")
-    value_width = _of_local("value_width")
+    @property
+    def saves_inputs(self) -> bool:
+        """Of the local one, as `value_width`; the library always saves what it was given."""
+        return self.local.saves_inputs
+
+    @saves_inputs.setter
+    def saves_inputs(self, value: bool) -> None:
+        self.local.saves_inputs = value
+
+    @property
+    def value_width(self) -> int | None:
+        return self.local.value_width
+
+    @value_width.setter
+    def value_width(self, value: int | None) -> None:
+        self.local.value_width = value
 
     def pads_values(self, length: int, visible: Visible | None, device: torch.device) -> bool:
         """As the local one's; the library takes values as wide as they are."""
