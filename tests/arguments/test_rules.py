@@ -190,7 +190,7 @@ BROKEN = (
      "--recompute-modules moe", "", "--recompute-modules"),
     ("--fine-grained-activation-offloading --offload-modules moe_act --transformer-impl local", "", "--transformer-impl"),
     ("--cpu-offloading-num-layers 64", "", "--cpu-offloading-num-layers"),
-    ("--cpu-offloading-num-layers 1 --recompute-activations", "", "--recompute-activations"),
+    ("--cpu-offloading-num-layers 1 --recompute-activations", "", "--cpu-offloading-num-layers"),
     ("--optimizer-cpu-offload", "", "--use-precision-aware-optimizer"),
     ("--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer --fp8-format e4m3 "
      "--fp8-recipe blockwise --fp8-param-gather", "", "--fp8-param-gather"),
