@@ -4,7 +4,8 @@
 
 The text are the bytes of the sources of this Python installation, which every machine has; the model reads bytes. Its recipes are
 computed as defined (quantise, dequantise, product in fp32), so the losses are those of devices with such units but for the order of
-sums. Reported: the mean loss of the last iterations and of held-out text, and both as a difference to bf16, of the same seed and averaged.
+sums. Reported: the mean loss of the last iterations and of held-out text, and both as a difference to bf16, of the same seed and averaged, with
+its standard error.
 fp32 shows how far two runs part that differ in rounding alone. Gaps of such a model over so few iterations say that a recipe works, not
 what it costs at scale. --write records the table in scripts/bench_results/precision.md.
 """
@@ -37,7 +38,7 @@ MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --moe-ffn-hidden-size 64 --normalization RMSNorm "
     "--swiglu --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
     f"--moe-router-dtype fp32 --moe-aux-loss-coeff 1e-2 --seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size {BATCH} "
-    f"--global-batch-size {BATCH} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --attention-dropout 0 --hidden-dropout 0 "
+    f"--global-batch-size {BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --attention-dropout 0 --hidden-dropout 0 "
     "--mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local"
 ).split()
 RECIPES = {
@@ -89,6 +90,12 @@ def evaluate(run: Run, text: torch.Tensor) -> float:
     return loss / tokens
 
 
+def _gap(gaps: list[float]) -> str:
+    """Mean over the seeds, and its standard error where there are several."""
+    error = f" (+- {statistics.stdev(gaps) / len(gaps) ** 0.5:.2%})" if len(gaps) > 1 else ""
+    return f"{statistics.fmean(gaps):+.2%}{error}"
+
+
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--iterations", type=int, default=300)
@@ -104,8 +111,8 @@ def main(words: list[str]) -> int:
         "| recipe | flags | last iterations | gap | held out | gap | seconds an iteration |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, each in found.items():
         means = [statistics.fmean(values) for values in zip(*each)]
-        gaps = [statistics.fmean((mine[part] - other[part]) / other[part] for mine, other in zip(each, found["bf16"])) for part in (0, 1)]
-        lines.append(f"| {name} | `{RECIPES[name]}` | {means[0]:.4f} | {gaps[0]:+.2%} | {means[1]:.4f} | {gaps[1]:+.2%} | {means[2]:.2f} |")
+        gaps = [_gap([(mine[part] - other[part]) / other[part] for mine, other in zip(each, found["bf16"])]) for part in (0, 1)]
+        lines.append(f"| {name} | `{RECIPES[name]}` | {means[0]:.4f} | {gaps[0]} | {means[1]:.4f} | {gaps[1]} | {means[2]:.2f} |")
     table = "\n".join(lines)
     print(table)
     if given.write:
