@@ -15,9 +15,9 @@ _CHUNK = 4096
 
 @torch.no_grad()
 def square_sum(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Sum of squares of flat tensors.
+    """Sum of squares of flat tensors, of which only one at a time is asked for.
 
-    Returns: fp64 scalar on their device; None when there are none.
+    Returns: fp64 scalar on the first one's device (state on the host may be among them); None when there are none.
     """
     partial = []
     for x in tensors:
@@ -29,6 +29,7 @@ def square_sum(tensors: Iterable[Tensor]) -> Tensor | None:
             partial.append(torch.linalg.vector_norm(x[:whole].view(-1, _CHUNK), dim=1))
         if whole < x.numel():
             partial.append(torch.linalg.vector_norm(x[whole:]).view(1))
+    partial = [part.to(partial[0].device) for part in partial]
     return torch.cat(partial).double().square_().sum() if partial else None
 
 

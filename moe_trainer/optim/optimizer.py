@@ -161,8 +161,7 @@ class Optimizer:
 
         Names: exp_avg, exp_avg_sq (adam), momentum_buffer (sgd), fp32_param (bf16 and fp16 models).
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # state on the host may still be on its way
+        self._settle()
         found = ((piece.slot.position, piece, state) for state in self._states for piece in state.pieces)
         for _, piece, state in sorted(found, key=lambda entry: entry[0]):
             base = piece.start - piece.offset
@@ -172,6 +171,7 @@ class Optimizer:
 
     def begin_load(self) -> None:
         """Let tensors() be live fp32 storage, whatever the formats, until after_load(). Costs an fp32 copy, on the host, of what is not."""
+        self._settle()
         for state in self._states:
             state.stage()
 
@@ -214,7 +214,13 @@ class Optimizer:
 
     def params_norm(self) -> float:
         """Norm of all (main) parameters. Collective."""
+        self._settle()
         return self._norm(stretch.main_params() for state in self._states for stretch in state.stretches if stretch.counted)
+
+    def _settle(self) -> None:
+        """Wait for state that is still on its way to the host."""
+        if self._device.type == "cuda" and any(store.place.storage.type == "cpu" for state in self._states for store in state.stores):
+            torch.cuda.synchronize(self._device)
 
     def _describe_group(self, group: ParamGroup) -> dict:
         settings = self._settings
