@@ -1,9 +1,11 @@
 """What a forward pass leaves behind: the storages that were made in it and are still alive, whoever keeps them."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,6 +55,8 @@ def left_behind(forward: Callable[[], Tensor], copies: CountedCopies | None = No
     births = _Births()
     with births:
         result = forward()
+    if dist.is_initialized():
+        time.sleep(0.2)  # gloo's threads let go of what they have sent and received a moment later
     own = result.untyped_storage()._cdata
     hosts = {reference.cdata for reference in (copies.hosts if copies is not None else ()) if not reference.expired()}
     alive = {address: entry for address, entry in births.found.items() if not entry[0].expired() and address != own}
