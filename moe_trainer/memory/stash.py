@@ -175,6 +175,7 @@ class PagedStash:
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
         self._last: Group | None = None
         self.overflows = 0
+        self._named = 0.0  # the largest factor that the log has named
 
     @property
     def pools(self) -> tuple[PagePool, ...]:
@@ -226,6 +227,9 @@ class PagedStash:
         pages = first.take(rows, share, force=True)
         self.overflows += 1
         enough = math.ceil(100 * first.num_pages * self._page / (first.users * share)) / 100
+        if enough <= self._named:
+            return first, pages
+        self._named = enough
         logger.warning(
             "the paged stash is full (%d pages of %d rows, --moe-paged-stash-buffer-size-factor-cuda %g): it grows to %d pages, nothing is "
             "lost. A factor of %g would have been enough", before, self._page, self._factors["device"], first.num_pages, enough)
