@@ -49,7 +49,7 @@ def test_a_pool_grows_by_a_slab_for_every_user_and_no_further():
     assert pages.take(0, 8) == [], "an expert without tokens"
 
 
-def layers_of(count, ps=None, stash=None, factor=FACTOR, dtype=torch.float64, **changes):
+def layers_of(count, ps=None, stash=None, factor=FACTOR, dtype=torch.float64, device=CPU, **changes):
     """Layers behind each other, with the weights one process would have."""
     ps, single = ps or ParallelState.single(), ParallelState.single()
     args = sections(moe_aux_loss_coeff=0.0, moe_expert_rank_capacity_factor=factor, moe_token_dispatcher_type="alltoall", **changes)
@@ -66,7 +66,7 @@ def layers_of(count, ps=None, stash=None, factor=FACTOR, dtype=torch.float64, **
             for param in layer.parameters():
                 for name, piece in zip(param.info.names, param.unbind(0) if param.info.stacked else (param,), strict=True):
                     piece.copy_(cut(named[name], param.info))
-        made.append(layer)
+        made.append(layer.to(device))
     return made
 
 
@@ -87,7 +87,8 @@ def tokens(dtype=torch.float64, seed=0):
 
 def gradients(layers, microbatches=3):
     """Outputs and gradients of microbatches that are in flight at the same time, in two orders of backward."""
-    xs = [tokens(layers[0].router.weight.dtype, seed).requires_grad_() for seed in range(microbatches)]
+    weight = layers[0].router.weight
+    xs = [tokens(weight.dtype, seed).to(weight.device).requires_grad_() for seed in range(microbatches)]
     ys = [run(layers, x) for x in xs]
     for y in (ys[1], ys[0], *ys[2:]):
         (y * y).sum().backward()

@@ -1,0 +1,26 @@
+"""On one CUDA device: pages by streams, on the device and in pinned memory, give the numbers of layers that keep their buffers."""
+
+import gc
+
+import pytest
+import torch
+from moe.test_stash import KINDS, PAGE, gradients, layers_of
+
+from moe_trainer.memory.stash import PagedStash
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("on_device", "on_host"), [(1.2, 0.0), (0.3, 1.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_near_the_plain_layers(kind, on_device, on_host, monkeypatch):
+    """Near, since sums by atomics come in any order."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    device = torch.device("cuda")
+    stash = PagedStash(device, PAGE, on_device, on_host)
+    plain, ours = (gradients(layers_of(4, stash=which, dtype=torch.float32, device=device, **KINDS[kind])) for which in (None, stash))
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+    torch.cuda.synchronize()
+    gc.collect()
+    assert stash.pools and not any(pages.num_used for pages in stash.pools)
