@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 BLOCK_NUMEL = 1 << 18  # fp32 elements widened at a time: 1 MB, a core's L2
-CHUNK_NUMEL = 1 << 24  # logits held at once, where they are not held whole
+CHUNK_BYTES = 1 << 26  # of logits held at once, where they are not held whole
 MIN_CHUNK_ROWS = 256  # fewer rows would starve the products
 FP16_GAIN = 2.0**15  # fp16 stores probabilities times this, to keep the small ones; bf16 and fp32 have the range
 
@@ -123,9 +123,11 @@ def chunk_rows(rows: int, columns: int, width: int, dtype: torch.dtype, device: 
     In chunks, the gradient of the weight is added up in fp32 from the forward on; held whole, the logits wait for the backward, which then
     makes that gradient in the weight's dtype. fp16 is never cut: its small gradients need the loss scale, which only the backward knows.
     """
-    step = max(MIN_CHUNK_ROWS, (CHUNK_NUMEL if device.type == "cpu" else 4 * CHUNK_NUMEL) // columns)
     size = torch.finfo(dtype).bits // 8
-    saves = rows * columns * size + width * columns * size > step * columns * size + width * columns * 4
+    step = max(MIN_CHUNK_ROWS, (CHUNK_BYTES if device.type == "cpu" else 4 * CHUNK_BYTES) // (columns * size))
+    whole, chunked = (rows + width) * columns * size, (step * size + width * (4 if size == 4 else 4 + size)) * columns
+    # adding up a narrower format in fp32 is a pass of its own: it has to pay
+    saves = whole > (1 if size >= 4 else 2) * chunked
     return step if saves and step < rows and dtype != torch.float16 else rows
 
 

@@ -20,7 +20,7 @@ S, B, H, V = 20, 2, 8, 24
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Some tokens at a time even of the smallest vocabulary; ranks inherit it."""
-    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 6 * 12)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 6)
 
 
@@ -78,7 +78,7 @@ CASES = (("deepseek", "--tensor-model-parallel-size 2 --sequence-parallel"), ("p
 def test_whole_models(monkeypatch):
     """One process with whole logits; ranks with chunks."""
     expected = [one_process(kind) for kind, _ in CASES]
-    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 6 * 32)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 6)
     found = run_ranks(train_ranks, 2, [[*argv_of(kind), *flags.split()] for kind, flags in CASES], timeout=300.0)
     for (kind, flags), reference, outcome in zip(CASES, expected, found[0], strict=True):
