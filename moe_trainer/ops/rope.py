@@ -89,16 +89,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int,
     return out.to(dtype)
 
 
-class _Rope(torch.autograd.Function):
+class Rotation(torch.autograd.Function):
+    """A rotation, and backward the one the other way; rotate(x, cos, sin, interleaved, offset, sign) does it."""
+
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved, offset):
+    def forward(ctx, rotate, x, cos, sin, interleaved, offset):
         ctx.save_for_backward(cos, sin)
-        ctx.layout = interleaved, offset
-        return _rotate(x, cos, sin, interleaved, offset, 1)
+        ctx.rotate, ctx.layout = rotate, (interleaved, offset)
+        return rotate(x, cos, sin, interleaved, offset, 1)
 
     @staticmethod
     def backward(ctx, grad):
-        return _rotate(grad, *ctx.saved_tensors, *ctx.layout, -1), None, None, None, None
+        return None, ctx.rotate(grad, *ctx.saved_tensors, *ctx.layout, -1), None, None, None, None
 
 
 def apply_rope(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offset: int = 0) -> Tensor:
@@ -107,4 +109,4 @@ def apply_rope(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fal
     Shapes: x [S, B, N, D]; cos, sin [S, R/2] fp32 (or the dtype of x), offset + R <= D. Returns: like x, contiguous.
     Source: RoFormer (arXiv 2104.09864).
     """
-    return _Rope.apply(x_SBND, cos, sin, interleaved, offset)
+    return Rotation.apply(_rotate, x_SBND, cos, sin, interleaved, offset)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_trainer.ops.rope import Rotation
 from moe_trainer.ops.triton_blocks import block_of, wide
 
 TILE = 4096  # elements of a program's heads
@@ -62,21 +63,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int,
     return y
 
 
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin, interleaved, offset):
-        ctx.save_for_backward(cos, sin)
-        ctx.layout = interleaved, offset
-        return _rotate(x, cos, sin, interleaved, offset, 1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _rotate(grad, *ctx.saved_tensors, *ctx.layout, -1), None, None, None, None
-
-
 def apply_rope(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offset: int = 0) -> Tensor:
     """Rotate R features of every head, from `offset` on; as ops/rope.py: apply_rope.
 
     Shapes: x [S, B, N, D]; cos, sin [S, R/2], offset + R <= D. Returns: like x, contiguous.
     """
-    return _Rope.apply(x_SBND, cos, sin, interleaved, offset)
+    return Rotation.apply(_rotate, x_SBND, cos, sin, interleaved, offset)
