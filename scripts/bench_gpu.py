@@ -75,6 +75,18 @@ def timed(action, device: str) -> float:
     return time.perf_counter() - start
 
 
+def measured(step, steps: int, device: str) -> tuple[float, float]:
+    """Median seconds of a step after three others, and the peak of memory in GiB."""
+    import torch
+
+    for _ in range(3):
+        step()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = statistics.median(timed(step, device) for _ in range(steps))
+    return seconds, torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan")
+
+
 def breakdown(step, device: str) -> list[str]:
     """Device time of one step by kind of kernel, and the time without any."""
     import torch
@@ -117,12 +129,7 @@ def ours(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
         train_step(run, state, microbatches)
         state.iteration += 1
 
-    for _ in range(3):
-        step()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = statistics.median(timed(step, device) for _ in range(steps))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan")
+    seconds, peak = measured(step, steps, device)
     flops = training_flops(args, training.global_batch_size, args.data.seq_length, vocab_rows(args, args.data.vocab_size + 1)) / seconds
     pipe.send((seconds, training.global_batch_size * args.data.seq_length / seconds, flops, flops / rate, peak, breakdown(step, device)))
 
@@ -156,12 +163,7 @@ def theirs(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    for _ in range(3):
-        step()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = statistics.median(timed(step, device) for _ in range(steps))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan")
+    seconds, peak = measured(step, steps, device)
     flops = training_flops(args, batch, seq, vocab) / seconds
     pipe.send((seconds, batch * seq / seconds, flops, flops / rate, peak, breakdown(step, device)))
 
