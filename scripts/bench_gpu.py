@@ -109,8 +109,6 @@ def breakdown(step, device: str) -> list[str]:
 
 def ours(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
     """A process of its own: train, and send the row's figures."""
-    import torch
-
     import arguments
     from moe_trainer.parallel.state import ParallelState
     from moe_trainer.proof.observe import make_run
