@@ -18,6 +18,7 @@ Shapes: any; sizes in elements or bytes, as said.
 import functools
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -45,35 +46,84 @@ class HostCopies:
         """The computation waits until a copy out is complete."""
 
 
-class CudaCopies(HostCopies):
-    """Copies to and from pinned memory, on streams of their own."""
+class StreamedCopies(HostCopies, ABC):
+    """Copies on a stream for each direction; without streams (on a CPU) they are done when they are started.
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    A subclass says where a tensor goes (`room`) and how it is copied there and back. follows: a copy out waits for the copies back that
+    were started before it, whose room it may be given.
+    """
 
-    def start_out(self, x: Tensor) -> tuple[Tensor, Any]:
-        host = torch.empty_like(x, device="cpu", pin_memory=True)
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
-            host.copy_(x, non_blocking=True)
-            x.record_stream(self._out)
-            return host, self._out.record_event()
+    follows = False
 
-    def start_back(self, host: Tensor, out: Any) -> tuple[Tensor, Any]:
-        with torch.cuda.stream(self._back):
-            self._back.wait_event(out)
-            x = torch.empty_like(host, device=self._device)
-            x.copy_(host, non_blocking=True)
-            return x, self._back.record_event()
+    def __init__(self, streams: "tuple[torch.cuda.Stream, torch.cuda.Stream] | None"):
+        """streams: for copies out, and for copies back."""
+        self._streams = streams
+
+    @abstractmethod
+    def room(self, x: Tensor) -> Any:
+        """Where x can go."""
+
+    @abstractmethod
+    def copy_out(self, room: Any, x: Tensor) -> None:
+        """Copy x there."""
+
+    @abstractmethod
+    def copy_back(self, room: Any) -> Tensor:
+        """A new tensor with what is there."""
+
+    def start_out(self, x: Tensor) -> tuple[Any, Any]:
+        room = self.room(x)
+        if self._streams is None:
+            self.copy_out(room, x)
+            return room, None
+        out, back = self._streams
+        out.wait_stream(torch.cuda.current_stream(out.device))
+        if self.follows:
+            out.wait_stream(back)
+        with torch.cuda.stream(out):
+            self.copy_out(room, x)
+            x.record_stream(out)
+            return room, out.record_event()
+
+    def start_back(self, host: Any, out: Any) -> tuple[Tensor, Any]:
+        if self._streams is None:
+            return self.copy_back(host), None
+        back = self._streams[1]
+        with torch.cuda.stream(back):
+            back.wait_event(out)
+            return self.copy_back(host), back.record_event()
 
     def finish(self, x: Tensor, back: Any) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(back)
-        x.record_stream(stream)
+        if self._streams is not None:
+            stream = torch.cuda.current_stream(x.device)
+            stream.wait_event(back)
+            x.record_stream(stream)
 
     def limit(self, out: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(out)
+        if self._streams is not None:
+            torch.cuda.current_stream(self._streams[0].device).wait_event(out)
+
+
+def streams_of(device: torch.device) -> "tuple[torch.cuda.Stream, torch.cuda.Stream] | None":
+    """Streams for copies out and back; None where there is no CUDA."""
+    return (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+
+
+class CudaCopies(StreamedCopies):
+    """Copies between a CUDA device and pinned memory."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(streams_of(device))
+        self._device = device
+
+    def room(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x, device="cpu", pin_memory=True)
+
+    def copy_out(self, room: Tensor, x: Tensor) -> None:
+        room.copy_(x, non_blocking=True)
+
+    def copy_back(self, room: Tensor) -> Tensor:
+        return torch.empty_like(room, device=self._device).copy_(room, non_blocking=True)
 
 
 class Group:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.memory.offload import Group, HostCopies, Stored
+from moe_trainer.memory.offload import Group, Stored, StreamedCopies, streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,53 +114,30 @@ class _Stay:
         return self.pool.views(self.pages, self.rows)
 
 
-class PageCopies(HostCopies):
-    """Copies between buffers and pages; of one layer's buffers, so many rows. streams: out and back, on CUDA."""
+class PageCopies(StreamedCopies):
+    """Copies between buffers and pages; of one layer's buffers, so many rows. Pages may be those of a copy back."""
+
+    follows = True
 
     def __init__(self, choose: Callable[[Tensor, int, int], tuple[PagePool, list]], rows: int, share: int,
                  streams: tuple[Any, Any] | None):
-        self._choose, self._rows, self._share, self._streams = choose, rows, share, streams
+        super().__init__(streams)
+        self._choose, self._rows, self._share = choose, rows, share
 
-    def start_out(self, x: Tensor) -> tuple[Any, Any]:
+    def room(self, x: Tensor) -> _Stay:
         pool, pages = self._choose(x, self._rows, self._share)
-        stay = _Stay(pool, pages, x, self._rows)
-        if self._streams is None:
-            self._copy_out(stay, x)
-            return stay, None
-        out, back = self._streams
-        out.wait_stream(torch.cuda.current_stream(x.device))
-        out.wait_stream(back)  # pages may be those of a copy back
-        with torch.cuda.stream(out):
-            self._copy_out(stay, x)
-            x.record_stream(out)
-            return stay, out.record_event()
+        return _Stay(pool, pages, x, self._rows)
 
-    def start_back(self, host: _Stay, out: Any) -> tuple[Tensor, Any]:
-        if self._streams is None:
-            return self._copy_back(host), None
-        back = self._streams[1]
-        with torch.cuda.stream(back):
-            back.wait_event(out)
-            return self._copy_back(host), back.record_event()
-
-    def finish(self, x: Tensor, back: Any) -> None:
-        if self._streams is not None:
-            stream = torch.cuda.current_stream(x.device)
-            stream.wait_event(back)
-            x.record_stream(stream)
-
-    @staticmethod
-    def _copy_out(stay: _Stay, x: Tensor) -> None:
-        for memory, start, stop in stay.views():
+    def copy_out(self, room: _Stay, x: Tensor) -> None:
+        for memory, start, stop in room.views():
             memory.copy_(x[start:stop], non_blocking=True)
 
-    @staticmethod
-    def _copy_back(stay: _Stay) -> Tensor:
-        x = torch.empty(stay.shape, dtype=stay.dtype, device=stay.device)
-        for memory, start, stop in stay.views():
+    def copy_back(self, room: _Stay) -> Tensor:
+        x = torch.empty(room.shape, dtype=room.dtype, device=room.device)
+        for memory, start, stop in room.views():
             x[start:stop].copy_(memory, non_blocking=True)
-        x[stay.rows:].zero_()  # as they were: products may run over them
-        stay.leave()
+        x[room.rows:].zero_()  # as they were: products may run over them
+        room.leave()
         return x
 
 
@@ -172,7 +149,7 @@ class PagedStash:
         self._device, self._page = device, page
         self._factors = {"device": factor_device, "host": factor_host}
         self._pools: dict[tuple, PagePool] = {}
-        self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+        self._streams = streams_of(device)
         self._last: Group | None = None
         self.overflows = 0
         self._named = 0.0  # the largest factor that the log has named
