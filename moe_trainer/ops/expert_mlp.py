@@ -146,20 +146,21 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx, grad_RH):
         run = _backward_loop if ctx.products is None else _backward_grouped
         grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
-        grad_w1, grad_w2 = (_now_or_later(ctx, weight, grad) for weight, grad in zip(ctx.weights, (grad_w1, grad_w2)))
+        grad_w1, grad_w2 = (now_or_later(ctx.queue, weight, grad) for weight, grad in zip(ctx.weights, (grad_w1, grad_w2)))
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
 
 
-def _defers(ctx) -> bool:
-    return ctx.queue is not None and ctx.queue.active
+def _defers(queue: Any) -> bool:
+    return queue is not None and queue.active
 
 
-def _now_or_later(ctx, weight: Tensor, grad: Callable[[], Tensor] | None) -> Tensor | None:
+def now_or_later(queue: Any, weight: Tensor, grad: Callable[[], Tensor] | None) -> Tensor | None:
+    """In backward: the gradient of a weight, computed; None where nobody wants it, or where the queue takes it."""
     if grad is None:
         return None
-    if not _defers(ctx):
+    if not _defers(queue):
         return grad()
-    ctx.queue.defer(weight, torch.no_grad()(grad))  # outside backward gradients would be recorded
+    queue.defer(weight, torch.no_grad()(grad))  # outside backward gradients would be recorded
     return None
 
 
@@ -227,7 +228,7 @@ def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     grad_p = None if p_R is None else torch.empty_like(p_R)
     grad_w1 = grad_w2 = None
     if needs_w:
-        grad_w1, grad_w2 = (_StackGrad(w, len(found) == len(ctx.counts), _defers(ctx)) for w in (w1, w2))
+        grad_w1, grad_w2 = (_StackGrad(w, len(found) == len(ctx.counts), _defers(ctx.queue)) for w in (w1, w2))
     grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
     grad_b2 = None if b2 is None else torch.zeros_like(b2)
     for expert, start, stop, size in found:

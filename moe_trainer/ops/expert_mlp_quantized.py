@@ -6,13 +6,14 @@ whole tensor is that of one expert's rows (delayed scaling: that of the layer). 
 Shape letters: R rows sorted by expert, e experts, H hidden, F expert FFN width, G fc1 output width (2F when gated).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_trainer.ops.expert_mlp import choose_block
+from moe_trainer.ops.expert_mlp import choose_block, now_or_later
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.ops.grouped_gemm import spans
 from moe_trainer.ops.pointwise import Activation
@@ -60,23 +61,17 @@ class _QuantizedExpertMLP(torch.autograd.Function):
                 grad_p[rows] = block_grad_p
                 if b2 is not None:
                     grad_p[rows] += grad_y @ b2[expert]
-        grad_w1, grad_w2 = (_now_or_later(queue, weight, parts) if needed else None for weight, parts, needed in
+        grad_w1, grad_w2 = (now_or_later(queue, weight, functools.partial(_stacked, weight, parts) if needed else None) for weight, parts, needed in
                             zip(weights, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])))
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
 
 
-def _now_or_later(queue: Any, weight: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor | None:
-    @torch.no_grad()
-    def compute() -> Tensor:
-        grad_eNK = torch.zeros_like(weight)
-        for expert, part in parts.items():
-            grad_eNK[expert] = part()
-        return grad_eNK
-
-    if queue is None or not queue.active:
-        return compute()
-    queue.defer(weight, compute)
-    return None
+def _stacked(weight: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
+    """The gradient of all experts' weights, from those of the ones that had rows."""
+    grad_eNK = torch.zeros_like(weight)
+    for expert, part in parts.items():
+        grad_eNK[expert] = part()
+    return grad_eNK
 
 
 def quantized_expert_mlp(
