@@ -66,18 +66,18 @@ class Kit:
     def for_chunk(self, queue: WeightGradQueue | None = None, stream: ShardStream | None = None, baton: Baton | None = None,
                   activations: Activations | None = None, precision: LowPrecision | None = None) -> "Kit":
         """The same kit for the blocks of one model chunk."""
-        linears = {kind: functools.partial(getattr(self, kind), queue=queue)
-                   for kind in ("column_linear", "row_linear", "replicated_linear")}
         return replace(self, queue=queue, stream=stream, baton=baton, activations=activations or Activations(), precision=precision,
-                       **linears)
+                       **self._linears(queue=queue))
 
     def for_layer(self, layer_number: int) -> "Kit":
         """The same kit for one layer (counted from 1): with quantised products where the flags ask for them."""
         low = self.precision
         quantize = functools.partial(low.products, quantizer=self.kernels.quantize) if low is not None and low.covers(layer_number) else None
-        linears = {kind: functools.partial(getattr(self, kind), quantize=quantize)
-                   for kind in ("column_linear", "row_linear", "replicated_linear")}
-        return replace(self, quantize=quantize, **linears)
+        return replace(self, quantize=quantize, **self._linears(quantize=quantize))
+
+    def _linears(self, **options: object) -> dict[str, Callable[..., nn.Module]]:
+        """The constructors of linears with further options."""
+        return {kind: functools.partial(getattr(self, kind), **options) for kind in ("column_linear", "row_linear", "replicated_linear")}
 
 
 LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
