@@ -8,6 +8,7 @@ gradients arrive in that order.
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -128,7 +129,7 @@ class Stretch:
         return self.model if self.store.main is None else self.store.main.read(self.start, self.stop)
 
 
-class KeptState:
+class KeptState(ABC):
     """Main parameters, gradients and moments of some parameters, or of this rank's part of them.
 
     device: of model and gradients. pieces: they cover, in any order, what this rank keeps of every parameter.
@@ -141,13 +142,13 @@ class KeptState:
     stores: Sequence[Store] = ()
     stretches: Sequence[Stretch] = ()
 
+    @abstractmethod
     def model_at(self, start: int, stop: int) -> Tensor:
         """The model's elements of a range inside a run, flat; live."""
-        raise NotImplementedError
 
+    @abstractmethod
     def grad_at(self, start: int, stop: int) -> Tensor:
         """The main gradients of a range inside a run, flat; live."""
-        raise NotImplementedError
 
     def grad_of(self, piece: Piece) -> Tensor:
         """The main gradient of a piece."""

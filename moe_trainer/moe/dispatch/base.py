@@ -14,6 +14,7 @@ two microbatches in flight are safe.
 Shape letters: T local tokens, E experts, e local experts, R rows received by this rank, H hidden.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,18 +60,18 @@ class Dispatched:
     handle: Any  # the dispatcher's own record (a permutation, split sizes, ...)
 
 
-class TokenDispatcher:
+class TokenDispatcher(ABC):
     """Base of all dispatchers; holds constants only."""
 
     takes_padding = True  # may a token be sent to more experts than the router chooses?
 
+    @abstractmethod
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None) -> Dispatched:
         """Order the local tokens for sending.
 
         expert_E: with clones of experts (alltoall and allgather only) the expert that each column stands for, int64: a token's rows are
         summed in their order, where they are summed one by one.
         """
-        raise NotImplementedError
 
     def exchange(self, sent: Dispatched) -> Dispatched:
         """Communicate to the ranks that hold the experts. Nothing to do on one rank."""
@@ -104,9 +105,9 @@ class TokenDispatcher:
         """Wait for the rows. Dispatchers that cannot return while rows are under way do all of it here."""
         return y_RH
 
+    @abstractmethod
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum each token's rows into token order."""
-        raise NotImplementedError
 
     def dispatch(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
         """Send every token to the ranks that hold its experts.
