@@ -38,6 +38,19 @@ class Toy(nn.Module):
         return self.output_layer(x).float()
 
 
+class ToyChunk(Toy):
+    """As a chunk of a model that a checkpoint keeps; without buffers and streams."""
+
+    def named_state_buffers(self):
+        return iter(())
+
+    def named_scaling_state(self):
+        return iter(())
+
+    def generators(self):
+        return {}
+
+
 def batch(seed, rows=8):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 37, (rows,), generator=generator), torch.randint(0, 37, (rows,), generator=generator)

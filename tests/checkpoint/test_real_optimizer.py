@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import run_ranks
-from toy import Toy, loss_of, machinery
+from toy import ToyChunk, loss_of, machinery
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
@@ -14,19 +14,8 @@ from moe_trainer.parallel.state import ParallelState
 RECORD = {"num_layers": 0, "num_experts": 3}
 
 
-class Chunk(Toy):
-    def named_scaling_state(self):
-        return iter(())
-
-    def named_state_buffers(self):
-        return iter(())
-
-    def generators(self):
-        return {}
-
-
 def make(ps, distributed, bf16, seed, **optimizer):
-    model = Chunk(dtype=torch.bfloat16 if bf16 else torch.float32, seed=seed)
+    model = ToyChunk(dtype=torch.bfloat16 if bf16 else torch.float32, seed=seed)
     grads, built = machinery(model, ps=ps, parallel=ParallelArgs(use_distributed_optimizer=distributed, ddp_bucket_size=400),
                              precision=PrecisionArgs(bf16=bf16), **optimizer)
     return model, grads, built

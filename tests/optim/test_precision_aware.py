@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from harness import run_ranks
-from toy import Toy, loss_of, machinery, one_step
+from toy import Toy, ToyChunk, loss_of, machinery, one_step
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
@@ -21,17 +21,6 @@ AWARE = {"use_precision_aware_optimizer": True}
 NARROW = {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 FP8 = {**AWARE, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
 HALF = {**AWARE, "main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
-
-
-class Chunk(Toy):
-    def named_state_buffers(self):
-        return iter(())
-
-    def named_scaling_state(self):
-        return iter(())
-
-    def generators(self):
-        return {}
 
 
 def _rounded(x, name, positive=False):
@@ -169,7 +158,7 @@ def test_a_row_without_gradient_is_not_thrown_away(name):
 
 def _make(rank, n, formats, bf16, distributed, seed=0):
     ps = ParallelState.create(n, rank) if n > 1 else ParallelState.single()
-    model = Chunk(torch.bfloat16 if bf16 else torch.float32, seed=seed)
+    model = ToyChunk(torch.bfloat16 if bf16 else torch.float32, seed=seed)
     return ps, model, machinery(model, ps=ps, precision=BF16 if bf16 else None, parallel=ParallelArgs(use_distributed_optimizer=distributed),
                                 **formats)
 
