@@ -32,7 +32,7 @@ class PrecisionArgs:
     logit_dtype: Literal["bf16", "fp32"] | None = flag(None, "--output-logit-dtype")
     """Format of the logits that the loss sees."""
     disable_bf16_reduced_precision_matmul: bool = False
-    """Do not let bf16 products accumulate in bf16."""
+    """Do not let bf16 products accumulate in bf16 (on CUDA; sets torch's allow_bf16_reduced_precision_reduction)."""
 
     # ---- fp16 loss scale
     loss_scale: float | None = None

@@ -61,8 +61,7 @@ def initialize(args: Arguments, place: Place) -> Runtime:
     check_same_flags(args, place)
     ps = make_groups(args, place, communicator_timeout(args.parallel.distributed_timeout_minutes * 60.0, device))
     set_seeds(args, ps)
-    if args.training.deterministic_mode:
-        torch.use_deterministic_algorithms(True)
+    set_arithmetic(args)
     logger.info(
         "%d rank(s) from %s, device %s, %d thread(s) per rank, torch %s",
         place.world_size, place.source, device.type, torch.get_num_threads(), torch.__version__,
@@ -194,6 +193,17 @@ def _join(args: Arguments, place: Place, device: torch.device) -> dist.Store:
             f"start-up: the {place.world_size} ranks did not all meet at {place.master_addr}:{place.master_port} within "
             f"{args.parallel.distributed_timeout_minutes} minutes ({backend_reason(error)})") from error
     return store
+
+
+def set_arithmetic(args: Arguments) -> None:
+    """Tell torch how products are to be computed.
+
+    cuBLAS may add up the parts of a bf16 product (split-k) in bf16, unless --disable-bf16-reduced-precision-matmul.
+    """
+    if args.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    if args.precision.disable_bf16_reduced_precision_matmul:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def set_seeds(args: Arguments, ps: ParallelState) -> None:
