@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from hypothesis import settings
-from side_by_side import pytest_runtestloop, pytest_terminal_summary  # noqa: F401 - hooks
+from side_by_side import pytest_configure, pytest_runtestloop, pytest_terminal_summary  # noqa: F401 - hooks
 
 # Several ranks are forked from this process; a parent that has used more than one OpenMP thread would hang them.
 torch.set_num_threads(1)

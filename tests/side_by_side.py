@@ -18,7 +18,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 FOLDER = "MOE_TRAINER_TEST_CLAIMS"
+CLAIMS = pytest.StashKey[str | None]()
 AT_ONCE = ("tests/guard/",)
 """Rooms in which waits and time limits are looked at; one process has such a room."""
 FIRST = ("tests/guard/", "tests/train/", "tests/proof/", "tests/checkpoint/", "tests/moe/", "tests/layers/")
@@ -31,13 +34,18 @@ ONE_PROCESS = ("-s", "--capture", "--pdb", "--trace", "--lf", "--last-failed", "
 
 # ---- in each pytest process: hooks that tests/conftest.py takes over
 
+def pytest_configure(config) -> None:
+    """The folder is for this process: a pytest that a test starts is on its own."""
+    config.stash[CLAIMS] = os.environ.pop(FOLDER, None)
+
+
 def pytest_runtestloop(session) -> bool | None:
     """Run what this process claims; None, which is pytest's own loop, where it is alone."""
-    if FOLDER not in os.environ:
+    if session.config.stash[CLAIMS] is None:
         return None
     if session.testsfailed and not session.config.option.continue_on_collection_errors:
         raise session.Interrupted("errors during collection")
-    folder = Path(os.environ[FOLDER])
+    folder = Path(session.config.stash[CLAIMS])
     items = claimed(session.items, folder)
     item = next(items, None)
     while item is not None and not (folder / "stop").exists():
@@ -54,9 +62,9 @@ def pytest_runtestloop(session) -> bool | None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """Write down what came out, and let --lf know of the failures of all."""
-    if FOLDER not in os.environ:
+    if terminalreporter.config.stash[CLAIMS] is None:
         return
-    folder, stats = Path(os.environ[FOLDER]), terminalreporter.stats
+    folder, stats = Path(terminalreporter.config.stash[CLAIMS]), terminalreporter.stats
     counts = {outcome: len(stats[outcome]) for outcome in ("failed", "error", "passed", "skipped", "xfailed", "xpassed") if outcome in stats}
     failed = [report.nodeid for outcome in ("failed", "error") for report in stats.get(outcome, ())]
     own = folder / f"{os.getpid()}.part"

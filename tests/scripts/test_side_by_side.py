@@ -21,7 +21,7 @@ MEET = """
 def suite(tmp_path):
     """A folder with small rooms; returns a function that runs them and gives exit code, output, and the process of each module."""
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {TESTS}\naddopts = --import-mode=importlib\n")
-    (tmp_path / "conftest.py").write_text("from side_by_side import pytest_runtestloop, pytest_terminal_summary\n")
+    (tmp_path / "conftest.py").write_text("from side_by_side import pytest_configure, pytest_runtestloop, pytest_terminal_summary\n")
     for room in ("guard", "moe", "shape"):
         (tmp_path / "tests" / room).mkdir(parents=True)
         for number in range(4):
@@ -31,7 +31,6 @@ def suite(tmp_path):
         ran = tmp_path / "ran"
         ran.write_text("")
         env = {**os.environ, "MOE_TRAINER_TEST_PROCESSES": str(processes), "RUN": str(ran)}
-        env.pop("MOE_TRAINER_TEST_CLAIMS", None)
         done = subprocess.run([sys.executable, str(TESTS / "side_by_side.py"), "-q", *argv], cwd=tmp_path, env=env, capture_output=True,
                               text=True, timeout=120, check=False)
         pairs = [line.rsplit(" ", 1) for line in ran.read_text().splitlines()]
