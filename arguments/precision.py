@@ -30,7 +30,7 @@ class PrecisionArgs:
     fp16_lm_cross_entropy: bool = False
     """Compute the loss in half precision."""
     logit_dtype: Literal["bf16", "fp32"] | None = flag(None, "--output-logit-dtype")
-    """Format of the logits that the loss sees."""
+    """Format of the logits that the loss sees. Unset: that of the model."""
     disable_bf16_reduced_precision_matmul: bool = False
     """Do not let bf16 products accumulate in bf16 (on CUDA; sets torch's allow_bf16_reduced_precision_reduction)."""
 

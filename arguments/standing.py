@@ -69,7 +69,6 @@ LATER = MappingProxyType(
         "fp8_output_proj": Later("the output layer in fp8", MEMORY),
         "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
         "te_precision_config_file": Later("per-layer formats of TransformerEngine", MEMORY),
-        "logit_dtype": Later("a format for the logits", MEMORY),
         "moe_shared_expert_glu_interleave_size": Later("interleaved gate channels", MEMORY),
         "moe_mlp_glu_interleave_size": Later("interleaved gate channels", MEMORY),
         # ---- planning, launch and survival

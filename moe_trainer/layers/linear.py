@@ -24,7 +24,7 @@ are when the product begins: what travels does so in high precision, and gathere
 neither of both a layer is torch's own linear.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -126,6 +126,11 @@ class _Column(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
+def column(x: Tensor, weight: Parameter, group: Group, *, sequence_parallel: bool, products: Products) -> Tensor:
+    """y = x W^T by other products than torch's own, W cut along its output features. Shapes: as ColumnParallelLinear."""
+    return _Column.apply(x, weight, None, group, sequence_parallel, None, products)
+
+
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, group, sequence_parallel, queue, products):
@@ -185,8 +190,13 @@ class _Linear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         return _Column.apply(x, self.weight, self.bias, Group.single(self.group.name), False, self.queue, self.quantized)
 
+    def quantized_weights(self) -> Iterator[tuple[Parameter, QuantizedProducts]]:
+        """The weight with its products, if these are quantised here."""
+        if self.quantized is not None:
+            yield self.weight, self.quantized
+
     def extra_repr(self) -> str:
-        cut = "" if self.group.size == 1 else f", 1 of {self.group.size} ranks, sequence_parallel={self.sequence_parallel}"
+        cut = """" if self.group.size == 1 else f", 1 of {self.group.size} ranks, sequence_parallel={self.sequence_parallel}"
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, bias={self.bias is not None}{cut}"
 
 

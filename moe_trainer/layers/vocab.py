@@ -8,13 +8,15 @@ per-token loss. Backward goes as in a column linear (layers/linear.py): communic
 Shapes: S sequence, B microbatch, T = S * B tokens, H hidden, V padded vocabulary of this rank.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from moe_trainer.layers.init import Init, make_parameter
-from moe_trainer.layers.linear import column_grads
+from moe_trainer.layers.linear import column, column_grads
 from moe_trainer.ops.cross_entropy import (
     PLAIN,
     ConsumedError,
@@ -25,12 +27,12 @@ from moe_trainer.ops.cross_entropy import (
     linear_cross_entropy,
     wants_grads,
 )
+from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.ops.logits import LogitProducts
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import (
-    copy_to_group,
     gather_last_dim_replicated,
     gather_rows,
-    gather_rows_from_group,
     own_rows,
     reduce_from_group,
     reduce_scatter_rows,
@@ -98,40 +100,40 @@ class PositionEmbedding(nn.Module):
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels_T, group, sequence_parallel, queue, steps):
+    def forward(ctx, x, weight, labels_T, group, sequence_parallel, queue, steps, products):
         whole = gather_rows(x, group)[0] if sequence_parallel else x
-        probs_TV = whole.reshape(-1, whole.shape[-1]) @ weight.t()
+        probs_TV = products.output(whole.reshape(-1, whole.shape[-1]), weight)
         rows_T, mine_T = _local_rows(labels_T, group, weight.shape[0])
         loss_T, share_T = _loss_of_columns(probs_TV, rows_T, mine_T, group, steps)
         ctx.save_for_backward(x, weight, rows_T, mine_T, loss_T, share_T)
-        ctx.probs_TV, ctx.plan = probs_TV, (group, sequence_parallel, queue, steps)
+        ctx.probs_TV, ctx.plan = probs_TV, (group, sequence_parallel, queue, steps, products)
         return loss_T
 
     @staticmethod
     def backward(ctx, grad_T):
         x, weight, rows_T, mine_T, loss_T, share_T = ctx.saved_tensors
-        group, sequence_parallel, queue, steps = ctx.plan
+        group, sequence_parallel, queue, steps, products = ctx.plan
         grad_TV, ctx.probs_TV = ctx.probs_TV, None
         if grad_TV is None:
             raise ConsumedError
         steps.gradient(grad_TV, rows_T, grad_T * share_T, torch.expm1(-loss_T).mul_(grad_T), mine_T)
-        grad_x, grad_weight = column_grads(grad_TV, x, weight, group, sequence_parallel=sequence_parallel,
-                                           needs=ctx.needs_input_grad[:2], queue=queue)
-        return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None, None, None
+        grad_x, grad_weight = column_grads(products.narrowed(grad_TV, weight), x, weight, group, sequence_parallel=sequence_parallel,
+                                           needs=ctx.needs_input_grad[:2], queue=queue, products=products)
+        return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None, None, None, None
 
 
 class _ChunkedVocabParallelLoss(torch.autograd.Function):
     """The same in chunks of tokens whose weights in the loss are known: see ops/cross_entropy.py."""
 
     @staticmethod
-    def forward(ctx, x, weight, labels_T, weights_T, group, sequence_parallel, step, with_grads, steps):
+    def forward(ctx, x, weight, labels_T, weights_T, group, sequence_parallel, step, with_grads, steps, products):
         whole = gather_rows(x, group)[0] if sequence_parallel else x
         whole_TH = whole.reshape(-1, whole.shape[-1])
         all_rows_T, all_mine_T = _local_rows(labels_T, group, weight.shape[0])
         grads, losses = Gradients(whole_TH, weight) if with_grads else None, []
         for start in range(0, len(labels_T), step):
             here = slice(start, start + step)
-            probs_TV = whole_TH[here] @ weight.t()
+            probs_TV = products.output(whole_TH[here], weight)
             loss_T, share_T = _loss_of_columns(probs_TV, all_rows_T[here], all_mine_T[here], group, steps)
             losses.append(loss_T)
             if with_grads:
@@ -155,7 +157,7 @@ class _ChunkedVocabParallelLoss(torch.autograd.Function):
             grad_x, reduced = grad_whole, all_reduce(grad_whole, group, async_op=True)
         grad_weight = grads.of_weight(factor)  # beside the reduction
         reduced.wait()
-        return grad_x.view(own_shape), grad_weight, None, None, None, None, None, None, None
+        return grad_x.view(own_shape), grad_weight, None, None, None, None, None, None, None, None
 
 
 def _loss_of_columns(logits_TV: Tensor, rows_T: Tensor, mine_T: Tensor, group: Group, steps: LossSteps) -> tuple[Tensor, Tensor]:
@@ -172,12 +174,16 @@ class OutputHead(nn.Module):
 
     The weight is an argument of both methods when it is the embedding's (tied head). Both get this rank's rows when
     sequence_parallel. steps: what runs on the logits. queue: see layers/linear.py; a tied weight's gradient never waits, for its other part does not.
+    logit_dtype: of the logits; None: the weight's. quantize: see layers/linear.py.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, *, name: str, group: Group, init: Init, tied: bool,
-                 sequence_parallel: bool = False, queue: WeightGradQueue | None = None, steps: LossSteps = PLAIN):
+                 sequence_parallel: bool = False, queue: WeightGradQueue | None = None, steps: LossSteps = PLAIN,
+                 logit_dtype: torch.dtype | None = None, quantize: Callable[..., QuantizedProducts] | None = None):
         super().__init__()
         self.steps = steps
+        self.quantized = None if quantize is None else quantize(name, cut=True)
+        self.products = LogitProducts(logit_dtype, self.quantized)
         self.group, self.queue = group, None if tied else queue
         self.sequence_parallel = sequence_parallel and group.size > 1
         num_rows, cut = _rows_of(group, vocab_size, name)
@@ -192,20 +198,19 @@ class OutputHead(nn.Module):
         weight = self.weight if tied_weight is None else tied_weight
         weights = None if weights_BS is None or self.queue is not None else weights_BS.t()  # the queue wants the logits' gradient itself
         if self.group.size == 1 and self.queue is None:
-            return linear_cross_entropy(x_SBH, weight, labels_BS.t(), weights, self.steps).t().contiguous()
+            return linear_cross_entropy(x_SBH, weight, labels_BS.t(), weights, self.steps, self.products).t().contiguous()
         labels_T, step = labels_BS.t().reshape(-1), labels_BS.numel()
-        if weights is not None:
-            step = chunk_rows(step, *weight.shape, weight.dtype, x_SBH.device)
+        if weights is not None and self.quantized is None:
+            step = chunk_rows(step, *weight.shape, weight.dtype, x_SBH.device, self.products.format(weight))
         if step < len(labels_T):
             loss_T = _ChunkedVocabParallelLoss.apply(x_SBH, weight, labels_T, weights.reshape(-1), self.group, self.sequence_parallel, step,
-                                                     wants_grads(x_SBH, weight), self.steps)
+                                                     wants_grads(x_SBH, weight), self.steps, self.products)
         else:
-            loss_T = _VocabParallelLoss.apply(x_SBH, weight, labels_T, self.group, self.sequence_parallel, self.queue, self.steps)
+            loss_T = _VocabParallelLoss.apply(x_SBH, weight, labels_T, self.group, self.sequence_parallel, self.queue, self.steps, self.products)
         return loss_T.view(labels_BS.shape[::-1]).t().contiguous()
 
     def logits_BSV(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:
-        """Unnormalized log-probabilities of the whole vocabulary, in the dtype of the weight, on every rank."""
+        """Unnormalized log-probabilities of the whole vocabulary, in the dtype of the logits, on every rank."""
         weight = self.weight if tied_weight is None else tied_weight
-        to_all = gather_rows_from_group if self.sequence_parallel else copy_to_group
-        logits = F.linear(to_all(x_SBH, self.group).transpose(0, 1).contiguous(), weight)
-        return gather_last_dim_replicated(logits, self.group)
+        logits_SBV = column(x_SBH, weight, self.group, sequence_parallel=self.sequence_parallel, products=self.products)
+        return gather_last_dim_replicated(logits_SBV.transpose(0, 1).contiguous(), self.group)

@@ -11,6 +11,7 @@ vocabulary.
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,9 @@ from moe_trainer.shape import deferral
 from moe_trainer.shape.activations import recomputed_spans
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout
+
+
+LOGIT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
 
 class Embedding(nn.Module):
@@ -129,7 +133,8 @@ class Transformer(nn.Module):
         if layout.has_loss:
             self.output_layer = OutputHead(
                 model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=hidden_init(model),
-                tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=queue, steps=kit.kernels.loss_steps)
+                tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=queue, steps=kit.kernels.loss_steps,
+                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype))
 
     def generators(self) -> dict[str, torch.Generator]:
         """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one.

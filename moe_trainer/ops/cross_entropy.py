@@ -1,5 +1,5 @@
 """Output projection and cross entropy in one function, so that only one [T, V] tensor ever exists, in the dtype of the
-weights.
+weights, or in that of --output-logit-dtype (logits.py).
 
 The matmul's result is read in row blocks that fit a cache; only a block is ever widened to fp32. The forward replaces
 the logits, in place, by their softmax: the backward then needs one multiplication per element, by the token's incoming
@@ -12,7 +12,8 @@ once only; asking again is an error.
 
 Where the weights of the tokens in the loss are known beforehand (a loss mask), not even that tensor is needed: chunks of tokens go
 through both passes in the forward, each chunk's gradient at once into those of x and weight, and the backward multiplies these by the one
-number that was missing. No product is computed twice; what it costs is the weight's gradient in fp32 from forward to backward.
+number that was missing. No product is computed twice; what it costs is the weight's gradient in fp32 from forward to backward. Products
+in 8 bits notice how large a gradient is, so they wait for that number, with the logits whole.
 
 Where the vocabulary is cut over ranks (layers/vocab.py) the same two passes run on each rank's columns: the forward stores
 the softmax over them alone, and the factor that makes it the softmax over all, exp(own log-sum-exp - that of all), joins
@@ -26,6 +27,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from moe_trainer.ops.logits import LogitProducts
 
 BLOCK_NUMEL = 1 << 18  # fp32 elements widened at a time: 1 MB, a core's L2
 CHUNK_BYTES = 1 << 26  # of logits held at once, where they are not held whole
@@ -97,12 +100,12 @@ class ConsumedError(RuntimeError):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight_VH, labels_T, steps):
-        probs_TV = x_TH @ weight_VH.t()
+    def forward(ctx, x_TH, weight_VH, labels_T, steps, products):
+        probs_TV = products.output(x_TH, weight_VH)
         log_sum_exp_T, target_T = steps.softmax(probs_TV, labels_T)
         loss_T = log_sum_exp_T.sub_(target_T)
         ctx.save_for_backward(x_TH, weight_VH, labels_T, loss_T)
-        ctx.probs_TV, ctx.steps = probs_TV, steps
+        ctx.probs_TV, ctx.steps, ctx.products = probs_TV, steps, products
         return loss_T
 
     @staticmethod
@@ -112,20 +115,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_TV is None:
             raise ConsumedError
         ctx.steps.gradient(grad_TV, labels_T, grad_T, torch.expm1(-loss_T).mul_(grad_T))
-        grad_x = grad_TV @ weight_VH if ctx.needs_input_grad[0] else None
-        grad_weight = grad_TV.t() @ x_TH if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
+        grad_TV = ctx.products.narrowed(grad_TV, weight_VH)
+        grad_x = ctx.products.input_grad(grad_TV, weight_VH) if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.products.weight_grad_later(grad_TV, x_TH)() if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None, None
 
 
-def chunk_rows(rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device) -> int:
+def chunk_rows(rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device, logits: torch.dtype | None = None) -> int:
     """How many tokens' logits to hold at once; all of them where holding fewer would not save memory.
+
+    dtype: of the weight. logits: theirs, where it is another.
 
     In chunks, the gradient of the weight is added up in fp32 from the forward on; held whole, the logits wait for the backward, which then
     makes that gradient in the weight's dtype. fp16 is never cut: its small gradients need the loss scale, which only the backward knows.
     """
-    size = torch.finfo(dtype).bits // 8
-    step = max(MIN_CHUNK_ROWS, (CHUNK_BYTES if device.type == "cpu" else 4 * CHUNK_BYTES) // (columns * size))
-    whole, chunked = (rows + width) * columns * size, (step * size + width * (4 if size == 4 else 4 + size)) * columns
+    size, each = torch.finfo(dtype).bits // 8, torch.finfo(logits or dtype).bits // 8
+    step = max(MIN_CHUNK_ROWS, (CHUNK_BYTES if device.type == "cpu" else 4 * CHUNK_BYTES) // (columns * each))
+    whole, chunked = (rows * each + width * size) * columns, (step * each + width * (4 if size == 4 else 4 + size)) * columns
     # adding up a narrower format in fp32 is a pass of its own: it has to pay
     saves = whole > (1 if size >= 4 else 2) * chunked
     return step if saves and step < rows and dtype != torch.float16 else rows
@@ -147,13 +153,13 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     """Loss and gradients in one pass over chunks of tokens: possible where the tokens' weights in the loss are known beforehand."""
 
     @staticmethod
-    def forward(ctx, x_TH, weight_VH, labels_T, weights_T, step, with_grads, steps):
+    def forward(ctx, x_TH, weight_VH, labels_T, weights_T, step, with_grads, steps, products):
         loss_T = torch.empty(len(x_TH), dtype=torch.promote_types(x_TH.dtype, torch.float32), device=x_TH.device)
         grads = Gradients(x_TH, weight_VH) if with_grads else None
         weights_T = weights_T.to(loss_T.dtype)
         for start in range(0, len(x_TH), step):
             here = slice(start, start + step)
-            probs_TV = x_TH[here] @ weight_VH.t()
+            probs_TV = products.output(x_TH[here], weight_VH)
             log_sum_exp_T, target_T = steps.softmax(probs_TV, labels_T[here])
             torch.sub(log_sum_exp_T, target_T, out=loss_T[here])
             if with_grads:
@@ -170,7 +176,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         if grads is None:
             raise ConsumedError
         factor = factor_of(grad_T, *ctx.saved_tensors)
-        return grads.of_x(factor), grads.of_weight(factor), None, None, None, None, None
+        return grads.of_x(factor), grads.of_weight(factor), None, None, None, None, None, None
 
 
 class Gradients:
@@ -184,6 +190,7 @@ class Gradients:
 
     def add(self, rows: slice, grad_TV: Tensor) -> None:
         """Take in the gradient of some rows of the product."""
+        grad_TV = grad_TV.to(self._weight.dtype)
         torch.mm(grad_TV, self._weight, out=self._of_x[rows])
         if grad_TV.dtype == self._of_weight.dtype:
             self._of_weight.addmm_(grad_TV.t(), self._x[rows])
@@ -200,18 +207,22 @@ class Gradients:
 
 
 def linear_cross_entropy(x: Tensor, weight_VH: Tensor, labels: Tensor, weights: Tensor | None = None,
-                         steps: LossSteps = PLAIN) -> Tensor:
+                         steps: LossSteps = PLAIN, products: LogitProducts = LogitProducts()) -> Tensor:
     """Per-token loss -log softmax(x @ weight.T)[label], fp32, of the same leading shape as the labels.
 
     Shapes: x [..., H]; weight [V, H]; labels [...] int64 in [0, V); weights [...]: a promise that the gradient of the result will be
-    these times one number (a loss mask), with which the logits need never be whole. steps: what runs on the logits. Differentiable once.
+    these times one number (a loss mask), with which the logits need never be whole. steps: what runs on the logits. products: what makes
+    them. Differentiable once.
     """
     x_TH, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
-    step = chunk_rows(len(x_TH), *weight_VH.shape, weight_VH.dtype, x.device) if weights is not None else len(x_TH)
+    step = len(x_TH)
+    if weights is not None and products.quantized is None:
+        step = chunk_rows(step, *weight_VH.shape, weight_VH.dtype, x.device, products.format(weight_VH))
     if step < len(x_TH):
-        loss_T = _ChunkedLinearCrossEntropy.apply(x_TH, weight_VH, labels_T, weights.reshape(-1), step, wants_grads(x, weight_VH), steps)
+        loss_T = _ChunkedLinearCrossEntropy.apply(x_TH, weight_VH, labels_T, weights.reshape(-1), step, wants_grads(x, weight_VH), steps,
+                                                  products)
     else:
-        loss_T = _LinearCrossEntropy.apply(x_TH, weight_VH, labels_T, steps)
+        loss_T = _LinearCrossEntropy.apply(x_TH, weight_VH, labels_T, steps, products)
     return loss_T.view(labels.shape)
 
 

@@ -15,6 +15,9 @@ training only and are a running maximum over an iteration, so a forward that is 
 between iterations only (layers/precision.py). TransformerEngine advances with every microbatch instead; here the scales of an
 iteration are those of one process, whatever the mapping.
 
+A weight may be kept in 8 bits (`stored`, stored_weight.py): then its bytes are the operand, and what is given as the weight has only its
+shape.
+
 Shape letters: R rows, K input width, N output width, L length of the history.
 """
 
@@ -38,6 +41,7 @@ from moe_trainer.ops.quantize import (
     scale_of,
 )
 from moe_trainer.ops.scaled_mm import scaled_mm
+from moe_trainer.ops.stored_weight import StoredMatrix, StoredWeight
 
 X, WEIGHT, GRAD = 0, 1, 2
 """Operands with scales of their own: rows of the state of delayed scaling."""
@@ -114,8 +118,10 @@ class QuantizedProducts(nn.Module):
     """The products of one linear layer, or of all experts of one: they share the state of delayed scaling.
 
     Buffers with delayed scaling, both fp32: scaling [3, 1 + L], of x, weight and gradient the scale (0: none yet, which means 1) and
-    the maxima, latest first; amax [3], of the iteration so far.
+    the maxima, latest first; amax [3], of the iteration so far. stored: the weight, where it is kept in 8 bits.
     """
+
+    stored: StoredWeight | None = None
 
     def __init__(self, recipe: Recipe, name: str, rounding: Rounding | None = None,
                  quantizer: Callable[..., Quantized] = quantize):
@@ -126,17 +132,21 @@ class QuantizedProducts(nn.Module):
             self.register_buffer("scaling", torch.zeros(3, 1 + recipe.delayed.history), persistent=False)
             self.register_buffer("amax", torch.zeros(3), persistent=False)
 
-    def output(self, x_RK: Tensor, weight_NK: Tensor) -> Tensor:
-        """x @ weight^T. Shapes: x any leading dimensions. Returns: in the dtype of x."""
+    def of_expert(self, weights_eNK: Tensor, expert: int) -> Tensor | StoredMatrix:
+        """One weight of a stack, to be given to the products."""
+        return weights_eNK[expert] if self.stored is None else self.stored[expert]
+
+    def output(self, x_RK: Tensor, weight_NK: Tensor | StoredMatrix, dtype: torch.dtype | None = None) -> Tensor:
+        """x @ weight^T. Shapes: x any leading dimensions. Returns: in `dtype`, or that of x."""
         flat = x_RK.reshape(-1, x_RK.shape[-1])
-        y_RN = product(self._quantize(flat, self.recipe.x, X), self._quantize(weight_NK, self.recipe.weight, WEIGHT), x_RK.dtype)
+        y_RN = product(self._quantize(flat, self.recipe.x, X), self._weight(weight_NK, False, x_RK.dtype), dtype or x_RK.dtype)
         return y_RN.view(*x_RK.shape[:-1], -1)
 
-    def input_grad(self, grad_RN: Tensor, weight_NK: Tensor) -> Tensor:
+    def input_grad(self, grad_RN: Tensor, weight_NK: Tensor | StoredMatrix) -> Tensor:
         """grad @ weight. Shapes: grad any leading dimensions. Returns: in the dtype of grad."""
         flat = grad_RN.reshape(-1, grad_RN.shape[-1])
         grad = self._quantize(flat, self.recipe.grad, GRAD, "input")
-        grad_RK = product(grad, self._quantize(weight_NK.t(), self.recipe.weight_t, WEIGHT), grad_RN.dtype)
+        grad_RK = product(grad, self._weight(weight_NK, True, grad_RN.dtype), grad_RN.dtype)
         return grad_RK.view(*grad_RN.shape[:-1], -1)
 
     def weight_grad(self, grad_RN: Tensor, x_RK: Tensor) -> Tensor:
@@ -171,6 +181,20 @@ class QuantizedProducts(nn.Module):
         found = torch.stack([scale_of(amax, fmt) for amax, fmt in zip(of, formats)]) / 2.0**delayed.margin
         scale_3.copy_(torch.where(finite & (of > 0), found, scale_3))
         self.amax.zero_()
+
+    def weight_scale(self) -> Tensor | None:
+        """The scale of the weight with delayed scaling, as it is now; None where it follows from the weight."""
+        return self._scale(WEIGHT)
+
+    def _weight(self, weight_NK: Tensor | StoredMatrix, transposed: bool, dtype: torch.dtype) -> Quantized:
+        scaling = self.recipe.weight_t if transposed else self.recipe.weight
+        if self.stored is not None and isinstance(weight_NK, Tensor):
+            weight_NK = self.stored[0]
+        if not isinstance(weight_NK, StoredMatrix):
+            return self._quantize(weight_NK.t() if transposed else weight_NK, scaling, WEIGHT)
+        if self.recipe.delayed is not None and self.training:
+            self.amax[WEIGHT] = torch.maximum(self.amax[WEIGHT], weight_NK.amax)
+        return weight_NK.operand(scaling, transposed, dtype)
 
     def _quantize(self, matrix: Tensor, scaling: Scaling, operand: int, role: str = "") -> Quantized:
         self._note(operand, matrix)

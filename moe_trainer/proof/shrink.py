@@ -63,7 +63,7 @@ _KEPT_DATA = frozenset(
     "reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking create_attention_mask_in_dataloader".split()
 )
 _KEPT = MappingProxyType({"training": _KEPT_TRAINING, "optimizer": _KEPT_OPTIMIZER, "data": _KEPT_DATA, "output": ("ckpt_format",),
-                          "precision": ("fp4", *low_precision.KEPT)})
+                          "precision": ("fp4", "logit_dtype", *low_precision.KEPT)})
 _MACHINE = frozenset(
     "distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init local_rank world_size on_missing_backend "
     "triton_kernels "
@@ -171,7 +171,7 @@ def as_is(argv: list[str], world_size: int | None = None) -> Case:
     values = {dest: settings.values[dest] for dest in settings.given_dests() if OPTIONS[dest].section != "output"}
     values |= {dest: settings.values[dest] for dest in ("global_batch_size", "expert_tensor_parallel_size")}
     force_fp32 = bool(settings.overlap_moe_expert_parallel_comm)  # its rules ask for --bf16
-    fixed = {"train_iters": STEPS, "world_size": None, "mock_data": True, "bf16": force_fp32, "fp16": False}
+    fixed = {"train_iters": STEPS, "world_size": None, "mock_data": True, "bf16": force_fp32, "fp16": False, "logit_dtype": None}
     new = _mapping(settings, world_size)
     fp8, said = low_precision.provable(values, new, settings.num_layers)
     if changed := [note for note in said if note != low_precision.HOW]:
@@ -261,6 +261,8 @@ def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str]) -> Case:
         values["ddp_bucket_size"] = 3000
     force_fp32 = bool(values.get("overlap_moe_expert_parallel_comm"))
     values["bf16"] = force_fp32
+    if values.get("logit_dtype") == "bf16" or values.get("fp8"):
+        values["logit_dtype"] = None  # _note_changes says so
     fp8, said = low_precision.provable(values, new, layers)
     notes += said
     return make_case(new, values | fp8, force_fp32)
@@ -360,7 +362,7 @@ def _steady(s: Settings) -> dict[str, object]:
 def _note_changes(s: Settings, notes: list[str]) -> None:
     """Say what the small runs do otherwise than the user's."""
     narrow = ("bf16", "fp16", "main_params_dtype", "main_grads_dtype", "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype",
-              "megatron_fsdp_main_grads_dtype", "fp32_residual_connection")  # fmt: skip
+              "megatron_fsdp_main_grads_dtype", "fp32_residual_connection", "logit_dtype")  # fmt: skip
     half = [s.flag(dest) for dest in narrow if s.given(dest) and s.values[dest] not in (None, False, "auto", s.default(dest))]
     if half:
         notes.append(f"{', '.join(half)}: the proof computes in fp32 (with fp8 in fp64), where a difference is a mistake and not rounding")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from train.layouts import argv_of, compare, train, train_ranks
+from train.layouts import argv_of, compare, make_run, train, train_ranks
 
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.vocab import OutputHead
@@ -84,3 +84,43 @@ def test_whole_models(monkeypatch):
     for (kind, flags), reference, outcome in zip(CASES, expected, found[0], strict=True):
         differences = compare(reference, outcome)
         assert not differences, f"{kind} {flags}: " + "\n".join(map(str, differences[:5]))
+
+
+
+def _fp32_logits(rank, n, sequence_parallel):
+    """Loss and gradients of a head in bf16 with logits in fp32."""
+    ps = ParallelState.create(n, rank, tp=n)
+    x, weight, labels, mask = (tensor if tensor.dtype == torch.int64 else tensor.bfloat16() for tensor in _data())
+    head = OutputHead(H, V, name="head", group=ps.tp, init=Init("normal", 0.1), tied=False, sequence_parallel=sequence_parallel,
+                      logit_dtype=torch.float32).bfloat16()
+    with torch.no_grad():
+        head.weight.copy_(weight.chunk(n)[rank])
+    mine = (x.chunk(n)[rank] if sequence_parallel else x).clone().requires_grad_()
+    whole, chunked = head.loss_BS(mine, labels), head.loss_BS(mine, labels, weights_BS=mask.float())
+    (whole * mask).sum().backward()
+    return whole.detach(), chunked.detach(), mine.grad, head.weight.grad, head.logits_BSV(mine).detach()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_fp32_logits_of_bf16_weights(short_chunks, sequence_parallel):
+    x, weight, labels, mask = (tensor if tensor.dtype == torch.int64 else tensor.bfloat16().float() for tensor in _data())
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    logits = x @ weight.t()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none").view(S, B).t()
+    (expected * mask).sum().backward()
+    found = run_ranks(_fp32_logits, 2, sequence_parallel)
+    for whole, chunked, *_, own in found:
+        torch.testing.assert_close(whole, expected.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(chunked, expected.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(own, logits.detach().transpose(0, 1), rtol=1e-6, atol=1e-6)
+    grad_x = torch.cat([grad for _, _, grad, *_ in found]) if sequence_parallel else found[0][2]
+    grad_weight = torch.cat([grad for *_, grad, _ in found])
+    for grad, exact in ((grad_x, x.grad), (grad_weight, weight.grad)):
+        assert grad.dtype == torch.bfloat16 and (grad.float() - exact).norm() < 1e-2 * exact.norm()
+
+
+def test_the_flag_reaches_every_loss():
+    """The decoder's head is that of multi-token prediction, too."""
+    argv = [*argv_of("deepseek"), "--bf16", "--output-logit-dtype", "fp32"]
+    head = make_run(argv, 0, ParallelState.single(), 1).chunks[0].output_layer
+    assert head.products.dtype == torch.float32 and head.weight.dtype == torch.bfloat16
