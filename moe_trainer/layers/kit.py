@@ -1,7 +1,7 @@
 """The kit of building blocks a model is made of: a record of constructors, chosen once at build.
 
 Blocks call `kit.column_linear(...)` and the like; nothing else knows which library stands behind them. Local experts
-need no grouped linear: they run as one autograd function (ops/expert_mlp.py). There are two kits: the local layers, and
+need no grouped linear: they run as one autograd function (ops/expert_mlp.py). A kit that has one makes experts of two of them. There are two kits: the local layers, and
 TransformerEngine's (te_layers.py), which is chosen where the package and a CUDA device are.
 
 A kit also carries what all blocks of one model chunk share (`for_chunk`): the queue of weight gradients, which its linears
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from arguments.model import ModelArgs
+from arguments.moe import MoEArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.backends import Backends
 from moe_trainer.layers import te, te_layers
@@ -24,7 +25,7 @@ from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.precision import LowPrecision, recipe_of
+from moe_trainer.layers.precision import LowPrecision, recipe_of, stores_weights
 from moe_trainer.memory.activations import Activations
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.baton import Baton
@@ -41,6 +42,8 @@ class Kit:
     row_linear, replicated_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel)
     norm: (size, model, *, name, partial)
     core_attention: see layers/core_attention.py; `choose` binds the groups and kinds of context parallelism to it
+    grouped_linear: (num_experts, in_features, out_features, *, keeps_input), without bias, or None, as a whole or of a layer: see
+    layers/te_experts.py
     kernels: what the small operations run on
     queue: of the chunk, or None when its weight gradients never wait. stream: of the chunk, or None when nothing is cut.
     baton: handed over where tokens are exchanged, or None when passes run one after the other.
@@ -55,6 +58,7 @@ class Kit:
     replicated_linear: Callable[..., nn.Module]
     norm: Callable[..., nn.Module]
     core_attention: Callable[..., nn.Module]
+    grouped_linear: Callable[..., nn.Module | None] | None = None
     kernels: Kernels = Kernels()
     queue: WeightGradQueue | None = None
     stream: ShardStream | None = None
@@ -77,18 +81,19 @@ class Kit:
 
     def _linears(self, **options: object) -> dict[str, Callable[..., nn.Module]]:
         """The constructors of linears with further options."""
-        return {kind: functools.partial(getattr(self, kind), **options) for kind in ("column_linear", "row_linear", "replicated_linear")}
+        kinds = ("column_linear", "row_linear", "replicated_linear", *(("grouped_linear",) if self.grouped_linear is not None else ()))
+        return {kind: functools.partial(getattr(self, kind), **options) for kind in kinds}
 
 
 LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
 
 
 def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends = Backends(),
-           kernels: Kernels = Kernels(), *, model: ModelArgs = ModelArgs(), precision: PrecisionArgs = PrecisionArgs(),
-           defers: bool = False) -> Kit:
+           kernels: Kernels = Kernels(), *, model: ModelArgs = ModelArgs(), moe: MoEArgs = MoEArgs(),
+           precision: PrecisionArgs = PrecisionArgs(), defers: bool = False) -> Kit:
     """Return the kit for --transformer-impl, and for --cp-comm-type over the groups of `ps`.
 
-    model, precision: of the layers to come. defers: weight gradients may wait.
+    model, moe, precision: of the layers to come. defers: weight gradients may wait.
     Where TransformerEngine (Megatron's default) cannot be used and may be done without, it is the local kit, and the log says why,
     once; so it does for layers that stay local in its kit. Raises: MissingBackend where it may not.
     """
@@ -97,7 +102,7 @@ def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str
         core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)))
     if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
         return local
-    return _fused(local, ps, cp_comm_types, backends, model, precision, defers)
+    return _fused(local, ps, cp_comm_types, backends, model, moe, precision, defers)
 
 
 def _has_transformer_engine(transformer_impl: str, backends: Backends) -> bool:
@@ -108,8 +113,8 @@ def _has_transformer_engine(transformer_impl: str, backends: Backends) -> bool:
                         instead="the local layers (plain torch)")
 
 
-def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends, model: ModelArgs, precision: PrecisionArgs,
-           defers: bool) -> Kit:
+def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends, model: ModelArgs, moe: MoEArgs,
+           precision: PrecisionArgs, defers: bool) -> Kit:
     """The kit of TransformerEngine, with the local layers where it does not do what the flags ask for."""
 
     def fits(what: str, problem: str | None) -> bool:
@@ -118,16 +123,26 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
                             remedy="Use --transformer-impl local", instead=f"the local layers for {what}")
 
     recipe, stream = recipe_of(precision), None
-    low = recipe is not None and fits(f"linears with {recipe.name} scaling", te.recipe_problem(recipe))
+    low = recipe is not None and fits(
+        f"linears with {recipe.name} scaling", "it would keep their weights in bf16 (--fp8-param-gather)" if stores_weights(precision)
+        else te.recipe_problem(recipe))
     attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
     fits("linears", "it puts off all weight gradients or none, and the schedule decides pass by pass" if defers else None)
     if attends and ps.cp.size > 1:
         stream = torch.cuda.Stream()
-    layers = te_layers.FusedLayers(te.load(), ps, tuple(cp_comm_types), te.autocast(recipe) if low else None, attends, stream)
+    experts = {}
+    if moe.num_experts and moe.moe_grouped_gemm:
+        def experts_problem(alignment: int) -> str | None:
+            return te_layers.experts_problem(te.load(), model, moe, ps, alignment)
+
+        quantized = low and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment))
+        plain = precision.params_dtype_name != "bf16" and fits(f"experts in {precision.params_dtype_name}", experts_problem(1))
+        experts = {"quantized_experts": quantized, "plain_experts": plain, "row_multiple": te.row_multiple(recipe) if quantized else 1}
+    layers = te_layers.FusedLayers(te.load(), ps, tuple(cp_comm_types), te.autocast(recipe) if low else None, attends, stream, **experts)
     norms_fit = local.kernels.rms_norm is Kernels.rms_norm and fits(
         "norms", "it rounds the residual stream before the norm, not behind it (--fp32-residual-connection)"
         if model.fp32_residual_connection else None)
     return replace(
         local, name="transformer_engine", column_linear=layers.column_linear, row_linear=layers.row_linear,
-        replicated_linear=layers.replicated_linear, norm=layers.norm if norms_fit else local.norm,
+        replicated_linear=layers.replicated_linear, grouped_linear=layers.grouped_linear, norm=layers.norm if norms_fit else local.norm,
         core_attention=layers.core_attention)

@@ -84,12 +84,24 @@ def recipe_problem(recipe: Recipe) -> str | None:
 def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager]:
     """What makes contexts in which the library's linears compute by the recipe. Recipes without state only: entering one layer at a time,
     and again as it is recomputed, then changes nothing. Ask `recipe_problem` first."""
+    return functools.partial(load().autocast, enabled=True, recipe=_made(recipe))
+
+
+def _made(recipe: Recipe) -> object:
+    """A recipe as the library has it."""
     recipes = importlib.import_module("transformer_engine.common.recipe")
     made = getattr(recipes, RECIPES[recipe.name][0])
     if recipe.name == "nvfp4":
-        return functools.partial(load().autocast, enabled=True, recipe=made())
-    fp8_format = recipes.Format.HYBRID if recipe.grad.fmt == E5M2 else recipes.Format.E4M3
-    return functools.partial(load().autocast, enabled=True, recipe=made(fp8_format=fp8_format))
+        return made()
+    return made(fp8_format=recipes.Format.HYBRID if recipe.grad.fmt == E5M2 else recipes.Format.E4M3)
+
+
+def row_multiple(recipe: Recipe) -> int:
+    """Rows of an expert come in multiples of it where the library quantises them; ours where it does not say. Ask `recipe_problem` first."""
+    name = "get_align_size_for_quantization"
+    if problem("quantization", name):
+        return recipe.alignment
+    return getattr(importlib.import_module(f"{PYTORCH}.quantization"), name)(_made(recipe))
 
 
 @dataclass(frozen=True)

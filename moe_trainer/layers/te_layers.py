@@ -12,7 +12,8 @@ What it does not do is done by the local layers:
 
 | what | why |
 |---|---|
-| experts | GroupedLinear wants a parameter (or a tensor of its own kind) per expert and group sizes on the host; ours are one stack, the sizes stay on the device, and gradients of views would be copied together for every microbatch |
+| experts in bf16 | torch's grouped product takes the stack of weights as it is, with group sizes on the device; ours keeps less for backward, and no gradients of views need be put together |
+| some experts in other formats | see `experts_problem`; without --moe-grouped-gemm they run one by one |
 | linears of a chunk whose weight gradients may wait | the library puts all of them off or none, and writes `.grad` itself; the schedules decide pass by pass, and hooks must see each gradient once |
 | linears with delayed scaling, or without fp8 gradients of weights | see te.recipe_problem |
 | attention over packed documents or with an explicit mask | thd tensors would be copies of ours; ours reads document numbers |
@@ -31,10 +32,12 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from arguments.moe import MoEArgs
 from moe_trainer.layers.context_parallel import comm_type_of, make_core_attention
 from moe_trainer.layers.core_attention import CoreAttention, Visible
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
+from moe_trainer.layers.te_experts import FusedGroupedLinear
 from moe_trainer.parallel.state import Group, ParallelState
 
 NAMES = ("Linear", "RMSNorm", "LayerNorm", "DotProductAttention")
@@ -154,12 +157,27 @@ def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) ->
     return f"{found[0]} under context parallelism is not asked of it" if found else None
 
 
+def experts_problem(library: ModuleType, model: ModelArgs, moe: MoEArgs, ps: ParallelState, alignment: int) -> str | None:
+    """What keeps the library's grouped linear from computing the experts, None if nothing does. alignment: of widths; 1: any."""
+    if not hasattr(library, "GroupedLinear"):
+        return f"the installed transformer_engine has no {library.__name__}.GroupedLinear"
+    if moe.moe_clone_hot_experts and ps.ep.size > 1:
+        return "it has a fixed number of experts, and clones of others come and go (--moe-clone-hot-experts)"
+    if moe.moe_paged_stash:
+        return "what it keeps for backward does not go into pages (--moe-paged-stash)"
+    ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
+    if model.hidden_size % alignment or ffn % (ps.etp.size * alignment):
+        return f"its units take widths in multiples of {alignment}, and these are {model.hidden_size} and {ffn} over {ps.etp.size} ranks"
+    return None
+
+
 @dataclass(frozen=True)
 class FusedLayers:
     """Constructors of a kit, with the signatures of the local classes (layers/kit.py).
 
     library: transformer_engine.pytorch. context: in which quantised products are computed; None: the local linears do that.
-    fused_attention: False: the local one. stream: on which context parallelism talks.
+    fused_attention: False: the local one. stream: on which context parallelism talks. quantized_experts, plain_experts: does the library
+    compute the experts of layers that are quantised, and of those that are not? row_multiple: of quantised experts.
     """
 
     library: ModuleType
@@ -168,6 +186,9 @@ class FusedLayers:
     context: Context | None = None
     fused_attention: bool = True
     stream: torch.Stream | None = None
+    quantized_experts: bool = False
+    plain_experts: bool = False
+    row_multiple: int = 1
 
     def column_linear(self, *sizes: int, **options) -> nn.Module:
         return self._linear(ColumnParallelLinear, FusedColumnLinear, *sizes, **options)
@@ -211,3 +232,12 @@ class FusedLayers:
             return local(*sizes, queue=queue, quantize=quantize, **options)
         context = contextlib.nullcontext if quantize is None else self.context
         return fused(*sizes, library=self.library, context=context, **options)
+
+    def grouped_linear(self, num_experts: int, in_features: int, out_features: int, *, queue=None, quantize=None,
+                       keeps_input: bool = False) -> nn.Module | None:
+        """One linear of all experts; None where the local experts compute."""
+        if not (self.plain_experts if quantize is None else self.quantized_experts):
+            return None
+        context, multiple = (contextlib.nullcontext, 1) if quantize is None else (self.context, self.row_multiple)
+        return FusedGroupedLinear(num_experts, in_features, out_features, library=self.library, context=context, queue=queue,
+                                  row_multiple=multiple, keeps_input=keeps_input)

@@ -11,7 +11,7 @@ that sum on one rank only; the others give it a zero gradient, and its gradient 
 Shape letters: R rows sorted by expert, e local experts, H hidden, F this rank's expert FFN width, G fc1 output width (2F when gated).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,8 @@ from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import Activations
 from moe_trainer.moe.cloning import Trip
-from moe_trainer.ops.expert_mlp import expert_mlp
+from moe_trainer.moe.grouped_experts import grouped_expert_mlp
+from moe_trainer.ops.expert_mlp import choose_block, expert_mlp
 from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.params import ParamInfo
@@ -61,13 +62,13 @@ class Experts(nn.Module):
     """All local experts of one layer.
 
     queue: where weight gradients wait while it is active; None to compute them in backward always. activations: the chunk's.
-    quantize: makes their products in fewer bits, of (name, cut=, expert=).
+    quantize: makes their products in fewer bits, of (name, cut=, expert=). grouped_linear: of the kit; may make None.
     Raises: ValueError when the experts or their width cannot be cut evenly.
     """
 
     def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, queue: WeightGradQueue | None = None,
                  activations: Activations | None = None, quantize: Callable[..., QuantizedProducts] | None = None,
-                 kernels: Kernels = Kernels()):
+                 kernels: Kernels = Kernels(), grouped_linear: Callable[..., nn.Module | None] | None = None):
         super().__init__()
         ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
         if ffn % ps.etp.size:
@@ -92,7 +93,8 @@ class Experts(nn.Module):
         self.linear_fc2 = _ExpertLinear(
             [f"{expert}.linear_fc2" for expert in names], model.hidden_size, ffn, bias, residual_init(model), group=ps.etp, cut=1)
         self.quantized = None
-        if quantize is not None:
+        self.grouped = self._grouped_linears(grouped_linear)
+        if quantize is not None and self.grouped is None:
             self.quantized = nn.ModuleList(quantize(f"{name}.{linear}", cut=True, expert=True) for linear in ("linear_fc1", "linear_fc2"))
 
     def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int], unused: int = 0,
@@ -120,6 +122,18 @@ class Experts(nn.Module):
             clones_RH = self._run_clones(x_RH[rows:], probs_of_clones, away, cloned, unused)
         return trip.fetch_again(torch.cat([y_RH, clones_RH]))
 
+    def _grouped_linears(self, make: Callable[..., nn.Module | None] | None) -> nn.ModuleList | None:
+        """fc1 and fc2 of a library, which share our weights; None where we compute."""
+        sizes = [(*linear.weight.shape,) for linear in (self.linear_fc1, self.linear_fc2)]
+        made = [make(num, columns, rows, keeps_input=linear == 1 and "moe_act" in self.activations.recomputed)
+                for linear, (num, rows, columns) in enumerate(sizes)] if make is not None else [None]
+        return None if None in made else nn.ModuleList(made)
+
+    def quantized_weights(self) -> Iterator[tuple[nn.Parameter, QuantizedProducts]]:
+        """The stacked weights with their products, if these are quantised."""
+        if self.quantized is not None:
+            yield from zip((self.linear_fc1.weight, self.linear_fc2.weight), self.quantized)
+
     def _tensors(self) -> tuple[Tensor, ...]:
         tensors = (self.linear_fc1.weight, self.linear_fc2.weight, self.linear_fc1.bias, self.linear_fc2.bias)
         return tuple(tensor for tensor in tensors if tensor is not None)
@@ -130,6 +144,11 @@ class Experts(nn.Module):
                           allow_grouped=self.allow_grouped, block=self.block, products=self.products, unused=unused)
 
     def _run(self, x_RH: Tensor, probs_R: Tensor | None, tokens_per_expert_e: Sequence[int], unused: int) -> Tensor:
+        if self.grouped is not None and len(x_RH) > unused:
+            return grouped_expert_mlp(
+                x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, tuple(self.grouped),
+                self.block or choose_block(self.activation), self.activations, row_multiple=self.grouped[0].row_multiple,
+                b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(self.linear_fc2.bias), unused=unused)
         rows = x_RH.untyped_storage().data_ptr()
         with self.activations.offloading("expert_fc1", "moe_act",
                                          which=lambda x: "expert_fc1" if x.untyped_storage().data_ptr() == rows else "moe_act"):

@@ -44,7 +44,8 @@ class MoELayer(nn.Module):
                                  stream=kit.stream, activations=kit.activations)
         low = kit.precision if moe.moe_router_padding_for_quantization else None
         self.row_multiple = 1 if low is None else low.recipe.alignment
-        self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue, kit.activations, kit.quantize, kit.kernels)
+        self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue, kit.activations, kit.quantize, kit.kernels,
+                               kit.grouped_linear)
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", kit, sequence_parallel)

@@ -1,4 +1,6 @@
-"""Rows of experts in multiples that quantised products take (--moe-router-padding-for-quantization)."""
+"""Rows of experts in multiples that quantised products take: by routing (--moe-router-padding-for-quantization), or by rows of zeros."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,3 +16,49 @@ def pad_routing(routing_TE: Tensor, multiple: int) -> Tensor:
     missing_E = -routing_TE.sum(0) % multiple
     free_TE = ~routing_TE
     return routing_TE | (free_TE & (free_TE.cumsum(0) <= missing_E))
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_R: Tensor, place_R: Tensor, rows: int) -> Tensor:
+        ctx.place_R = place_R
+        return x_R.new_zeros(rows, *x_R.shape[1:]).index_copy_(0, place_R, x_R)
+
+    @staticmethod
+    def backward(ctx, grad_P: Tensor):
+        return grad_P.index_select(0, ctx.place_R), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_P: Tensor, place_R: Tensor) -> Tensor:
+        ctx.place_R, ctx.rows = place_R, y_P.shape[0]
+        return y_P.index_select(0, place_R)
+
+    @staticmethod
+    def backward(ctx, grad_R: Tensor):
+        return grad_R.new_zeros(ctx.rows, *grad_R.shape[1:]).index_copy_(0, ctx.place_R, grad_R), None
+
+
+class RowPadding:
+    """Rows sorted by expert, each expert's filled up with zeros to a multiple, and back. Both are differentiable.
+
+    counts: with padding, host integers; experts without rows stay without.
+    """
+
+    def __init__(self, counts: Sequence[int], multiple: int, device: torch.device):
+        self.counts = [-(-count // multiple) * multiple for count in counts]
+        self._place_R = None
+        if self.counts != list(counts):
+            own, padded = torch.tensor(counts), torch.tensor(self.counts)
+            shift_e = (padded.cumsum(0) - padded) - (own.cumsum(0) - own)
+            rows = int(own.sum())
+            self._place_R = (torch.arange(rows) + shift_e.repeat_interleave(own, output_size=rows)).to(device)
+
+    def pad(self, x_R: Tensor) -> Tensor:
+        """Shapes: x_R [R, ...] -> [P, ...]; itself where nothing is missing."""
+        return x_R if self._place_R is None else _Pad.apply(x_R, self._place_R, sum(self.counts))
+
+    def unpad(self, y_P: Tensor) -> Tensor:
+        """Shapes: y_P [P, ...] -> [R, ...]."""
+        return y_P if self._place_R is None else _Unpad.apply(y_P, self._place_R)

@@ -70,6 +70,8 @@ class Double:
     available: set[str] = field(default_factory=lambda: {"fp8", "fp8_block_scaling", "mxfp8", "nvfp4"})
     recipes: list = field(default_factory=list)
     products: list[tuple[tuple[int, int], object]] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    align: int = 16
 
     def called(self) -> set[str]:
         return {name.removeprefix(f"{PYTORCH}.").removeprefix("module.") for name, _ in self.recorded.calls}
@@ -79,7 +81,10 @@ class Double:
         pytorch, recipe = module(PYTORCH), module(RECIPE)
         pytorch.Linear, pytorch.DotProductAttention = _linear(self), _attention(self)
         pytorch.RMSNorm, pytorch.LayerNorm = _norm(self, "rmsnorm.RMSNorm"), _norm(self, "layernorm.LayerNorm")
+        pytorch.GroupedLinear = _grouped(self)
         pytorch.autocast = _autocast(self)
+        quantization = module(f"{PYTORCH}.quantization")
+        quantization.get_align_size_for_quantization = _align(self)
         for kind in ("fp8", "fp8_block_scaling", "mxfp8", "nvfp4"):
             setattr(pytorch, f"is_{kind}_available", _available(self, kind))
         recipe.Format = type("Format", (), {"HYBRID": "HYBRID", "E4M3": "E4M3"})
@@ -87,7 +92,8 @@ class Double:
             setattr(recipe, name, _recipe(self, name))
         package, common = module("transformer_engine"), module("transformer_engine.common")
         package.pytorch, package.common, common.recipe = pytorch, common, recipe
-        return {made.__name__: made for made in (package, pytorch, common, recipe)}
+        pytorch.quantization = quantization
+        return {made.__name__: made for made in (package, pytorch, common, recipe, quantization)}
 
 
 def _available(double: Double, kind: str):
@@ -157,6 +163,78 @@ def _linear(double: Double):
             return y + self.bias if self.use_bias else y
 
     return Linear
+
+
+def _align(double: Double):
+    def get_align_size_for_quantization(*args, **kwargs):
+        assert double.recorded.bind(f"{PYTORCH}.quantization.get_align_size_for_quantization", args, kwargs)["recipe"][0]
+        return double.align
+
+    return get_align_size_for_quantization
+
+
+class _Grouped(torch.autograd.Function):
+    """Products of every expert; gradients of weights one behind the other, or put off into the module's store."""
+
+    @staticmethod
+    def forward(ctx, x, splits, store, packs, *weights):
+        ctx.save_for_backward(x, *weights)
+        ctx.plan = splits, store, packs
+        return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(splits), weights)])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, *weights), (splits, store, packs) = ctx.saved_tensors, ctx.plan
+        pairs = list(zip(grad.split(splits), x.split(splits)))
+        together = weights[0].new_empty(len(weights), *weights[0].shape)
+
+        def compute():
+            for index, (g, rows) in enumerate(pairs):
+                together[index] = g.t() @ rows
+            return [together[index] if packs else together[index].clone() for index in range(len(weights))]
+
+        grad_x = torch.cat([g @ weight for (g, _), weight in zip(pairs, weights)])
+        if store is None:
+            return grad_x, None, None, None, *compute()
+        store.append(compute)
+        return grad_x, None, None, None, *[None] * len(weights)
+
+
+def _grouped(double: Double):
+    prefix = f"{PYTORCH}.module.grouped_linear.GroupedLinear"
+
+    class GroupedLinear(nn.Module):
+        packs = True
+
+        def __init__(self, *args, **kwargs):
+            super().__init__()
+            bound = double.recorded.bind(prefix, args, kwargs)
+            assert not bound["bias"] and not bound.get("fuse_wgrad_accumulation") and not bound.get("tp_size")
+            self.num_gemms, self.shape = bound["num_gemms"], (bound["out_features"], bound["in_features"])
+            for index in range(self.num_gemms):
+                setattr(self, f"weight{index}", Parameter(torch.empty(self.shape, device=bound["device"], dtype=bound["params_dtype"])))
+            self.store = [] if bound["delay_wgrad_compute"] else None
+            self.keeps_input = bound["save_original_input"]
+
+        def forward(self, *args, **kwargs):
+            bound = double.recorded.bind(f"{prefix}.forward", args, kwargs)
+            x, splits = bound["inp"], bound["m_splits"]
+            weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+            assert type(splits) is list and all(type(count) is int for count in splits) and len(splits) == self.num_gemms
+            assert sum(splits) == len(x) > 0 and x.is_contiguous()
+            assert all(weight.dtype == x.dtype and weight.shape == self.shape and not weight.is_meta for weight in weights)
+            recipe = double.recipes[-1] if double.recipes else None
+            assert recipe is None or all(count % double.align == 0 for count in splits)
+            double.products.append((self.shape, recipe))
+            double.rows.append(splits)
+            return _Grouped.apply(x, splits, self.store, type(self).packs, *weights)
+
+        def backward_dw(self, *args, **kwargs):
+            double.recorded.bind(f"{prefix}.backward_dw", args, kwargs)
+            for index, grad in enumerate(self.store.pop(0)()):
+                getattr(self, f"weight{index}").grad = grad
+
+    return GroupedLinear
 
 
 def _norm(double: Double, name: str):
