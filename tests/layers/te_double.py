@@ -5,8 +5,10 @@ What a linear computes does not depend on the recipe here; which one it was in i
 """
 
 import importlib.machinery
+import json
+import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
@@ -16,8 +18,40 @@ from moe.deep_ep_double import Signatures
 from torch import nn
 from torch.nn import Parameter
 
+from moe_trainer.layers import kit
+from moe_trainer.model import build
+
 PYTORCH = "transformer_engine.pytorch"
 RECIPE = "transformer_engine.common.recipe"
+
+
+def install(monkeypatch, modules: dict) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.delitem(sys.modules, "transformer_engine")  # both: whatever a test imports under this name is gone after it
+    for name, made in modules.items():
+        monkeypatch.setitem(sys.modules, name, made)
+
+
+def stand_in(shared, monkeypatch) -> "Double":
+    """The stand-in is installed, and models on the CPU are built as they are on CUDA devices."""
+    made = Double(Signatures(json.loads((shared / "reference" / "te_api.json").read_text())))
+    install(monkeypatch, made.modules())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream")
+    choose = kit.choose
+
+    def on_cuda(impl, ps, comm_types, backends, *rest, **more):
+        return choose(impl, ps, comm_types, replace(backends, cuda=True), *rest, **more)
+
+    monkeypatch.setattr(build, "choose", on_cuda)
+    return made
+
+
+def short(called: set[str]) -> set[str]:
+    """Without the packages that a name is in."""
+    parts = ("forward", "backward_dw", "set_")
+    return {".".join(part for part in name.split(".") if part[0].isupper() or part.startswith(parts)) for name in called}
 
 
 def module(name: str) -> ModuleType:

@@ -1,6 +1,5 @@
 """TransformerEngine's kit: which calls are made, against the recorded signatures, and whole trainings with a stand-in for the package."""
 
-import json
 import logging
 import sys
 from contextlib import nullcontext
@@ -9,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from layers.te_double import PYTORCH, RECIPE, Double
-from moe.deep_ep_double import Signatures
+from layers.te_double import PYTORCH, RECIPE, install, short, stand_in
 from train.layouts import argv_of, compare, groups_of, train, train_ranks
 
 from arguments import parse_args
@@ -33,28 +31,9 @@ TE = "--transformer-impl transformer_engine"
 TP2, CP2, PP2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "context", "pipeline-model"))
 
 
-def install(monkeypatch, modules: dict) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    monkeypatch.delitem(sys.modules, "transformer_engine")  # both: whatever a test imports under this name is gone after it
-    for name, made in modules.items():
-        monkeypatch.setitem(sys.modules, name, made)
-
-
 @pytest.fixture
 def double(shared, monkeypatch):
-    """The stand-in is installed, and models on the CPU are built as they are on CUDA devices."""
-    made = Double(Signatures(json.loads((shared / "reference" / "te_api.json").read_text())))
-    install(monkeypatch, made.modules())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream")
-    choose = kits.choose
-
-    def on_cuda(impl, ps, comm_types, backends, *rest, **more):
-        return choose(impl, ps, comm_types, replace(backends, cuda=True), *rest, **more)
-
-    monkeypatch.setattr(build, "choose", on_cuda)
-    return made
+    return stand_in(shared, monkeypatch)
 
 
 def with_te(kind: str, flags: str = "") -> list[str]:
@@ -68,11 +47,6 @@ def told(differences) -> list[str]:
 GROUPS = "--group-query-attention --num-query-groups"
 PARTS = "--recompute-granularity selective --recompute-modules core_attn layernorm mla_up_proj mlp moe"
 SENT = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules attn_norm qkv_linear core_attn attn_proj"
-
-
-def short(called: set[str]) -> set[str]:
-    """Without the packages that a name is in."""
-    return {".".join(part for part in name.split(".") if part[0].isupper() or part.startswith(("forward", "set_"))) for name in called}
 
 
 @pytest.mark.parametrize(("kind", "model", "flags"), [

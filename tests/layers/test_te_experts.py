@@ -1,0 +1,249 @@
+"""Experts by TransformerEngine's GroupedLinear: against the local experts, with a stand-in that holds calls to the recorded signatures."""
+
+import logging
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import run_ranks
+from layers.te_double import PYTORCH, short, stand_in
+from torch.nn import Parameter
+from train.layouts import argv_of, compare, groups_of, train
+
+from arguments import parse_args
+from moe_trainer.backends import Backends, MissingBackend
+from moe_trainer.layers import kit as kits
+from moe_trainer.layers import te, te_layers
+from moe_trainer.layers.precision import recipe_of
+from moe_trainer.layers.te_experts import FusedGroupedLinear, stacked
+from moe_trainer.memory.activations import Activations
+from moe_trainer.moe.grouped_experts import grouped_expert_mlp
+from moe_trainer.moe.padding import RowPadding
+from moe_trainer.ops.expert_mlp import choose_block, expert_mlp
+from moe_trainer.ops.pointwise import Activation
+from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.parallel.weight_grads import WeightGradQueue
+
+COUNTS = (9, 0, 16, 3)
+WIDE = ("--hidden-size 32 --ffn-hidden-size 32 --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
+        "--v-head-dim 16")
+FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"
+BUDGET = "--moe-expert-rank-capacity-factor 2 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+EXPERTS = ((64, 32), (32, 32))
+
+
+@pytest.fixture
+def double(shared, monkeypatch):
+    return stand_in(shared, monkeypatch)
+
+
+def values(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"x": (28, 8), "p": (28,), "w1": (4, 12, 8), "w2": (4, 8, 6), "b1": (4, 12), "b2": (4, 8)}
+    made = {name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()}
+    return {name: Parameter(x.detach()) if name[0] == "w" else x for name, x in made.items()}
+
+
+def linears(queue=None, row_multiple=1, keeps_input=False):
+    sizes, library = ((8, 12), (6, 8)), sys.modules[PYTORCH]
+    return tuple(FusedGroupedLinear(4, *size, library=library, context=nullcontext, queue=queue, row_multiple=row_multiple,
+                                    keeps_input=keeps_input) for size in sizes)
+
+
+def local(v, activation, **options):
+    return expert_mlp(v["x"], v["p"], v["w1"], v["w2"], COUNTS, activation, allow_grouped=False, **options)
+
+
+def grouped(v, activation, pair, activations=None, **options):
+    return grouped_expert_mlp(v["x"], v["p"], v["w1"], v["w2"], COUNTS, pair, choose_block(activation), activations or Activations(), **options)
+
+
+def near(one, other):
+    for name in one:
+        assert (one[name] is None) == (other[name] is None), name
+        if one[name] is not None:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("row_multiple", [1, 16])
+@pytest.mark.parametrize("how", ["plain", "biases", "no probabilities", "recomputed activation"])
+def test_experts_are_the_local_ones(double, monkeypatch, packs, row_multiple, how):
+    monkeypatch.setattr(sys.modules[PYTORCH].GroupedLinear, "packs", packs)
+    activation, found = Activation("silu", gated=True), []
+    for ours in (False, True):
+        v = values()
+        if how == "no probabilities":
+            v["p"] = None
+        biases = {"b1_eG": v["b1"], "b2_eH": v["b2"]} if how == "biases" else {}
+        if ours:
+            recomputes = how == "recomputed activation"
+            activations = Activations(frozenset({"moe_act"}) if recomputes else frozenset(), draws=False)
+            pair = linears(row_multiple=row_multiple, keeps_input=recomputes)
+            y = grouped(v, activation, pair, activations, row_multiple=row_multiple, **biases)
+            padded = [16, 0, 16, 16] if row_multiple == 16 else list(COUNTS)
+            assert double.rows == [padded, padded] and not any(list(linear.parameters()) for linear in pair)
+        else:
+            y = local(v, activation, **biases)
+        (y.sin() * torch.arange(28 * 8).view(28, 8)).sum().backward()
+        found.append({"y": y.detach(), **{name: None if x is None else x.grad for name, x in v.items()}})
+    near(*found)
+    assert short(double.called()) == {"GroupedLinear", "GroupedLinear.forward"}
+
+
+@pytest.mark.parametrize("waits", [(True, True), (False, False), (True, False), (False, True)])
+def test_weight_gradients_that_wait(double, waits):
+    """Two microbatches, each of which takes its gradients at once or later."""
+    activation, found = Activation("gelu"), []
+    for ours in (False, True):
+        queue, v = WeightGradQueue(), values()
+        v["w1"] = Parameter(v["w1"].detach()[:, :6].clone())
+        pair = linears(queue)
+        taken = []
+        for seed, active in enumerate(waits):
+            x = values(seed)["x"]
+            queue.active = active
+            each = {**v, "x": x}
+            if ours:
+                pair[0].fused.shape = (6, 8)
+                y = grouped(each, activation, pair)
+            else:
+                y = local(each, activation, queue=queue)
+            before = None if v["w1"].grad is None else v["w1"].grad.clone()
+            y.square().sum().backward()
+            if active:
+                after = v["w1"].grad
+                assert after is None if before is None else torch.equal(after, before), "it was put off"
+            taken.append(queue.take())
+        for pending in taken:
+            pending.run()
+        assert not any(linear.fused.store for linear in pair)
+        found.append({name: v[name].grad for name in ("w1", "w2", "p")})
+    near(*found)
+    assert {"GroupedLinear.backward_dw"} <= short(double.called())
+
+
+def test_gradients_one_behind_the_other_are_not_copied():
+    whole = torch.arange(24.0).view(4, 2, 3)
+    assert stacked(whole.unbind(0)).data_ptr() == whole.data_ptr() and torch.equal(stacked(whole.unbind(0)), whole)
+    assert torch.equal(stacked([*whole[:2], *whole[2:].clone()]), whole)
+    assert torch.equal(stacked([whole[1], whole[0]]), whole[[1, 0]])
+
+
+def test_weights_are_no_activations(double):
+    """What the library saves of them stays where it is when activations go to the host."""
+    v, seen = values(), []
+    activations = Activations()
+    activations._pack = (lambda pack: lambda x: seen.append(pack(x) is x and x.shape) or pack(x))(activations._pack)
+    with activations._storing(lambda x: lambda: x):
+        grouped(v, Activation("silu", gated=True), linears())
+    assert (12, 8) in seen and (8, 6) in seen
+
+
+def test_rows_of_zeros_fill_up():
+    x = torch.arange(1.0, 29.0, requires_grad=True)
+    padding = RowPadding(COUNTS, 8, x.device)
+    padded = padding.pad(x)
+    assert padding.counts == [16, 0, 16, 8] and padded.tolist() == [*range(1, 10), *[0] * 7, *range(10, 26), *range(26, 29), *[0] * 5]
+    back = padding.unpad(padded * 2)
+    (back * torch.arange(28.0)).sum().backward()
+    assert torch.equal(back, x * 2) and torch.equal(x.grad, 2 * torch.arange(28.0))
+    even = RowPadding((8, 0, 16), 8, x.device)
+    assert even.pad(x) is x and even.unpad(x) is x
+
+
+def test_rows_that_no_expert_has_and_counts_that_do_not_add_up(double):
+    v = values()
+    more = {**v, "x": torch.cat([v["x"], torch.zeros(4, 8, dtype=torch.float64)]), "p": torch.cat([v["p"], torch.zeros(4)])}
+    activation = Activation("silu", gated=True)
+    y = grouped(more, activation, linears(), unused=4)
+    assert y.shape == (32, 8)
+    torch.testing.assert_close(y[:28], local(v, activation))
+    with pytest.raises(ValueError, match="add up to 28, but there are 30"):
+        grouped(more, activation, linears(), unused=2)
+
+
+def fused(flags):
+    return [*argv_of("plain"), *f"{WIDE} --transformer-impl transformer_engine {flags}".split()]
+
+
+@pytest.mark.parametrize("flags", ["", BUDGET, "--recompute-granularity selective --recompute-modules moe_act",
+                                   "--moe-router-padding-for-quantization --moe-token-dispatcher-type alltoall"])
+def test_quantised_experts_compute_by_the_recipe(double, flags):
+    """In whole trainings; the stand-in does not round, so they are those in fp32."""
+    double.align = 32  # more than our own alignment
+    one = train([*argv_of("plain"), *f"{WIDE}".split()], 0, ParallelState.single(), 2)
+    other = train(fused(f"{FP8} {flags}"), 0, ParallelState.single(), 2)
+    assert [str(difference) for difference in compare(one, other)] == []
+    found = [(shape, recipe) for shape, recipe in double.products if shape in EXPERTS]
+    assert all(recipe[0] == "Float8BlockScaling" for _, recipe in found) and double.rows
+    assert all(count % 32 == 0 for splits in double.rows for count in splits)
+
+
+def ranks(rank, n, argv):
+    outcome = train(argv, rank, groups_of(argv, rank, n), 1)
+    return outcome, short(sys.modules[PYTORCH].double.called())
+
+
+@pytest.mark.parametrize("mapping", [
+    "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --sequence-parallel",
+    "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "--use-torch-fsdp2",
+])
+def test_two_ranks_are_one_process(double, mapping):
+    sys.modules[PYTORCH].double = double
+    one = train([*argv_of("plain"), *WIDE.split()], 0, ParallelState.single(), 1)
+    (outcome, called), _ = run_ranks(ranks, 2, fused(mapping), timeout=300.0)
+    assert [str(difference) for difference in compare(one, outcome)] == []
+    assert "GroupedLinear.forward" in called and ("GroupedLinear.backward_dw" in called) is ("zero-bubble" in mapping)
+
+
+def chosen(flags, caplog, backends=Backends(cuda=True)):
+    args = parse_args(fused(flags), 2)
+    with caplog.at_level(logging.INFO):
+        kit = kits.choose("transformer_engine", groups(args), ["p2p"], backends, model=args.model, moe=args.moe, precision=args.precision)
+    return kit.grouped_linear(4, 32, 32), [message for message in caplog.messages if "for experts" in message]
+
+
+def groups(args):
+    single = ParallelState.single()
+    return replace(single, ep=Group("ep", (0, 1), 0, 2)) if args.parallel.expert_model_parallel_size == 2 else single
+
+
+@pytest.mark.parametrize(("flags", "reason"), [
+    ("--moe-clone-hot-experts 1 --expert-model-parallel-size 2", "--moe-clone-hot-experts"),
+    (f"{BUDGET} --moe-paged-stash", "--moe-paged-stash"),
+])
+def test_experts_that_stay_local(double, caplog, flags, reason):
+    made, told = chosen(flags, caplog)
+    assert made is None and len(told) == 1 and reason in told[0]
+    with pytest.raises(MissingBackend, match="for experts"):
+        chosen(flags, caplog, Backends("error", cuda=True))
+
+
+def test_experts_in_bf16_are_torchs_grouped_products(double, caplog):
+    assert chosen("--bf16", caplog) == (None, [])
+    made, told = chosen("", caplog)
+    assert type(made) is FusedGroupedLinear and not told
+
+
+def test_widths_that_the_units_do_not_take(double, caplog):
+    assert te_layers.experts_problem(te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 16).startswith(
+        "its units take widths in multiples of 16, and these are 32 and 40")
+    assert te_layers.experts_problem(te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 1) is None
+    del sys.modules[PYTORCH].GroupedLinear
+    assert "GroupedLinear" in te_layers.experts_problem(te.load(), *_sections(""), ParallelState.single(), 1)
+
+
+def _sections(flags):
+    args = parse_args(fused(flags), 1)
+    return args.model, args.moe
+
+
+def test_the_multiple_of_rows_is_the_librarys(double):
+    recipe = recipe_of(parse_args(fused(f"--bf16 {FP8}"), 1).precision)
+    double.align = 48
+    assert te.row_multiple(recipe) == 48
+    del sys.modules[f"{PYTORCH}.quantization"].get_align_size_for_quantization
+    assert te.row_multiple(recipe) == recipe.alignment == 16
