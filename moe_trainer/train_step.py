@@ -52,6 +52,8 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     run.optimizer.zero_grad()
     start_iteration(run.chunks)
     begin_iteration(run.chunks, state.iteration)
+    for chunk in run.chunks:
+        chunk.graphs.begin_iteration(eager=dump_now)  # what a graph holds cannot be recorded
     # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
     grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
     with run.timers("forward-backward"):

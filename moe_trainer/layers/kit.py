@@ -27,6 +27,7 @@ from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, Ro
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.precision import LowPrecision, recipe_of, stores_weights
 from moe_trainer.memory.activations import Activations
+from moe_trainer.memory.cuda_graph import Graphs
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.rng import ShardStream
@@ -47,7 +48,7 @@ class Kit:
     kernels: what the small operations run on
     queue: of the chunk, or None when its weight gradients never wait. stream: of the chunk, or None when nothing is cut.
     baton: handed over where tokens are exchanged, or None when passes run one after the other.
-    activations: of the chunk; which of them are recomputed or go to the host.
+    activations: of the chunk; which of them are recomputed or go to the host. graphs: of the chunk; which parts are captured.
     precision: of the chunk; None in high precision. quantize: of a layer that it covers (`for_layer`): makes the products of a linear,
     of (name, cut=, expert=).
     """
@@ -64,14 +65,15 @@ class Kit:
     stream: ShardStream | None = None
     baton: Baton | None = None
     activations: Activations = field(default_factory=Activations)
+    graphs: Graphs = field(default_factory=Graphs)
     precision: LowPrecision | None = None
     quantize: Callable[..., QuantizedProducts] | None = None
 
     def for_chunk(self, queue: WeightGradQueue | None = None, stream: ShardStream | None = None, baton: Baton | None = None,
-                  activations: Activations | None = None, precision: LowPrecision | None = None) -> "Kit":
+                  activations: Activations | None = None, precision: LowPrecision | None = None, graphs: Graphs | None = None) -> "Kit":
         """The same kit for the blocks of one model chunk."""
         return replace(self, queue=queue, stream=stream, baton=baton, activations=activations or Activations(), precision=precision,
-                       **self._linears(queue=queue))
+                       graphs=graphs or Graphs(), **self._linears(queue=queue))
 
     def for_layer(self, layer_number: int) -> "Kit":
         """The same kit for one layer (counted from 1): with quantised products where the flags ask for them."""

@@ -121,10 +121,11 @@ class FusedPermutation(Permutation):
     def __init__(self) -> None:
         self.library = importlib.import_module("transformer_engine.pytorch.permutation")
 
-    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> tuple[Tensor, Tensor, FusedMap | PermuteMap]:
-        """As Permutation.permute. The number of rows reaches the host here."""
+    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor,
+                num_rows: int | None = None) -> tuple[Tensor, Tensor, FusedMap | PermuteMap]:
+        """As Permutation.permute. The number of rows reaches the host here if it is not given."""
         counts_E = routing_TE.sum(0)
-        num_rows = int(counts_E.sum())
+        num_rows = int(counts_E.sum()) if num_rows is None else num_rows
         if num_rows == 0:
             return super().permute(x_TH, probs_TE, routing_TE)
         x_RH, probs_R, row_id_map = self.library.moe_permute_with_probs(x_TH, probs_TE, routing_TE, num_rows)

@@ -13,7 +13,7 @@ from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.rotary import Tables
-from moe_trainer.moe.layer import MoELayer
+from moe_trainer.moe.layer import MoELayer, Routed
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -24,7 +24,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         model, sp, kit = args.model, args.parallel.sequence_parallel, kit.for_layer(layer_number)
         rows_cut = sp and ps.tp.size > 1
-        self.activations = kit.activations
+        self.activations, self.graphs = kit.activations, kit.graphs
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.fp32_residual = model.fp32_residual_connection
         self.hidden_dropout = Dropout(model.hidden_dropout, kit.stream if rows_cut else None)
@@ -44,16 +44,42 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
         """rope: cos and sin, or None; visible: see CoreAttention; grad_scale: of the auxiliary losses."""
+        live = self.graphs.live(grad_scale)
+        return self.graphs.run("layer", lambda x: self._feed(self._attend(x, rope, visible), live), [self], x_SBH)
+
+    def _attend(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
+        """The layer's first half."""
+        return self.graphs.run("attn", lambda x: self._attention(x, rope, visible), [self.input_layernorm, self.self_attention], x_SBH)
+
+    def _attention(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
         with self.activations.offloading("attn_norm"):
             normed, inside = self.activations.discarding("layernorm", self.input_layernorm, x_SBH)
         with inside:
             y_SBH = self.self_attention(normed, rope, visible)
-        x_SBH = self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
+        return self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
+
+    def _feed(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Tensor:
+        """The layer's second half."""
+        if not self.is_moe or not self.graphs.captures("moe_router"):
+            return self.graphs.run("moe" if self.is_moe else "mlp", lambda x: self._whole_feed(x, grad_scale),
+                                   [self.pre_mlp_layernorm, self.mlp], x_SBH)
+        normed, routed = self.graphs.run("moe_router", lambda x: self._route(x, grad_scale),
+                                         [self.pre_mlp_layernorm, *self.mlp.routing_modules], x_SBH)
+        return self._add(normed if self.residual_after_norm else x_SBH, self.mlp(normed, grad_scale, routed))
+
+    def _whole_feed(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Tensor:
         with self.activations.offloading("mlp_norm"):
             normed, inside = self.activations.discarding("layernorm", self.pre_mlp_layernorm, x_SBH)
         with inside:
             y_SBH = self._feed_forward(normed, grad_scale)
         return self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
+
+    def _route(self, x_SBH: Tensor, grad_scale: float | Tensor) -> tuple[Tensor | None, Routed]:
+        """What of the second half stands before the exchange of tokens; the normed rows where somebody reads them later."""
+        normed, inside = self.activations.discarding("layernorm", self.pre_mlp_layernorm, x_SBH)
+        with inside:
+            routed = self.mlp.route(normed, grad_scale)
+        return normed if self.residual_after_norm or self.mlp.overlap_shared else None, routed
 
     def _feed_forward(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Tensor:
         if self.is_moe:

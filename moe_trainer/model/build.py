@@ -17,6 +17,7 @@ from moe_trainer.backends import Backends
 from moe_trainer.layers.kernels import choose_kernels
 from moe_trainer.layers.kit import choose
 from moe_trainer.memory.activations import Activations
+from moe_trainer.memory.cuda_graph import Graphs
 from moe_trainer.memory.offload import Offload
 from moe_trainer.memory.stash import PagedStash
 from moe_trainer.model.transformer import Transformer
@@ -27,7 +28,7 @@ from moe_trainer.parallel.rng import ShardStream, init_parameter
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape import deferral
-from moe_trainer.shape.activations import offloaded_parts, recomputed_parts
+from moe_trainer.shape.activations import captured_parts, offloaded_parts, recomputed_parts
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, embedding_stages
 
 logger = logging.getLogger(__name__)
@@ -55,10 +56,11 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     baton = Baton() if parallel.overlap_moe_expert_parallel_comm or deferral.beside_exchange(parallel) else None
     chunks = []
     for layout in layouts[ps.pp.rank]:
+        queue = _queue(layout, parallel)
         with torch.device("meta"):
             chunk = Transformer(args, ps, padded_vocab_size, kit, layout, shared_embedding=shared,
-                                params_dtype=dtype, device=device, queue=_queue(layout, parallel), baton=baton,
-                                activations=functools.partial(_activations, args, ps, device))
+                                params_dtype=dtype, device=device, queue=queue, baton=baton,
+                                activations=functools.partial(_activations, args, ps, device), graphs=_graphs(args, device, queue))
         _materialize(chunk, device, dtype, args.training.seed)
         if device.type != "meta":
             _check(chunk)
@@ -97,6 +99,11 @@ def _activations(args: Arguments, ps: ParallelState, device: torch.device, strea
         stash = PagedStash(device, moe.moe_paged_stash_page_size, moe.moe_paged_stash_buffer_size_factor_cuda,
                            moe.moe_paged_stash_buffer_size_factor_cpu)
     return Activations(recomputed_parts(training), draws=draws, stream=stream, shared_by=shared, offload=offload, stash=stash)
+
+
+def _graphs(args: Arguments, device: torch.device, queue: WeightGradQueue | None) -> Graphs:
+    """Which parts of one chunk are captured as CUDA graphs."""
+    return Graphs(captured_parts(args.training), device, warmup=args.training.cuda_graph_warmup_steps, queue=queue)
 
 
 def _queue(layout: ChunkLayout, parallel: ParallelArgs) -> WeightGradQueue | None:

@@ -20,6 +20,7 @@ Shapes: S sequence (of one rank in hidden states, whole in tokens, labels and ma
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.init import hidden_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import Tables
+from moe_trainer.memory.cuda_graph import Graphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.parallel.collectives import all_reduce, broadcast
@@ -56,7 +58,9 @@ class MTPLayer(nn.Module):
         self.eh_proj = kit.column_linear(2 * size, size, name=f"{name}.eh_proj", group=ps.tp, init=hidden_init(model),
                                          sequence_parallel=sp, gather_output=True)
         self.mtp_model_layer = TransformerLayer(
-            args, ps, name=f"{name}.mtp_model_layer", layer_number=layer_number, is_moe=is_moe, kit=kit)
+            args, ps, name=f"{name}.mtp_model_layer", layer_number=layer_number, is_moe=is_moe,
+            # a part is one node of a pass: its parameters' gradients are taken before the next one's
+            kit=replace(kit, graphs=Graphs()) if model.mtp_use_repeated_layer else kit)
         self.final_layernorm = kit.norm(size, model, name=f"{name}.final_layernorm", partial=rows_cut)
 
     def forward(self, x_SBH: Tensor, embedded_SBH: Tensor, rope: Tables | None, visible: Visible | None,

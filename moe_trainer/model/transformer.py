@@ -25,6 +25,7 @@ from moe_trainer.layers.precision import LowPrecision, scaling_state
 from moe_trainer.layers.rotary import Tables, make_rotary
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from moe_trainer.memory.activations import Activations
+from moe_trainer.memory.cuda_graph import Graphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
 from moe_trainer.moe.layer import MoELayer
@@ -94,12 +95,12 @@ class Transformer(nn.Module):
     def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, kit: Kit, layout: ChunkLayout,
                  *, shared_embedding: bool, params_dtype: torch.dtype, device: torch.device,
                  queue: WeightGradQueue | None = None, baton: Baton | None = None,
-                 activations: Callable[[ShardStream | None], Activations] | None = None):
+                 activations: Callable[[ShardStream | None], Activations] | None = None, graphs: Graphs | None = None):
         """shared_embedding: other pipeline stages hold the word embeddings too. params_dtype, device: where it is going to be.
 
         queue: where its weight gradients can wait, for schedules that compute them apart. baton: of this rank, for schedules that
         run two passes in turns; also where gradients that wait are computed beside the exchange of tokens. activations: makes what
-        decides about its activations, given its stream.
+        decides about its activations, given its stream. graphs: which of its parts are captured; None for none.
         """
         super().__init__()
         model = args.model
@@ -111,8 +112,9 @@ class Transformer(nn.Module):
             self.stream = ShardStream(args.training.seed, "dropout", *place)
         self.weight_grads, self.baton = queue, baton
         self.activations = Activations() if activations is None else activations(self.stream)
+        self.graphs = graphs or Graphs()
         kit = kit.for_chunk(None if deferral.of_the_head(args.parallel) else queue, self.stream, baton, self.activations,
-                            LowPrecision.of(args.precision, model, args.training.seed, ps))
+                            LowPrecision.of(args.precision, model, args.training.seed, ps), self.graphs)
         self.spans = recomputed_spans(args.training, len(layout.layers))
         self.offloaded_layers = args.training.cpu_offloading_num_layers
         self.sequence = SequenceShard(ps.cp)
@@ -176,6 +178,7 @@ class Transformer(nn.Module):
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
         self.activations.begin_pass(*(rope or ()))
+        self.graphs.begin_pass(self.training, grad_scale)
         x_SBH = self._layers(x_SBH, rope, visible, grad_scale)
         if self.decoder.final_layernorm is not None:
             x_SBH = self.decoder.final_layernorm(x_SBH)

@@ -8,8 +8,9 @@ the pass of another microbatch runs meanwhile (parallel/baton.py).
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
@@ -17,13 +18,29 @@ from arguments.moe import MoEArgs
 from moe_trainer.layers.kit import Kit
 from moe_trainer.moe.budget import ReceiveBudget, place
 from moe_trainer.moe.cloning import HotExperts, Redirect
-from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Known, TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
 from moe_trainer.moe.padding import pad_routing
-from moe_trainer.moe.router import TopKRouter
+from moe_trainer.moe.router import TopKRouter, expert_capacity
 from moe_trainer.parallel.baton import hand_over
 from moe_trainer.parallel.mappings import gather_rows_replicated, scatter_rows_to_group
 from moe_trainer.parallel.state import Group, ParallelState
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What stands before the exchange of tokens. shape: of this rank's rows [S, B, H].
+
+    Either own_SBH, probs_TE and routing_TE, or `sent`, where the rows are ordered for sending already. shared_SBH: of the shared experts,
+    None where they run later.
+    """
+
+    shape: torch.Size
+    own_SBH: Tensor | None
+    probs_TE: Tensor | None
+    routing_TE: Tensor | None
+    sent: Dispatched | None = None
+    shared_SBH: Tensor | None = None
 
 
 class MoELayer(nn.Module):
@@ -43,6 +60,8 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(model, moe, ps, f"{name}.router", layer_number, per_token_loss=per_token_loss,
                                  stream=kit.stream, activations=kit.activations)
         low = kit.precision if moe.moe_router_padding_for_quantization else None
+        self.capacity = moe.moe_expert_capacity_factor if moe.moe_pad_expert_input_to_capacity else None
+        self.drops = moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0
         self.row_multiple = 1 if low is None else low.recipe.alignment
         self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue, kit.activations, kit.quantize, kit.kernels,
                                kit.grouped_linear)
@@ -57,39 +76,78 @@ class MoELayer(nn.Module):
         self.hot = None
         if moe.moe_clone_hot_experts and ps.ep.size > 1:
             self.hot = HotExperts(ps, moe.num_experts, moe.moe_clone_hot_experts)
-        self.baton, self.queue, self.activations = kit.baton, kit.queue, kit.activations
+        self.baton, self.queue, self.activations, self.graphs = kit.baton, kit.queue, kit.activations, kit.graphs
         # the group over which rows must be dealt out: all its ranks hold the same ones
         self.replicas = Group.single("tp", ps.tp.ranks[ps.tp.rank]) if sequence_parallel else ps.tp
 
-    def forward(self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0) -> Tensor:
-        """Run the layer. grad_scale: factor by which the auxiliary losses enter the gradient.
+    def forward(self, x_SBH: Tensor | None, grad_scale: float | Tensor = 1.0, routed: Routed | None = None) -> Tensor:
+        """Run the layer. grad_scale: factor by which the auxiliary losses enter the gradient. routed: of `route`, if that has run; then
+        x_SBH is read by shared experts that run beside the exchange only.
 
         Shapes: x_SBH [S, B, hidden] -> y_SBH.
         Raises: ValueError without sequence parallelism when the ranks of tp do not divide S.
         """
-        own_SBH = scatter_rows_to_group(x_SBH, self.replicas)
-        probs_TE, routing_TE = self.router(own_SBH, grad_scale)
-        dispatcher, shared_SBH = self.dispatcher, None
-        if self.row_multiple > 1 and dispatcher.takes_padding:
-            routing_TE = pad_routing(routing_TE, self.row_multiple)
-        redirect = None if self.hot is None else self.activations.once(lambda: self.hot.plan(routing_TE))
-        if redirect is not None:
-            probs_TE, routing_TE = redirect.apply(probs_TE, routing_TE)
-        order = () if redirect is None else (redirect.expert_V,)
-        sent = dispatcher.start_exchange(
-            dispatcher.preprocess(own_SBH.reshape(-1, own_SBH.shape[-1]), probs_TE, routing_TE, *order))
+        if routed is None:
+            routed = self._routed(x_SBH, grad_scale)
+        dispatcher, redirect, sent, shared_SBH = self.dispatcher, None, routed.sent, routed.shared_SBH
+        if sent is None:
+            probs_TE, routing_TE = routed.probs_TE, routed.routing_TE
+            redirect = None if self.hot is None else self.activations.once(lambda: self.hot.plan(routing_TE))
+            if redirect is not None:
+                probs_TE, routing_TE = redirect.apply(probs_TE, routing_TE)
+            order = () if redirect is None else (redirect.expert_V,)
+            own_TH = routed.own_SBH.reshape(-1, routed.shape[-1])
+            sent = dispatcher.preprocess(own_TH, probs_TE, routing_TE, *order, **self._known(routed.shape, self.graphs.captures("moe", "layer")))
+        sent = dispatcher.start_exchange(sent)
         if self.overlap_shared:
             shared_SBH = self._run_shared(x_SBH)
         x_RH, probs_R = hand_over(self.baton, self.queue, sent.x_RH, sent.probs_R)
         sent = dispatcher.postprocess(dispatcher.finish_exchange(replace(sent, x_RH=x_RH, probs_R=probs_R)))
-        y_RH = self._run_experts(sent, own_SBH.shape[0] * own_SBH.shape[1], redirect)
+        y_RH = self._run_experts(sent, routed.shape[0] * routed.shape[1], redirect)
         y_RH, under_way = dispatcher.start_exchange_back(dispatcher.regroup(y_RH, sent), sent)
         y_RH, = hand_over(self.baton, self.queue, y_RH)
         y_TH = dispatcher.restore(dispatcher.finish_exchange_back(y_RH, under_way, sent), sent)
-        y_SBH = gather_rows_replicated(y_TH.view(own_SBH.shape), self.replicas)
+        y_SBH = gather_rows_replicated(y_TH.view(routed.shape), self.replicas)
         if self.shared_experts is None:
             return y_SBH
         return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
+
+    def route(self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0) -> Routed:
+        """The part of the layer that is captured by itself: routing, with what prepares the exchange if that is captured too, and the
+        shared experts unless they run beside the exchange. Nothing in it waits for other ranks' rows."""
+        routed = self._routed(x_SBH, grad_scale)
+        if self.graphs.captures("moe_preprocess") and self.dispatcher.takes_known:
+            own_TH = routed.own_SBH.reshape(-1, routed.shape[-1])
+            known = self._known(routed.shape, True)
+            sent = self.dispatcher.preprocess(own_TH, routed.probs_TE, routed.routing_TE, **known)
+            routed = Routed(routed.shape, None, None, None, sent)
+        if self.shared_experts is not None and not self.overlap_shared:
+            routed = replace(routed, shared_SBH=self._run_shared(x_SBH))
+        return routed
+
+    @property
+    def routing_modules(self) -> list[nn.Module]:
+        """Whose parameters `route` reads."""
+        beside = self.shared_experts is None or self.overlap_shared
+        return [self.router] if beside else [self.router, self.shared_experts]
+
+    def _routed(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Routed:
+        own_SBH = scatter_rows_to_group(x_SBH, self.replicas)
+        probs_TE, routing_TE = self.router(own_SBH, grad_scale)
+        if self.row_multiple > 1 and self.dispatcher.takes_padding:
+            routing_TE = pad_routing(routing_TE, self.row_multiple)
+        return Routed(own_SBH.shape, own_SBH, probs_TE, routing_TE)
+
+    def _known(self, shape: torch.Size, wanted: bool) -> dict[str, Known]:
+        """What can be told of the rows beforehand, as an argument of dispatchers that use it: captured parts must not ask."""
+        padded = self.row_multiple > 1 and self.dispatcher.takes_padding
+        if not wanted or not self.dispatcher.takes_known or padded or self.hot is not None:
+            return {}
+        num_tokens = shape[0] * shape[1]
+        if self.capacity is not None:
+            rows = expert_capacity(num_tokens, self.router.topk, self.router.num_experts, self.capacity)
+            return {"known": Known(rows * self.router.num_experts, rows)}
+        return {} if self.drops else {"known": Known(num_tokens * self.router.topk)}
 
     def _run_experts(self, sent: Dispatched, num_tokens: int, redirect: Redirect | None) -> Tensor:
         """The routed experts, and clones of others, on the rows that have arrived. num_tokens: this rank's own."""

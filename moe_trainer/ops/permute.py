@@ -38,14 +38,16 @@ class PermuteMap:
     num_tokens: int
 
 
-def make_permute_map(routing_TE: Tensor) -> PermuteMap:
+def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> PermuteMap:
     """Build the map of a routing decision.
 
-    Shapes: routing_TE bool [T, E].
+    Shapes: routing_TE bool [T, E]. num_rows: how many of its entries are true, where that is known: nothing then waits for the device.
     Source: stable sort by expert, as Megatron-Core's local permutation.
     """
     num_tokens, num_experts = routing_TE.shape
-    expert_R, token_R = routing_TE.t().contiguous().nonzero().t().contiguous().unbind(0)
+    by_expert = routing_TE.t().contiguous()
+    pairs_R2 = by_expert.nonzero() if num_rows is None else torch.nonzero_static(by_expert, size=num_rows)
+    expert_R, token_R = pairs_R2.t().contiguous().unbind(0)
     # from here on the work grows with the pairs, not with tokens x experts
     sorted_R, row_R = token_R.sort(stable=True)
     device = routing_TE.device
@@ -158,12 +160,13 @@ class Permutation:
     """Tokens into expert order and back, as a pair of calls. This one is made of the functions above; layers/te.py has one made of
     fused kernels."""
 
-    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None) -> tuple[Tensor, Tensor, Any]:
+    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None,
+                num_rows: int | None = None) -> tuple[Tensor, Tensor, Any]:
         """Returns: x_RH and probs_R, differentiable, and what `unpermute` needs, which has rows per expert as `counts_E`.
 
-        expert_E: the expert that each column stands for, if that is not its number; see in_expert_order.
+        expert_E: the expert that each column stands for, if that is not its number; see in_expert_order. num_rows: R where it is known.
         """
-        routes = make_permute_map(routing_TE)
+        routes = make_permute_map(routing_TE, num_rows)
         if expert_E is not None:
             routes = in_expert_order(routes, expert_E)
         return permute(x_TH, routes), permute_probs(probs_TE, routes), routes

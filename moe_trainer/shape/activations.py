@@ -56,6 +56,13 @@ def offloaded_parts(training: TrainingArgs) -> frozenset[str]:
     return frozenset(parts | {"expert_fc1", "moe_act"} if "fused_group_mlp" in parts else parts)
 
 
+def captured_parts(training: TrainingArgs) -> frozenset[str]:
+    """Names of the parts of a layer that are captured as CUDA graphs: those of --cuda-graph-modules, or "layer" for whole layers."""
+    if training.cuda_graph_impl not in ("local", "transformer_engine"):
+        return frozenset()
+    return frozenset(training.cuda_graph_modules) or frozenset({"layer"})
+
+
 def recomputed_spans(training: TrainingArgs, num_layers: int) -> tuple[tuple[int, int, bool], ...]:
     """(first, stop, is it recomputed) of the runs of layers that a chunk of so many layers goes through.
 

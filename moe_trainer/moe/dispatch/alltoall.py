@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Known, TokenDispatcher
 from moe_trainer.ops.permute import Permutation, block_order, reorder
 from moe_trainer.parallel.collectives import (
     all_gather_flat,
@@ -36,14 +36,15 @@ class _Trip:
     """What the phases of one dispatch tell each other.
 
     routes: the local sort. arrived_Se: rows that come from each source for each local expert; work: what is under way, these counts
-    first, then the rows.
+    first, then the rows. Both None as long as the counts are not exchanged. per_expert: what they all are, if that is known.
     On the host: send, receive: rows to and from each rank of ep; gathered: rows that each rank of etp has received.
     order_R, inverse_R: between blocks [source][expert] and [expert][source]; None if these are the same.
     """
 
     routes: Any
-    arrived_Se: Tensor
-    work: Any
+    arrived_Se: Tensor | None = None
+    work: Any = None
+    per_expert: int | None = None
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
     gathered: tuple[int, ...] = ()
@@ -54,17 +55,26 @@ class _Trip:
 class AllToAllDispatcher(TokenDispatcher):
     """Sort by expert, exchange rows over ep, gather them over etp, sort what arrived by local expert."""
 
+    takes_known = True
+
     def __init__(self, ps: ParallelState, permutation: Permutation):
         self.ep, self.etp, self.permutation = ps.ep, ps.etp, permutation
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None) -> Dispatched:
-        """Order the local tokens by expert; meanwhile tell every rank how many rows it will get. Fused kernels sum a token's rows in the
-        order of the columns."""
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None,
+                   known: Known | None = None) -> Dispatched:
+        """Order the local tokens by expert; meanwhile tell every rank how many rows it will get (later, if this rank's number is known:
+        then nothing is under way when this returns). Fused kernels sum a token's rows in the order of the columns."""
         order = () if expert_E is None or type(self.permutation) is not Permutation else (expert_E,)
+        if known is not None:
+            x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, *order, num_rows=known.num_rows)
+            return Dispatched(x_RH, probs_R, [], _Trip(routes, per_expert=known.per_expert))
         x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, *order)
-        arrived_Se = torch.empty_like(routes.counts_E).view(self.ep.size, -1)
-        work = all_to_all_flat(arrived_Se.view(-1), routes.counts_E, self.ep, async_op=True)
-        return Dispatched(x_RH, probs_R, [], _Trip(routes, arrived_Se, work))
+        return Dispatched(x_RH, probs_R, [], self._announced(_Trip(routes)))
+
+    def _announced(self, trip: _Trip) -> _Trip:
+        counts_E = trip.routes.counts_E
+        arrived_Se = torch.empty_like(counts_E).view(self.ep.size, -1)
+        return replace(trip, arrived_Se=arrived_Se, work=all_to_all_flat(arrived_Se.view(-1), counts_E, self.ep, async_op=True))
 
     def start_exchange(self, sent: Dispatched) -> Dispatched:
         """Send the rows off. The counts reach the host here (one synchronisation on a GPU)."""
@@ -82,6 +92,10 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _counted(self, trip: _Trip) -> tuple[_Trip, list[int]]:
         """Wait for the counts; read the split sizes and the rows of each local expert."""
+        if trip.per_expert is not None:
+            return self._even(trip, trip.per_expert)
+        if trip.work is None:
+            trip = self._announced(trip)
         trip.work.wait()
         arrived_Se = trip.arrived_Se
         if self.etp.size > 1:
@@ -97,6 +111,15 @@ class AllToAllDispatcher(TokenDispatcher):
         trip = replace(trip, work=None, arrived_Se=arrived_Se, send=tuple(send), receive=tuple(of_member[self.etp.rank]),
                           gathered=tuple(sum(member) for member in of_member))
         return trip, [sum(column) for column in zip(*by_source)]
+
+    def _even(self, trip: _Trip, per_expert: int) -> tuple[_Trip, list[int]]:
+        """The same where every expert takes as many rows from every rank: without asking."""
+        counts_E, sources = trip.routes.counts_E, self.etp.size * self.ep.size
+        num_local = counts_E.shape[0] // self.ep.size
+        sizes = (num_local * per_expert,) * self.ep.size
+        trip = replace(trip, arrived_Se=counts_E.new_full((sources, num_local), per_expert), send=sizes, receive=sizes,
+                       gathered=(sum(sizes),) * self.etp.size)
+        return trip, [sources * per_expert] * num_local
 
     def postprocess(self, sent: Dispatched) -> Dispatched:
         """Sort received rows by local expert. With one local expert they are."""

@@ -51,6 +51,14 @@ class Members:
 
 
 @dataclass(frozen=True)
+class Known:
+    """What is known of the rows before the routing is: rows of this rank in all, and of each expert from each rank if these are all equal."""
+
+    num_rows: int
+    per_expert: int | None = None
+
+
+@dataclass(frozen=True)
 class Dispatched:
     """What this rank's experts get, and what combine needs to bring the results home."""
 
@@ -64,10 +72,14 @@ class TokenDispatcher(ABC):
     """Base of all dispatchers; holds constants only."""
 
     takes_padding = True  # may a token be sent to more experts than the router chooses?
+    takes_known = False  # does it use what is known of the rows, so that preprocess waits for nothing and gives tensors alone?
 
     @abstractmethod
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None) -> Dispatched:
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None,
+                   known: Known | None = None) -> Dispatched:
         """Order the local tokens for sending.
+
+        known: of the rows, for dispatchers that use it.
 
         expert_E: with clones of experts (alltoall and allgather only) the expert that each column stands for, int64: a token's rows are
         summed in their order, where they are summed one by one.

@@ -3,9 +3,11 @@
 With expert-parallel size 1 Megatron-Core's allgather and alltoall dispatchers both reduce to this local permutation.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Known, TokenDispatcher
 from moe_trainer.ops.permute import Permutation
 
 
@@ -15,10 +17,17 @@ class LocalDispatcher(TokenDispatcher):
     def __init__(self, permutation: Permutation):
         self.permutation = permutation
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
-        """Order tokens by expert. On a GPU this waits for the device: the map's sizes and the counts reach the host here."""
-        x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE)
-        return Dispatched(x_RH, probs_R, routes.counts_E.tolist(), routes)
+    takes_known = True
+
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, known: Known | None = None) -> Dispatched:
+        """Order tokens by expert. On a GPU this waits for the device if the number of rows is not known."""
+        x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, **({} if known is None else {"num_rows": known.num_rows}))
+        even = [] if known is None or known.per_expert is None else [known.per_expert] * routing_TE.shape[1]
+        return Dispatched(x_RH, probs_R, even, routes)
+
+    def start_exchange(self, sent: Dispatched) -> Dispatched:
+        """The counts reach the host here, if they are not known."""
+        return sent if sent.tokens_per_expert_e else replace(sent, tokens_per_expert_e=sent.handle.counts_E.tolist())
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum each token's rows."""
