@@ -1,69 +1,117 @@
-"""Products of quantised matrices by the device's own fp8 units (torch._scaled_mm), where that gives what the definition gives.
+"""Products of quantised matrices by the device's own units (torch.nn.functional.scaled_mm), where that gives what the definition gives.
 
-NOTE: written from torch's documentation, not yet run on a GPU. So nothing is taken on trust: the first time a kind of product is met on
-a device a small one is computed both ways, and where the device refuses or gives another result, the definition (quantize.py) is
-computed instead, with a warning. Scales per tensor and blocks of 1 x 128 with 128 x 128 have a native form here; MX and NV formats, whose
-scales the device wants in an order of its own, are computed by definition.
+| kind of product | scales | devices |
+|---|---|---|
+| tensors | one fp32 number a matrix | from 8.9 |
+| blocks | 1 x 128 with 1 x 128 or 128 x 128, E4M3, powers of two in fp32 | 9.0 |
+| mx | 1 x 32, E4M3, E8M0 in tiles | from 10.0 |
+| nv | 1 x 16 (16 x 16: repeated), E2M1, E4M3 in tiles and an fp32 number | from 10.0 |
+
+NOTE: written from torch's documentation and signatures, not yet run on a GPU. So nothing is taken on trust: the first time a kind of
+product is met on a device a small one is computed both ways, and where the device refuses or gives another result, the definition
+(quantize.py) is computed instead, with a warning. Layouts of scales stand in scaled_layouts.py, and are tested without a device.
 """
 
 import functools
 import logging
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
 
-from moe_trainer.ops.quantize import E4M3, E5M2, POWER_OF_TWO, Quantized, Scaling, quantize
+from moe_trainer.ops.quantize import E2M1, E4M3, E5M2, POWER_OF_TWO, TWO_LEVEL, Quantized, Scaling, quantize
+from moe_trainer.ops.scaled_layouts import by_columns, filled_up, in_tiles, of_squares, packed, two_levels
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 16
-_ROW, _SQUARE = (1, 128), (128, 128)
 _PROBE = 256
 _CLOSE = 2e-2
+
+
+class Kind(NamedTuple):
+    """A kind of product. name; rows and columns of operands come in multiples of `rows` and `cols`; device: compute capability, from
+    which (below `until`) units have it."""
+
+    name: str
+    rows: int
+    cols: int
+    device: tuple[int, int]
+    until: tuple[int, int] = (99, 0)
+
+
+TENSORS, BLOCKS = Kind("tensors", 16, 16, (8, 9)), Kind("blocks", 16, 128, (9, 0), until=(10, 0))
+MX, NV = Kind("mx", 32, 32, (10, 0)), Kind("nv", 32, 32, (10, 0))
+
+
+def kind_of(a: Scaling, b: Scaling) -> Kind | None:
+    """The kind of product of two operands; None for what no unit has."""
+    if a.per_tensor and b.per_tensor:
+        return None if None in (a.fmt.dtype, b.fmt.dtype) or (a.fmt, b.fmt) == (E5M2, E5M2) else TENSORS
+    shapes, both = {(a.rows, a.cols), (b.rows, b.cols)}, (a.fmt, b.fmt, a.scales, b.scales)
+    if both == (E4M3, E4M3, POWER_OF_TWO, POWER_OF_TWO):
+        if shapes <= {(1, 128), (128, 128)} and (1, 128) in shapes:
+            return BLOCKS
+        return MX if shapes == {(1, 32)} else None
+    return NV if both == (E2M1, E2M1, TWO_LEVEL, TWO_LEVEL) and shapes <= {(1, 16), (16, 16)} else None
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor | None:
     """a [M, K] times b [N, K] transposed by the device; None where it cannot, or may not be trusted to."""
     if not a.values.is_cuda or a.values.dtype == torch.float64 or not a.values.numel():
         return None
-    if not a.scaling.per_tensor and (a.values.shape[1] % _ROW[1] or b.values.shape[0] % _SQUARE[0]):
-        return None
-    if not _works(a.values.device, a.scaling, b.scaling, dtype):
-        return None
-    rows, cols = a.values.shape[0], b.values.shape[0]
-    return _run(_padded(a), _padded(b), dtype)[:rows, :cols]
+    return multiply(a, b, dtype) if _works(a.values.device, a.scaling, b.scaling, dtype) else None
 
 
-def _padded(x: Quantized) -> Quantized:
-    """Filled up with zeros to sizes that the units take; a product does not change but for rows of zeros."""
-    rows, cols = (-size % _ALIGNMENT for size in x.values.shape)
-    if not rows and not cols:
-        return x
-    inverse = x.inverse if x.scaling.rows != 1 else F.pad(x.inverse, (0, 0, 0, rows), value=1.0)
-    return Quantized(F.pad(x.values.to(torch.float32), (0, cols, 0, rows)), inverse, x.scaling)
-
-
-def _has_native(a: Scaling, b: Scaling) -> bool:
-    if a.fmt.dtype is None or (a.fmt, b.fmt) == (E5M2, E5M2):
-        return False
-    shapes = (a.rows, a.cols), (b.rows, b.cols)
-    return (a.per_tensor and b.per_tensor) or (shapes == (_ROW, _SQUARE) and a.scales == POWER_OF_TWO and a.fmt == b.fmt == E4M3)
-
-
-def _run(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    left, right = a.values.to(a.scaling.fmt.dtype), b.values.to(b.scaling.fmt.dtype)
-    inverse_a, inverse_b = a.inverse, b.inverse
-    if not a.scaling.per_tensor:  # the scales of 1 x 128 blocks are wanted column by column
-        inverse_a, inverse_b = inverse_a.t().contiguous().t(), inverse_b.t()
+def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """The product, by the device. Of a kind that there is."""
+    kind, rows, cols = kind_of(a.scaling, b.scaling), a.values.shape[0], b.values.shape[0]
+    (left, *scales_a), (right, *scales_b) = (_operand(filled_up(x, kind.rows, kind.cols), kind) for x in (a, b))
     # a sum in the units' own narrow accumulator is what the definition does not have
-    return torch._scaled_mm(left, right.t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=False)
+    y = F.scaled_mm(left, right.t(), *_given(scales_a), *_given(scales_b), *(_swizzles(x) for x in (scales_a, scales_b)),
+                    output_dtype=dtype, use_fast_accum=False)
+    return y[:rows, :cols]
+
+
+class _Scales(NamedTuple):
+    """Scales of one level, as the device wants them."""
+
+    values: Tensor
+    kind: ScalingType
+    swizzle: SwizzleType = SwizzleType.NO_SWIZZLE
+
+
+def _given(scales: list[_Scales]) -> tuple[list[Tensor], list[ScalingType]]:
+    return [level.values for level in scales], [level.kind for level in scales]
+
+
+def _swizzles(scales: list[_Scales]) -> list[SwizzleType]:
+    return [level.swizzle for level in scales]
+
+
+def _operand(x: Quantized, kind: Kind) -> tuple[Tensor | _Scales, ...]:
+    """Values, and scales level by level. x is filled up."""
+    inverse, scaling = x.inverse, x.scaling
+    if kind == TENSORS:
+        return x.values.contiguous(), _Scales(inverse, ScalingType.TensorWise)
+    if kind == BLOCKS:
+        if scaling.rows == 1:
+            return x.values.contiguous(), _Scales(by_columns(inverse), ScalingType.BlockWise1x128)
+        return x.values.contiguous(), _Scales(of_squares(inverse), ScalingType.BlockWise128x128)
+    tiled = SwizzleType.SWIZZLE_32_4_4
+    if kind == MX:
+        return x.values.contiguous(), _Scales(in_tiles(inverse).to(torch.float8_e8m0fnu), ScalingType.BlockWise1x32, tiled)
+    stored, whole = two_levels(inverse.repeat_interleave(scaling.rows, 0)[:x.values.shape[0]])
+    return (packed(x.values), _Scales(in_tiles(stored).to(E4M3.dtype), ScalingType.BlockWise1x16, tiled),
+            _Scales(whole, ScalingType.TensorWise))
 
 
 @functools.lru_cache
 def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> bool:
     """Whether the device computes such a product as defined, tried once."""
-    if not _has_native(a, b) or torch.cuda.get_device_capability(device) < (8, 9):
+    kind = kind_of(a, b)
+    if kind is None or not kind.device <= torch.cuda.get_device_capability(device) < kind.until:
         logger.warning("products of %s with %s have no native form here: they are computed by definition, in fp32, which is slower than "
                        "bf16 (--transformer-impl transformer_engine has more forms)", a, b)
         return False
@@ -71,11 +119,11 @@ def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> 
     left, right = (quantize(torch.randn(_PROBE, _PROBE, generator=generator, device=device), scaling) for scaling in (a, b))
     expected = left.dequantized() @ right.dequantized().t()
     try:
-        found = _run(left, right, dtype).float()
+        found = multiply(left, right, dtype).float()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        logger.warning("torch._scaled_mm refuses %s with %s: these products are computed by definition, in fp32 (%s)", a, b, error)
+        logger.warning("torch's scaled_mm refuses %s with %s: these products are computed by definition, in fp32 (%s)", a, b, error)
         return False
     close = (found - expected).norm() <= _CLOSE * expected.norm()
     if not close:
-        logger.warning("torch._scaled_mm gives other numbers for %s with %s: these products are computed by definition, in fp32", a, b)
+        logger.warning("torch's scaled_mm gives other numbers for %s with %s: these products are computed by definition, in fp32", a, b)
     return bool(close)

@@ -1,0 +1,30 @@
+"""Products of quantised matrices by the device against their definition, on one GPU: that torch's scaled_mm takes our layouts.
+
+What can be shown without one is in tests/ops/test_scaled_mm.py.
+"""
+
+import pytest
+import torch
+
+from moe_trainer.ops.fp8 import make_recipe
+from moe_trainer.ops.quantize import quantize
+from moe_trainer.ops.scaled_mm import kind_of, multiply, scaled_mm
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(256, 512, 384), (48, 1024, 272)])
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
+def test_products(name, shape):
+    recipe, (rows, inner, outer) = make_recipe(name), shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    for left, m, k, right, n in ((recipe.x, rows, inner, recipe.weight, outer), (recipe.grad, rows, outer, recipe.weight_t, inner),
+                                 (recipe.grad_t, outer, rows, recipe.x_t, inner)):
+        kind = kind_of(left, right)
+        if not kind.device <= torch.cuda.get_device_capability() < kind.until:
+            pytest.skip(f"products of kind {kind.name} are for devices from {kind.device} to below {kind.until}")
+        a, b = (quantize(torch.randn(*size, generator=generator, device="cuda"), scaling, generator=generator)
+                for size, scaling in (((m, k), left), ((n, k), right)))
+        expected = a.dequantized() @ b.dequantized().t()
+        found = multiply(a, b, torch.bfloat16).float()
+        assert (found - expected).norm() <= 1e-2 * expected.norm()
+        assert scaled_mm(a, b, torch.bfloat16) is not None, "it is used"
