@@ -66,7 +66,6 @@ LATER = MappingProxyType(
         "optimizer_cuda_graph": Later(_GRAPHS, MEMORY),
         "fp8_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
-        "fp8_output_proj": Later("the output layer in fp8", MEMORY),
         "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
         "te_precision_config_file": Later("per-layer formats of TransformerEngine", MEMORY),
         "moe_shared_expert_glu_interleave_size": Later("interleaved gate channels", MEMORY),

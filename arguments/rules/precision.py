@@ -78,6 +78,12 @@ def quantized_numbers_make_sense(s: Settings, _f: Facts) -> Iterator[Violation]:
             yield broken(s, f"{say(s, dest)} must be from 0 to {say(s, 'num_layers')}.", dest, "num_layers")
 
 
+def output_layer_in_mxfp8(s: Settings, _f: Facts) -> Iterator[Violation]:
+    dest = "fp8_output_proj"
+    if s.fp8_output_proj and not (s.fp8 and s.fp8_recipe == "mxfp8"):
+        yield broken(s, f"{s.flag(dest)} needs --fp8-format and --fp8-recipe mxfp8.", dest, FP8, "fp8_recipe")
+
+
 def quantized_gather_needs_shards(s: Settings, _f: Facts) -> Iterator[Violation]:
     for gather, fmt in (("fp8_param_gather", FP8), ("fp4_param_gather", FP4)):
         if not getattr(s, gather):
@@ -190,6 +196,7 @@ CHECKS = (
     fp32_accumulation_needs_fp32_grads,
     one_quantized_format,
     quantized_numbers_make_sense,
+    output_layer_in_mxfp8,
     quantized_gather_needs_shards,
     buffer_reuse_needs_gather,
     narrow_state_needs_precision_aware_optimizer,

@@ -81,6 +81,11 @@ class Kit:
         quantize = functools.partial(low.products, quantizer=self.kernels.quantize) if low is not None and low.covers(layer_number) else None
         return replace(self, quantize=quantize, **self._linears(quantize=quantize))
 
+    def for_head(self) -> Callable[..., QuantizedProducts] | None:
+        """What makes quantised products for the output layer, of (name, cut=); None without --fp8-output-proj."""
+        low = self.precision
+        return functools.partial(low.products, quantizer=self.kernels.quantize) if low is not None and low.head else None
+
     def _linears(self, **options: object) -> dict[str, Callable[..., nn.Module]]:
         """The constructors of linears with further options."""
         kinds = ("column_linear", "row_linear", "replicated_linear", *(("grouped_linear",) if self.grouped_linear is not None else ()))

@@ -1,8 +1,8 @@
 """Which layers multiply in 8 or 4 bits, and what happens to their scales between iterations.
 
-Linears of attention, feed-forward, experts, shared experts and multi-token prediction are quantised; embedding, head, router, gates,
-norms and attention's core are not. With --first-last-layers-bf16 whole layers at both ends are not either; the layers of multi-token
-prediction are, always, as in Megatron-Core.
+Linears of attention, feed-forward, experts, shared experts and multi-token prediction are quantised, the output layer with
+--fp8-output-proj; embedding, router, gates, norms and attention's core are not. With --first-last-layers-bf16 whole layers at both ends
+are not either; the layers of multi-token prediction are, always, as in Megatron-Core.
 
 Delayed scaling: at the end of an iteration the maxima of every layer are taken over the microbatches and over all ranks of the stage that
 share a model replica or its data (ps.tp_dp_cp, Megatron-Core's amax reduction group), in one all-reduce. All experts of a layer share
@@ -42,7 +42,8 @@ def recipe_of(precision: PrecisionArgs) -> Recipe | None:
 class LowPrecision:
     """What the linears of one model chunk need to be quantised.
 
-    bf16_first, bf16_last: layers at the ends of num_layers that stay in high precision. seed: of stochastic rounding.
+    bf16_first, bf16_last: layers at the ends of num_layers that stay in high precision. seed: of stochastic rounding. head: is the
+    output layer quantised?
     """
 
     recipe: Recipe
@@ -51,6 +52,7 @@ class LowPrecision:
     bf16_last: int
     seed: int
     ps: ParallelState
+    head: bool = False
 
     @staticmethod
     def of(precision: PrecisionArgs, model: ModelArgs, seed: int, ps: ParallelState) -> "LowPrecision | None":
@@ -59,7 +61,8 @@ class LowPrecision:
         if recipe is None:
             return None
         ends = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
-        return LowPrecision(recipe, model.num_layers, *(ends if precision.first_last_layers_bf16 else (0, 0)), seed, ps)
+        return LowPrecision(recipe, model.num_layers, *(ends if precision.first_last_layers_bf16 else (0, 0)), seed, ps,
+                            precision.fp8_output_proj)
 
     def covers(self, layer_number: int) -> bool:
         """Is a layer (counted from 1; multi-token prediction behind the decoder) quantised?"""

@@ -136,7 +136,7 @@ class Transformer(nn.Module):
             self.output_layer = OutputHead(
                 model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=hidden_init(model),
                 tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=queue, steps=kit.kernels.loss_steps,
-                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype))
+                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype), quantize=kit.for_head())
 
     def generators(self) -> dict[str, torch.Generator]:
         """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one.

@@ -2,7 +2,7 @@
 
 A scale for a whole tensor is that of what a rank holds, and blocks begin with it. So every linear is computed piece by piece, for the
 rows of every context rank and the features of every tensor rank, each piece quantised by itself; experts for the features of every rank
-of etp. With delayed scaling all pieces have the same scale, and nothing has to be cut. Which rows an expert gets together is not
+of etp; the output layer for the rows of every context rank and the vocabulary of every tensor rank. With delayed scaling all pieces have the same scale, and nothing has to be cut. Which rows an expert gets together is not
 emulated: low_precision.py keeps to cases where that does not matter.
 
 Gradients inside a backward pass are larger on many ranks than in one process: the loss is divided by the microbatches of a rank (and
@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from moe_trainer.layers.vocab import OutputHead
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.params import ParamInfo, info_of
 from moe_trainer.proof.mapping import Mapping
@@ -29,7 +30,9 @@ def emulate_fp8(run: Run, mapping: Mapping, sequence_parallel: bool) -> None:
     length = run.args.data.seq_length
     for chunk in run.chunks:
         for module in chunk.modules():
-            if isinstance(getattr(module, "quantized", None), QuantizedProducts) and module.quantized.recipe.delayed is None:
+            if isinstance(module, OutputHead):
+                emulate_head(module, run.padded_vocab_size, mapping, length)
+            elif isinstance(getattr(module, "quantized", None), QuantizedProducts) and module.quantized.recipe.delayed is None:
                 replicated = info_of(module.weight).sharded_dim is None
                 rows = Topology(mapping.tp if replicated and sequence_parallel else 1, mapping.cp)
                 held = [rows.positions(index, length) for index in range(rows.shards)]
@@ -43,6 +46,18 @@ def emulate_fp8(run: Run, mapping: Mapping, sequence_parallel: bool) -> None:
     for products in quantized_products(run):
         products.input_grad = enlarged(products.input_grad, factor)
         products.weight_grad_later = later_enlarged(products.weight_grad_later, factor)
+
+
+def emulate_head(head: OutputHead, vocab_size: int, mapping: Mapping, length: int) -> None:
+    """Have an output layer quantise the vocabulary of every tensor rank and the positions of every context rank by themselves."""
+    products = head.quantized
+    if products is None or products.recipe.delayed is not None:
+        return
+    if mapping.tp > 1:
+        cut_outputs(products, list(torch.arange(vocab_size).chunk(mapping.tp)))
+    rows = Topology(1, mapping.cp)
+    if rows.shards > 1:
+        cut_rows(products, [rows.positions(index, length) for index in range(rows.shards)], length)
 
 
 def quantized_products(run: Run) -> list[QuantizedProducts]:
@@ -112,8 +127,28 @@ def cut_outputs(products: QuantizedProducts, cut: list[Tensor]) -> None:
         parts = [weight_grad_later(grad[..., own], x) for own in cut]
         return lambda: torch.cat([compute() for compute in parts])[order]
 
-    products.output = lambda x, weight: torch.cat([output(x, weight[own]) for own in cut], -1)[..., order]
+    products.output = lambda x, weight, *dtype: torch.cat([output(x, weight[own], *dtype) for own in cut], -1)[..., order]
     products.input_grad = lambda grad, weight: sum(input_grad(grad[..., own], weight[own]) for own in cut)
+    products.weight_grad_later = later
+
+
+def cut_rows(products: QuantizedProducts, held: list[Tensor], length: int) -> None:
+    """The same for parts of the rows, which are positions times sequences; held: the positions, of `length`, of every part."""
+    output, input_grad, weight_grad_later, order = products.output, products.input_grad, products.weight_grad_later, torch.argsort(torch.cat(held))
+
+    def pieces(x: Tensor) -> list[Tensor]:
+        by_position = x.unflatten(0, (length, -1))
+        return [by_position[rows].flatten(0, 1) for rows in held]
+
+    def together(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.unflatten(0, (len(rows), -1)) for part, rows in zip(parts, held)])[order].flatten(0, 1)
+
+    def later(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+        parts = [weight_grad_later(*part) for part in zip(pieces(grad), pieces(x))]
+        return lambda: sum(compute() for compute in parts)
+
+    products.output = lambda x, weight, *dtype: together([output(part, weight, *dtype) for part in pieces(x)])
+    products.input_grad = lambda grad, weight: together([input_grad(part, weight) for part in pieces(grad)])
     products.weight_grad_later = later
 
 

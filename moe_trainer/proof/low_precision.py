@@ -25,7 +25,7 @@ STILL = 1e-12
 
 KEPT = (
     "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "first_last_layers_bf16",
-    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "moe_router_padding_for_quantization",
+    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_output_proj", "moe_router_padding_for_quantization",
 )  # fmt: skip
 _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
 _BLOCKS = ("blockwise", "mxfp8")

@@ -201,6 +201,8 @@ BROKEN = (
     ("--fp8-format e4m3 --fp4-format e2m1", "", "--fp4-format"),
     ("--fp8-format e4m3 --fp8-amax-history-len 0", "", "--fp8-amax-history-len"),
     ("--fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 1000", "", "--num-layers-at-end-in-bf16"),
+    ("--fp8-output-proj", "", "--fp8-format"),
+    ("--fp8-output-proj --fp8-format e4m3 --fp8-recipe blockwise", "", "--fp8-recipe"),
     ("--fp8-param-gather --use-distributed-optimizer", "", "--fp8-format"),
     ("--fp8-param-gather --fp8-format e4m3", "", "--use-distributed-optimizer"),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "", "--fp8-param-gather"),

@@ -25,6 +25,7 @@ HELD = {
     "pp, first layer in bf16": "--pipeline-model-parallel-size 2 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
     "latent attention under tp": f"{TP} --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 4 --mtp-num-layers 1 --fp8-format e4m3 --fp8-recipe tensorwise --moe-shared-expert-intermediate-size 16",
+    "output layer under tp": f"{TP} --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-output-proj --mtp-num-layers 1",
     "recompute": "--expert-model-parallel-size 2 --fp8-format hybrid --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
 }
@@ -44,6 +45,24 @@ def test_what_holds_by_definition_holds():
         for name, flags in HELD.items():
             result = prove(pool, case_of(flags))
             assert result.equal, (name, result.failure[-2000:], *map(str, result.differences[:4]))
+
+
+def test_the_output_layer_holds_where_blocks_end_at_a_ranks_vocabulary_and_rows():
+    """40 columns and 8 positions of a rank, blocks of 32: a dense model, so that blocks along the rows can be proven, too."""
+    moe = [word for word in MODEL if word.startswith("--moe")] + ["--num-experts"]
+    words = [*without(MODEL, moe), *f"{TP} --context-parallel-size 2 --vocab-size 78 --make-vocab-size-divisible-by 8 --fp8-format hybrid --fp8-recipe mxfp8 "
+             "--fp8-output-proj".split()]  # fmt: skip
+    case = as_is(words, 4)
+    assert "--fp8-output-proj" in case.argv and "--no-fp8-wgrad" not in case.argv
+    with Pool(4) as pool:
+        result = prove(pool, case)
+        assert result.equal, (result.failure[-2000:], *map(str, result.differences[:4]))
+
+
+def without(words: list[str], flags: list[str]) -> list[str]:
+    """A command line without some flags and their values."""
+    starts = [index for index, word in enumerate(words) if word.startswith("--")] + [len(words)]
+    return [word for start, stop in zip(starts, starts[1:]) if words[start] not in flags for word in words[start:stop]]
 
 
 @pytest.mark.slow
