@@ -8,6 +8,8 @@ from types import MappingProxyType
 _KERNEL = "this version computes the same without that kernel"
 _NCCL = "a transport setting of NCCL; results do not depend on it"
 _SHAPE = "a storage layout of TransformerEngine; results and checkpoint names do not depend on it"
+_ORDER = ("the order of gate and up in memory for a kernel of TransformerEngine; checkpoints hold [gate; up] with and without it, in "
+          "Megatron-LM too, and results are the same")
 _FSDP = "a buffer setting of Megatron's FSDP; torch's fully_shard manages its own, and results do not depend on it"
 _READ = "reading is planned by the checkpoint library"
 _OVERLAP = "a setting of TransformerEngine's own overlap; results do not depend on it"
@@ -50,6 +52,8 @@ IDLE = MappingProxyType(
         "fp8_interval": "delayed scales are new in every iteration, as in Megatron-LM, which ignores it",
         "fp8_param_gather": "parameters are kept and gathered in the model's format (bf16: twice the bytes of fp8); products quantise them",
         "reuse_grad_buf_for_mxfp8_param_ag": "parameters are gathered in place, in a buffer of their own",
+        "moe_mlp_glu_interleave_size": _ORDER,
+        "moe_shared_expert_glu_interleave_size": _ORDER,
         "moe_use_grouped_tensor": _SHAPE,
         "moe_single_grouped_weight": _SHAPE,
         "moe_single_grouped_bias": _SHAPE,

@@ -68,8 +68,6 @@ LATER = MappingProxyType(
         "fp4_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
         "te_precision_config_file": Later("per-layer formats of TransformerEngine", MEMORY),
-        "moe_shared_expert_glu_interleave_size": Later("interleaved gate channels", MEMORY),
-        "moe_mlp_glu_interleave_size": Later("interleaved gate channels", MEMORY),
         # ---- planning, launch and survival
         "fake_process_group": Later("a dry run without other ranks", CLUSTER),
         "check_for_large_grads": Later("the check for large gradients", CLUSTER),
