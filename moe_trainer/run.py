@@ -30,6 +30,7 @@ from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import InputError, user_input
 from moe_trainer.guard.places import name_layers
 from moe_trainer.initialize import Runtime
+from moe_trainer.layers.precision import store_weights, stores_weights
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.build import DTYPES, build_chunks
 from moe_trainer.model.transformer import Transformer
@@ -184,6 +185,8 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
         logger.info("one data-parallel rank: there is nothing to shard")
     if parallel.use_megatron_fsdp and strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
+    if stores_weights(args.precision) and parallel.use_distributed_optimizer:
+        store_weights(chunks)
     return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token,
                              main_grads=args.optimizer.main_grads_dtype)
 

@@ -30,12 +30,14 @@ def dynamic_scale_skips_nan_check(s: Settings, _f: Facts) -> None:
         s.set_derived("check_for_nan_in_loss_and_grad", False, "dynamic loss scale")
 
 
-def mxfp8_gather(s: Settings, _f: Facts) -> None:
-    if s.fp8 and s.fp8_recipe == "mxfp8" and s.fp8_param_gather and not s.reuse_grad_buf_for_mxfp8_param_ag:
-        s.note(
-            f"{s.shown('fp8_recipe')} with {s.flag('fp8_param_gather')}: --reuse-grad-buf-for-mxfp8-param-ag saves "
-            "memory."
-        )
+def weights_that_stay_wide(s: Settings, _f: Facts) -> None:
+    if not (s.fp8 and s.fp8_param_gather):
+        return
+    wide = "are kept and gathered in the model's format here; products quantise them."
+    if s.fp8_recipe == "mxfp8":
+        s.note(f"{s.shown('fp8_recipe')} with {s.flag('fp8_param_gather')}: MXFP8 weights {wide}")
+    elif s.use_torch_fsdp2 or s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim":
+        s.note(f"{s.flag('fp8_param_gather')} with {s.flag('use_torch_fsdp2' if s.use_torch_fsdp2 else 'use_megatron_fsdp')}: these weights {wide}")
 
 
 def main_params_of_their_own(s: Settings, _f: Facts) -> None:
@@ -190,7 +192,7 @@ def deterministic_mode_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
             )
 
 
-RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, mxfp8_gather, main_params_of_their_own)
+RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, weights_that_stay_wide, main_params_of_their_own)
 CHECKS = (
     one_half_precision,
     fp32_accumulation_needs_fp32_grads,

@@ -24,8 +24,8 @@ from moe_trainer.checkpoint.reading import fill, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme, Piece, Placement, pieces, rng_key
 from moe_trainer.checkpoint.share import KINDS, Batch, Shared, share_out
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
-from moe_trainer.parallel.shards import held_parts
+from moe_trainer.parallel.params import ParamInfo, info_of, is_stored, unique_params
+from moe_trainer.parallel.shards import parts_to_load
 from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,9 @@ class Loader:
                 runs = self._find(info_of(param), tuple(param.shape))
                 if runs is not None:
                     self._runs[id(param)] = runs
-                    found = itertools.chain.from_iterable(pieces(runs, *part) for part in held_parts(param))
-                    self._want((info_of(param).kind, "weights"), found,
+                    found = itertools.chain.from_iterable(pieces(runs, *part) for part in parts_to_load(param))
+                    # a weight that is stored in 8 bits is filled where the optimizer's state is, cut like that
+                    self._want((info_of(param).kind, "moments" if is_stored(param) else "weights"), found,
                                {run.key: self._best_weight(run.key, param.dtype) for run in runs})
             for name, buffer in chunk.named_state_buffers():
                 runs = self._find(ParamInfo((name,)), tuple(buffer.shape))

@@ -41,8 +41,8 @@ from moe_trainer.checkpoint.planner import PieceSavePlanner, describe_plans
 from moe_trainer.checkpoint.sharding import KeyScheme, pieces, rng_key
 from moe_trainer.checkpoint.share import KINDS, Batch, share_out, structure
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, info_of, is_counted, replicas, unique_params
-from moe_trainer.parallel.shards import held_parts
+from moe_trainer.parallel.params import ParamInfo, info_of, is_counted, is_stored, replicas, unique_params
+from moe_trainer.parallel.shards import parts_to_save
 from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -205,8 +205,9 @@ def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
             info = info_of(param)
             if is_counted(info, ps):
                 runs[id(param)] = scheme.placements(info, tuple(param.shape))
-                for part in held_parts(param):
-                    weights[info.kind].pieces += pieces(runs[id(param)], *part)
+                for data, start, stop, read in parts_to_save(param):
+                    # a weight that is stored in 8 bits has its values where the optimizer's state is, cut like that
+                    (moments if is_stored(param) else weights)[info.kind].pieces += pieces(runs[id(param)], data, start, stop, read=read)
         for name, buffer in (*chunk.named_state_buffers(), *chunk.named_scaling_state()):
             info = ParamInfo((name,))
             if is_counted(info, ps):

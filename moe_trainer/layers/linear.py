@@ -196,7 +196,7 @@ class _Linear(nn.Module):
             yield self.weight, self.quantized
 
     def extra_repr(self) -> str:
-        cut = """" if self.group.size == 1 else f", 1 of {self.group.size} ranks, sequence_parallel={self.sequence_parallel}"
+        cut = "" if self.group.size == 1 else f", 1 of {self.group.size} ranks, sequence_parallel={self.sequence_parallel}"
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, bias={self.bias is not None}{cut}"
 
 

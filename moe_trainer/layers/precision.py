@@ -7,6 +7,10 @@ are not either; the layers of multi-token prediction are, always, as in Megatron
 Delayed scaling: at the end of an iteration the maxima of every layer are taken over the microbatches and over all ranks of the stage that
 share a model replica or its data (ps.tp_dp_cp, Megatron-Core's amax reduction group), in one all-reduce. All experts of a layer share
 their scales. So the state is the same on all these ranks and for every mapping, and a checkpoint keeps it under the layer's name.
+
+With --fp8-param-gather the weights of quantised layers are kept in 8 bits from the moment the optimizer takes them over
+(optim/stored_state.py). A recipe can be stored if one set of bytes serves the output and the gradient of x; MXFP8, whose blocks lie along
+the contracted dimension of each, keeps and gathers bf16, as Megatron-LM gathers it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +18,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from arguments.model import ModelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.ops.fp8 import Delayed, QuantizedProducts, Recipe, make_recipe
 from moe_trainer.ops.quantize import Quantized, quantize
+from moe_trainer.ops.stored_weight import StoredWeight, can_store
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.rng import RoundingNoise
 from moe_trainer.parallel.state import ParallelState
@@ -78,6 +84,21 @@ class LowPrecision:
         else:
             place = (f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank if cut else 0}")
         return QuantizedProducts(self.recipe, name, RoundingNoise(self.seed, name, *place), quantizer)
+
+
+def stores_weights(precision: PrecisionArgs) -> bool:
+    """Whether the weights of quantised layers are kept in 8 bits where the optimizer is sharded."""
+    recipe = recipe_of(precision)
+    return recipe is not None and bool(precision.fp8) and precision.fp8_param_gather and can_store(recipe.weight, recipe.weight_t)
+
+
+def store_weights(chunks: Iterable[nn.Module]) -> None:
+    """Mark the weights of all quantised layers to be kept in 8 bits: whoever flattens the parameters does it."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            for weight, products in getattr(module, "quantized_weights", tuple)():
+                products.stored = weight.stored = StoredWeight(weight.shape, products.recipe.weight, weight.dtype, weight.device,
+                                                               products.weight_scale)
 
 
 def quantized_products(chunks: Iterable[nn.Module]) -> Iterator[QuantizedProducts]:

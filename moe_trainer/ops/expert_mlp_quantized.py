@@ -27,10 +27,10 @@ class _QuantizedExpertMLP(torch.autograd.Function):
         for expert, start, stop, _ in spans(counts):
             rows = slice(start, stop)
             p = None if probs_R is None else probs_R[rows]
-            h_RG[rows] = fc1.output(x_RH[rows], w1[expert])
+            h_RG[rows] = fc1.output(x_RH[rows], fc1.of_expert(w1, expert))
             if b1 is not None:
                 h_RG[rows] += b1[expert]
-            y_RH[rows] = fc2.output(activation.forward(h_RG[rows], p), w2[expert])
+            y_RH[rows] = fc2.output(activation.forward(h_RG[rows], p), fc2.of_expert(w2, expert))
             if b2 is not None:
                 y_RH[rows] += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
         ctx.save_for_backward(x_RH, probs_R, h_RG, w1, w2, b2)
@@ -49,10 +49,10 @@ class _QuantizedExpertMLP(torch.autograd.Function):
         for expert, start, stop, _ in spans(counts):
             rows = slice(start, stop)
             p, grad_y = None if probs_R is None else probs_R[rows], grad_RH[rows].contiguous()
-            a, grad_h, block_grad_p = activation.backward(h_RG[rows], p, fc2.input_grad(grad_y, w2[expert]))
+            a, grad_h, block_grad_p = activation.backward(h_RG[rows], p, fc2.input_grad(grad_y, fc2.of_expert(w2, expert)))
             of_w2[expert] = fc2.weight_grad_later(grad_y, a)
             of_w1[expert] = fc1.weight_grad_later(grad_h, x_RH[rows])
-            grad_x[rows] = fc1.input_grad(grad_h, w1[expert])
+            grad_x[rows] = fc1.input_grad(grad_h, fc1.of_expert(w1, expert))
             if grad_b1 is not None:
                 torch.sum(grad_h, 0, out=grad_b1[expert])
             if b2 is not None:
@@ -68,7 +68,7 @@ class _QuantizedExpertMLP(torch.autograd.Function):
 
 def _stacked(weight: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
     """The gradient of all experts' weights, from those of the ones that had rows."""
-    grad_eNK = torch.zeros_like(weight)
+    grad_eNK = torch.zeros_like(weight, memory_format=torch.contiguous_format)  # a weight that is stored in 8 bits has no strides
     for expert, part in parts.items():
         grad_eNK[expert] = part()
     return grad_eNK

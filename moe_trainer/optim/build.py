@@ -10,12 +10,12 @@ from arguments.optimizer import OptimizerArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.distributed_optimizer import ParamGather
-from moe_trainer.optim.flat_state import make_states
 from moe_trainer.optim.fully_sharded import ShardedGrads, ShardedState
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.loss_scale import build_loss_scale
 from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.state_plan import plan_state
+from moe_trainer.optim.stored_state import make_states
 from moe_trainer.optim.update import Updater
 from moe_trainer.parallel.state import ParallelState
 
@@ -39,7 +39,7 @@ def build_optimizer(chunks: Sequence[nn.Module], grads: DataParallelGrads | Shar
     else:
         states = make_states(grads, optimizer, plan, ps)
     if isinstance(grads, DataParallelGrads) and grads.sharded:
-        gather = ParamGather([(state.layout, state.model) for state in states], chunks, parallel.overlap_param_gather)
+        gather = ParamGather([(state.layout, state.wire) for state in states], chunks, parallel.overlap_param_gather)
     updater = Updater(states, optimizer, plan, device)
     return Optimizer(grads, states, updater, optimizer, loss_scale, gather, ps, device, check_for_nan=check_for_nan, count_zeros=count_zeros,
                      timer=timer)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arguments.parallel import ParallelArgs
-from moe_trainer.parallel.params import info_of, unique_params
+from moe_trainer.parallel.params import info_of, is_stored, unique_params
 from moe_trainer.parallel.state import Group, ParallelState
 
 PARAM_ALIGN = 64  # elements; keeps every parameter on a cache line and every row of a grouped product aligned
@@ -58,7 +58,8 @@ class FlatLayout:
     """All parameters of one kind ("dense" or "expert") and dtype, with the groups that reduce them.
 
     Gradients are reduced over `group`, which is also what a sharded state is divided among, and then over `outer`: the ranks
-    that hold the same elements in the other instances of the distributed optimizer (alone, where there is one instance).
+    that hold the same elements in the other instances of the distributed optimizer (alone, where there is one instance). stored: the
+    model keeps these weights in 8 bits (stored_state.py).
     """
 
     kind: str
@@ -67,6 +68,7 @@ class FlatLayout:
     group: Group
     outer: Group
     buckets: tuple[Bucket, ...]
+    stored: bool = False
 
     @property
     def size(self) -> int:
@@ -95,23 +97,23 @@ class FlatLayout:
 
 
 def plan_layouts(params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs) -> tuple[FlatLayout, ...]:
-    """Lay out the parameters that need gradients, one layout per kind, dtype and device.
+    """Lay out the parameters that need gradients, one layout per kind, dtype, device, and way of keeping them.
 
     `params` come in order of use. Raises: ValueError when one carries no ParamInfo.
     """
     groups = _reducing_groups(ps, parallel.use_distributed_optimizer)
     ordered = [param for param in unique_params(params) if param.requires_grad]
-    kinds: dict[tuple[str, torch.dtype, torch.device], list[tuple[int, Parameter]]] = {}
+    kinds: dict[tuple[str, torch.dtype, torch.device, bool], list[tuple[int, Parameter]]] = {}
     for position, param in enumerate(ordered):
-        kinds.setdefault((info_of(param).kind, param.dtype, param.device), []).append((position, param))
+        kinds.setdefault((info_of(param).kind, param.dtype, param.device, is_stored(param)), []).append((position, param))
     bucket_size = _bucket_size(sum(param.numel() for param in ordered), ps.dp_cp.size, parallel)
     layouts = []
-    for (kind, dtype, device), members in kinds.items():
+    for (kind, dtype, device, stored), members in kinds.items():
         group, outer = groups[kind]
         align = math.lcm(group.size, BUCKET_ALIGN)
         if parallel.ddp_pad_buckets_for_high_nccl_busbw:
             align = math.lcm(align, HIGH_BANDWIDTH_ALIGN)
-        layouts.append(FlatLayout(kind, dtype, device, group, outer, _buckets(members, bucket_size, align)))
+        layouts.append(FlatLayout(kind, dtype, device, group, outer, _buckets(members, bucket_size, align), stored))
     return tuple(layouts)
 
 

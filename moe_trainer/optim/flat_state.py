@@ -4,14 +4,14 @@ import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.flat import FlatLayout
-from moe_trainer.optim.grad_buffer import DataParallelGrads, GradBuffer
+from moe_trainer.optim.grad_buffer import GradBuffer
 from moe_trainer.optim.kept_state import KeptState, Piece, Run
-from moe_trainer.optim.param_groups import ParamGroup, group_of
+from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.optim.state_plan import StatePlan
 from moe_trainer.parallel.params import info_of, is_counted
 from moe_trainer.parallel.state import ParallelState
@@ -35,8 +35,18 @@ class FlatState(KeptState):
             offset += stop - start
         self._ends = [here.stop for _, here in self.parts]
         self.runs = [Run(run[0].group, run[0].counted, run[0].offset, run[-1].end) for run in _runs(self.pieces, self._ends)]
-        self.lay_out(plan, offset, self.layout.dtype)
+        self.lay_out(plan, offset, self.kept_dtype)
         self.copy_model_to_main()
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """The format in which the model keeps these parameters."""
+        return self.layout.dtype
+
+    @property
+    def wire(self) -> Tensor:
+        """What the model keeps of all parameters, flat, and data-parallel ranks gather."""
+        return self.model
 
     def model_at(self, start: int, stop: int) -> Tensor:
         """The model's elements of a range inside a bucket's part, gaps included; live."""
@@ -51,15 +61,6 @@ class FlatState(KeptState):
         where, here = self.parts[bisect.bisect_right(self._ends, start)]
         assert here.start <= start and stop <= here.stop, f"[{start}, {stop}) is in no single bucket of {self.parts}"
         return slice(where.start + start - here.start, where.start + stop - here.start)
-
-
-def make_states(grads: DataParallelGrads, settings: OptimizerArgs, plan: StatePlan, ps: ParallelState) -> list[FlatState]:
-    """Flatten the model's parameters and allocate this rank's optimizer state beside the gradient buffers."""
-    states = []
-    for buffer in grads.buffers:
-        groups = {slot.param: group_of(slot.param, settings, ps.ep.size > 1) for slot in buffer.layout.slots}
-        states.append(FlatState(buffer, buffer.layout.flatten_params(), plan, groups, ps))
-    return states
 
 
 def _pieces(layout: FlatLayout, ranges: Sequence[tuple[int, int]], groups: dict[Parameter, ParamGroup], alone: bool,

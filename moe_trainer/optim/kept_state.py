@@ -132,9 +132,12 @@ class Stretch:
 class KeptState(ABC):
     """Main parameters, gradients and moments of some parameters, or of this rank's part of them.
 
-    device: of model and gradients. pieces: they cover, in any order, what this rank keeps of every parameter.
+    device: of model and gradients. pieces: they cover, in any order, what this rank keeps of every parameter. stored: the model keeps
+    no values of its own of them, and what it keeps instead is made of the main parameters (stored_state.py).
     A subclass calls `lay_out` when model_at and grad_at work.
     """
+
+    stored: bool = False
 
     device: torch.device
     pieces: Sequence[Piece]
@@ -153,6 +156,12 @@ class KeptState(ABC):
     def grad_of(self, piece: Piece) -> Tensor:
         """The main gradient of a piece."""
         return self.grad_at(piece.offset, piece.end)
+
+    def take(self, start: int, stop: int, values: Tensor) -> None:
+        """Let the model have new values of a range inside a run."""
+        model = self.model_at(start, stop)
+        if values.data_ptr() != model.data_ptr():
+            model.copy_(values, non_blocking=True)
 
     def lay_out(self, plan: StatePlan, size: int, dtype: torch.dtype) -> None:
         """Allocate the state of `size` elements of a model in `dtype`, gaps included."""
@@ -187,7 +196,7 @@ class KeptState(ABC):
         """Take the main parameters from the model, which becomes what they can hold."""
         for stretch in self.stretches:
             if stretch.store.main is not None:
-                stretch.model.copy_(stretch.store.main.close_main(stretch.start, stretch.stop, stretch.model.float()))
+                self.take(stretch.start, stretch.stop, stretch.store.main.close_main(stretch.start, stretch.stop, stretch.model.float()))
 
     @torch.no_grad()
     def copy_main_to_model(self) -> None:
@@ -195,7 +204,7 @@ class KeptState(ABC):
         for stretch in self.stretches:
             main = stretch.store.main
             if main is not None:
-                stretch.model.copy_(main.close_main(stretch.start, stretch.stop, main.open(stretch.start, stretch.stop)))
+                self.take(stretch.start, stretch.stop, main.close_main(stretch.start, stretch.stop, main.open(stretch.start, stretch.stop)))
 
     def stage(self) -> None:
         """Make all state live fp32 storage, to be loaded in place."""
@@ -210,7 +219,7 @@ class KeptState(ABC):
             for name, kept in store.kept():
                 for start, stop, values in kept.unstage():
                     if name == MAIN:
-                        self.model_at(start, stop).copy_(kept.close_main(start, stop, values))
+                        self.take(start, stop, kept.close_main(start, stop, values))
                     else:
                         kept.close(start, stop, values)
 

@@ -30,6 +30,7 @@ from moe_trainer.optim.flat import Slot
 from moe_trainer.optim.kept_state import KeptState
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
 from moe_trainer.optim.param_groups import ParamGroup
+from moe_trainer.optim.stored_state import stored_states
 from moe_trainer.optim.update import Updater
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
@@ -96,6 +97,7 @@ class Optimizer:
                  timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext()):
         self._grads = grads
         self._states = tuple(states)
+        self._stored = stored_states(self._states)
         self._updater = updater
         self._settings = settings
         self._scaler = loss_scale
@@ -110,6 +112,9 @@ class Optimizer:
         self._groups = sorted(set().union(*collectives.all_gather_object(found, ps.world)),
                               key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr))
         self.step_count = 0
+        if self._stored:
+            self._release()
+            self.wait_params()
 
     @property
     def loss_scale(self) -> float:
@@ -132,6 +137,8 @@ class Optimizer:
         if found_inf:
             if self._check_for_nan and not isinstance(self._scaler, DynamicLossScale):
                 raise NonFiniteGradientError(self._describe_non_finite())
+            if any(state.follows_scales for state in self._stored):
+                self._release()
             return StepOutcome(False, None, None, True)
         with self._timer("optimizer-clip-main-grad"):
             factor = inverse * clip_factor(norm, self._settings.clip_grad)  # applied on the way into the update
@@ -142,10 +149,17 @@ class Optimizer:
         with self._timer("optimizer-inner-step"):
             self.step_count += 1
             self._updater.step(lambda group: group.rates(lr, weight_decay, decoupled_lr), factor, self.step_count)
+        self._release()
+        return StepOutcome(True, norm, num_zeros, False)
+
+    def _release(self) -> None:
+        """Let all ranks have the new parameters. Collective with the distributed optimizer, which may still be gathering afterwards."""
+        for state in self._stored:
+            with self._timer("optimizer-copy-main-to-model-params"):
+                state.publish()
         if self._gather is not None:
             with self._timer("params-all-gather"):
                 self._gather.start()
-        return StepOutcome(True, norm, num_zeros, False)
 
     def zero_grad(self) -> None:
         """Begin an iteration."""
@@ -204,13 +218,17 @@ class Optimizer:
         if state_loaded:
             for state in self._states:
                 state.copy_main_to_model()
-            if self._gather is not None:
-                self._gather.start()
-                self._gather.wait_all()
+            self._release()
+            self.wait_params()
         elif params_changed:
             self.wait_params()
             for state in self._states:
                 state.copy_model_to_main()
+            if self._stored:
+                self._release()
+                self.wait_params()
+        for state in self._stored:
+            state.loaded()
 
     def params_norm(self) -> float:
         """Norm of all (main) parameters. Collective."""

@@ -37,12 +37,12 @@ class Updater:
         for together in _portions(self._on_device):
             grads = [_scaled(stretch.grad, factor) for stretch in together]
             for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count)):
-                if values.data_ptr() != stretch.model.data_ptr():
-                    stretch.model.copy_(values, non_blocking=True)
+                stretch.state.take(stretch.start, stretch.stop, values)
         if self._on_host:
             for stretch, grad in self.lane.gradients(self._on_host):
                 values, = self._update([stretch], [_scaled(grad, factor)], rates(stretch.group), step_count)
-                self.lane.send(stretch.model, values)
+                if not stretch.state.stored:
+                    self.lane.send(stretch.model, values)
             self.lane.finish()
 
     def _update(self, stretches: Sequence[Stretch], grads: list[Tensor], rates: tuple[float, float], step_count: int) -> list[Tensor]:

@@ -63,6 +63,11 @@ def info_of(param: Parameter) -> ParamInfo:
     return info
 
 
+def is_stored(param: Parameter) -> bool:
+    """Whether the model keeps a parameter in 8 bits (`param.stored`, ops/stored_weight.py), so that the parameter itself has no values."""
+    return getattr(param, "stored", None) is not None
+
+
 def replicas(kind: str, ps: ParallelState) -> Group:
     """The group in which a parameter of this kind has its replicas, and which reduces its gradient."""
     return ps.edp if kind == "expert" else ps.dp_cp

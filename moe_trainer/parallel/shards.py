@@ -1,6 +1,12 @@
-"""Parameters that torch's fully_shard has cut over data-parallel ranks: which part of them this rank holds."""
+"""Which part of a parameter this rank holds, and how to get at its values.
+
+A plain parameter is its own storage. torch's fully_shard cuts parameters over data-parallel ranks. A weight that is stored in 8 bits has
+its values with the optimizer, which gives them in parts, too (`stored.home`, optim/stored_state.py). Whoever saves, loads or exports
+parameters comes here.
+"""
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -28,6 +34,24 @@ def held_parts(x: Tensor) -> list[tuple[Tensor, int, int]]:
     return [(part.view(-1), start, start + part.numel()) for part, start in zip(local.unbind(0), starts, strict=True)]
 
 
+def parts_to_save(x: Tensor) -> list[tuple[Tensor, int, int, Callable[[int, int], Tensor] | None]]:
+    """As held_parts, to be read only. The last item reads a range of a part where no storage has the values; the first has only shape and
+    type then."""
+    home = _home(x)
+    return [(*part, None) for part in held_parts(x)] if home is None else home.parts_to_save()
+
+
+def parts_to_load(x: Tensor) -> list[tuple[Tensor, int, int]]:
+    """As held_parts, to be overwritten in place before the optimizer's after_load."""
+    home = _home(x)
+    return held_parts(x) if home is None else home.parts_to_load()
+
+
+def _home(x: Tensor):
+    stored = getattr(x, "stored", None)
+    return None if stored is None else stored.home
+
+
 def part_at(x: Tensor, start: int) -> Tensor:
     """The held part that begins at element `start` of the whole tensor."""
     if isinstance(x, DTensor) and any(isinstance(p, Shard) and p.dim == 1 for p in x.placements):
@@ -39,4 +63,7 @@ def part_at(x: Tensor, start: int) -> Tensor:
 
 def whole(x: Tensor) -> Tensor:
     """All of a parameter or its gradient, on every rank that holds a part. Collective over those; a plain tensor is whole."""
+    home = _home(x)
+    if home is not None:
+        return home.whole()
     return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
