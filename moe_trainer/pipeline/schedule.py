@@ -34,24 +34,21 @@ from moe_trainer.parallel import collectives, p2p
 from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import PendingGrads, WeightGradQueue
-from moe_trainer.pipeline import interleaved, one_f_one_b
 from moe_trainer.pipeline.overlap import Pairs
-from moe_trainer.pipeline.plan import (
+from moe_trainer.pipeline.plan import Launch, Message, program
+from moe_trainer.shape.orders import orders as orders_of
+from moe_trainer.shape.timetable import (
     BACKWARD,
     FORWARD,
     Action,
     Costs,
-    Launch,
-    Message,
     Order,
     Pair,
     actions_of,
-    program,
     source,
     target,
     timetable,
 )
-from moe_trainer.pipeline.zero_bubble import split_backward
 
 Result = TypeVar("Result")
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -298,16 +295,7 @@ def choose(kind: str | None, pp: Group, num_chunks: int, device: torch.device, *
     assert kind == "zero-bubble" or (kind == "interleaved") == (num_chunks > 1), f"{kind} with {num_chunks} chunks on a rank"
 
     def orders(num_microbatches: int) -> list[Order]:
-        if num_chunks == 1:
-            found = [one_f_one_b.order(rank, pp.size, num_microbatches, baton is not None) for rank in range(pp.size)]
-        else:
-            found = [interleaved.order(rank, pp.size, num_chunks, num_microbatches, group_size or pp.size, baton is not None)
-                     for rank in range(pp.size)]
-        if kind == "zero-bubble":
-            return [split_backward(order, rank) for rank, order in enumerate(found)]
-        if head_lag is not None:
-            found[-1] = split_backward(found[-1], head_lag or None, num_chunks - 1)
-        return found
+        return orders_of(kind, pp.size, num_chunks, num_microbatches, group_size=group_size, pairs=baton is not None, head_lag=head_lag)
 
     apart = kind == "zero-bubble" or head_lag is not None
     assert not apart or queues is not None, f"{kind}, head_lag {head_lag}: without queues"

@@ -4,22 +4,21 @@ import itertools
 
 import pytest
 
-from moe_trainer.pipeline import interleaved, one_f_one_b
-from moe_trainer.pipeline.plan import (
+from moe_trainer.pipeline.plan import Launch, program
+from moe_trainer.shape import interleaved, one_f_one_b
+from moe_trainer.shape.timetable import (
     BACKWARD,
     FORWARD,
     WEIGHT,
     Action,
     Costs,
-    Launch,
     Pair,
     actions_of,
-    program,
     source,
     target,
     timetable,
 )
-from moe_trainer.pipeline.zero_bubble import split_backward
+from moe_trainer.shape.zero_bubble import split_backward
 
 SPLIT = Costs(1.0, 1.0, 1.0)
 

@@ -7,8 +7,8 @@ groups with the chunks reversed. The bubble shrinks by the number of chunks, for
 Source: Narayanan et al. 2021 (arXiv:2104.04473), with the order and the warm-up of Megatron-LM.
 """
 
-from moe_trainer.pipeline.one_f_one_b import alternate
-from moe_trainer.pipeline.plan import BACKWARD, FORWARD, Action, Order
+from moe_trainer.shape.one_f_one_b import alternate
+from moe_trainer.shape.timetable import BACKWARD, FORWARD, Action, Order
 
 
 def order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int, pairs: bool = False) -> Order:

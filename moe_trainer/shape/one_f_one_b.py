@@ -6,7 +6,7 @@ holds the activations of more than (stages behind it) + 1 microbatches.
 Source: PipeDream-Flush as Megatron-LM runs it (Narayanan et al. 2021, arXiv:2104.04473).
 """
 
-from moe_trainer.pipeline.plan import BACKWARD, FORWARD, Action, Order, Pair
+from moe_trainer.shape.timetable import BACKWARD, FORWARD, Action, Order, Pair
 
 
 def order(rank: int, num_ranks: int, num_microbatches: int, pairs: bool = False) -> Order:

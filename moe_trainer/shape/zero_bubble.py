@@ -14,7 +14,7 @@ walks the autograd graph to find weights, which custom functions (experts, tenso
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), schedule ZB-H1.
 """
 
-from moe_trainer.pipeline.plan import BACKWARD, WEIGHT, Action, Order, Pair, actions_of
+from moe_trainer.shape.timetable import BACKWARD, WEIGHT, Action, Order, Pair, actions_of
 
 
 def split_backward(order: Order, lag: int | None, chunk: int | None = None) -> Order:
