@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moe_trainer.layers.vocab import OutputHead
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.params import ParamInfo, info_of
 from moe_trainer.proof.mapping import Mapping
@@ -30,8 +29,8 @@ def emulate_fp8(run: Run, mapping: Mapping, sequence_parallel: bool) -> None:
     length = run.args.data.seq_length
     for chunk in run.chunks:
         for module in chunk.modules():
-            if isinstance(module, OutputHead):
-                emulate_head(module, run.padded_vocab_size, mapping, length)
+            if module is chunk.output_layer:
+                emulate_head(module.quantized, run.padded_vocab_size, mapping, length)
             elif isinstance(getattr(module, "quantized", None), QuantizedProducts) and module.quantized.recipe.delayed is None:
                 replicated = info_of(module.weight).sharded_dim is None
                 rows = Topology(mapping.tp if replicated and sequence_parallel else 1, mapping.cp)
@@ -48,9 +47,8 @@ def emulate_fp8(run: Run, mapping: Mapping, sequence_parallel: bool) -> None:
         products.weight_grad_later = later_enlarged(products.weight_grad_later, factor)
 
 
-def emulate_head(head: OutputHead, vocab_size: int, mapping: Mapping, length: int) -> None:
+def emulate_head(products: QuantizedProducts | None, vocab_size: int, mapping: Mapping, length: int) -> None:
     """Have an output layer quantise the vocabulary of every tensor rank and the positions of every context rank by themselves."""
-    products = head.quantized
     if products is None or products.recipe.delayed is not None:
         return
     if mapping.tp > 1:
