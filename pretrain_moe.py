@@ -56,7 +56,10 @@ def main(argv: list[str]) -> int:
     try:
         return pretrain(args, place)
     except InputError as error:
-        return _refuse(error, "0")
+        if error.told is None and place.rank != 0:
+            # the ranks have not met, and the first one may not have this error: one line holds all of it
+            error = InputError(f"rank {place.rank}: {'; '.join(line.strip() for line in str(error).splitlines())}")
+        return _refuse(error, "another" if error.told else "0")
     except CommunicationError as error:
         print(f"pretrain_moe.py: rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return EXIT_CODE

@@ -1,11 +1,16 @@
 """The error that a user can mend: flags, files, folders. The command line turns it into exit code 2 without a traceback."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class InputError(ValueError):
-    """Something given to the program is wrong; the message says what, where, and what is needed."""
+    """Something given to the program is wrong; the message says what, where, and what is needed.
+
+    told: whether another rank prints the same words; None where the ranks had not met yet.
+    """
+
+    told: bool | None = None
 
 
 @contextmanager
@@ -17,3 +22,17 @@ def user_input(what: str) -> Iterator[None]:
         raise
     except (ValueError, OSError) as error:
         raise InputError(f"{what}: {error}") from error
+
+
+@contextmanager
+def told_once(count: Callable[[str], int] | None) -> Iterator[None]:
+    """Of the ranks that raise the same InputError let the first one print it. count: the how many-th rank says these words; None
+    with one rank. Where nobody answers any more every rank prints."""
+    try:
+        yield
+    except InputError as error:
+        try:
+            error.told = count is not None and count(str(error)) > 1
+        except RuntimeError:  # the store went with its host
+            error.told = False
+        raise

@@ -25,12 +25,12 @@ from moe_trainer.checkpoint.checkpoint import save
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.data.build import AnyDataset
 from moe_trainer.data.tokenizer import build_tokenizer
-from moe_trainer.errors import user_input
+from moe_trainer.errors import told_once, user_input
 from moe_trainer.guard.bulletin import Bulletin
 from moe_trainer.guard.patience import Patience
 from moe_trainer.guard.signals import ExitSignal
 from moe_trainer.guard.watchdog import Watchdog
-from moe_trainer.initialize import Runtime, initialize
+from moe_trainer.initialize import Runtime, counter_of_words, initialize
 from moe_trainer.memory.host_allocator import keep_freed_memory
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.optim.schedule_record import schedule_record
@@ -70,7 +70,7 @@ def pretrain(args: Arguments, place: Place) -> int:
     if runtime.device.type == "cpu":
         keep_freed_memory()
     print_rank_0(runtime, f"time to initialize megatron (seconds): {time.time() - started:.3f}")
-    with watch(args, runtime) as watchdog:
+    with watch(args, runtime) as watchdog, told_once(counter_of_words(runtime.store)):
         return run_job(args, runtime, watchdog, started)
 
 

@@ -65,6 +65,8 @@ def run(argv: list[str], cwd: Path, world_size: int = 1, timeout: float = 300.0,
             process.kill()
     results = [Finished(code, *texts) for texts, code in ended]
     failed = [result for result in results if result.returncode != 0]
+    if failed and failed[0].returncode == 2:  # any of the ranks that find the same wrong says so
+        return Finished(2, failed[0].stdout, "".join(result.stderr for result in failed if result.returncode == 2))
     if failed:
         return failed[0]
     return Finished(0, "".join(r.stdout for r in results), "".join(r.stderr for r in results))

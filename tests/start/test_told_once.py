@@ -1,0 +1,48 @@
+"""What all ranks find wrong alike is printed once; what one of them finds is not lost."""
+
+import pytest
+import torch.distributed as dist
+from commands import environment, free_port, start
+from harness import run_ranks
+from train.tiny import TINY
+
+from moe_trainer.errors import InputError, told_once
+from moe_trainer.initialize import counter_of_words
+
+
+def _raised(rank, n, path, words):
+    count = counter_of_words(dist.FileStore(path, n)) if path else None
+    try:
+        with told_once(count):
+            if words[rank]:
+                raise InputError(words[rank])
+    except InputError as error:
+        return error.told
+    return "nothing"
+
+
+@pytest.mark.parametrize("words, printing", [
+    (("missing",) * 3, 1), (("missing on a", "missing on b", "missing on a"), 2), (("", "mine", ""), 1)])
+def test_the_first_rank_with_the_words_prints_them(tmp_path, words, printing):
+    found = run_ranks(_raised, 3, str(tmp_path / "store"), words)
+    assert found.count(False) == printing and found.count("nothing") == words.count("")
+
+
+def test_without_a_store_everybody_prints(monkeypatch):
+    assert _raised(0, 1, None, ("missing",)) is False
+
+    def gone(text):
+        raise dist.DistError("connection lost")
+
+    with pytest.raises(InputError) as caught, told_once(gone):
+        raise InputError("missing")
+    assert caught.value.told is False
+
+
+def test_a_missing_file_on_two_ranks(tmp_path):
+    argv = [*TINY, *"--data-path nowhere/text --split 100,0,0 --train-iters 2 --tokenizer-type NullTokenizer --vocab-size 60".split()]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start(argv, tmp_path, environment(RANK=str(rank), LOCAL_RANK=str(rank), **common)) for rank in range(2)]
+    said = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2], said
+    assert sorted("nowhere/text" in text for text in said) == [False, True] and "Traceback" not in "".join(said), said
