@@ -48,7 +48,6 @@ class Later:
 
 
 _FSDP_OUTER = "sharding over the instances of fully sharded data parallelism"
-_GRAPHS = "CUDA graphs"
 
 LATER = MappingProxyType(
     {
@@ -62,8 +61,8 @@ LATER = MappingProxyType(
         "megatron_fsdp_main_grads_dtype": Later("main gradients in another format than fp32", MEMORY, harmless=("fp32",)),
         "moe_flex_dispatcher_backend": Later("NCCL's own token exchange", MEMORY, values=("ncclep",)),
         # ---- memory, precision and kernels
-        "cuda_graph_impl": Later(_GRAPHS, MEMORY, also=("enable_cuda_graph", "external_cuda_graph")),
-        "optimizer_cuda_graph": Later(_GRAPHS, MEMORY),
+        "optimizer_cuda_graph": Later(
+            "a graph of the optimizer step: its rates, its step count and whether gradients overflowed are numbers of the host", MEMORY),
         "fp8_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
@@ -126,7 +125,6 @@ PART_OF = MappingProxyType(
     {
         "hybrid_context_parallel": "max_seqlen_per_dp_cp_rank",
         "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy moe_dispatch_fwd_dtype moe_combine_bwd_dtype",
-        "cuda_graph_impl": "cuda_graph_modules cuda_graph_scope_deprecated cuda_graph_warmup_steps",
         "fp8_recipe": "fp8_quantizer_factory",
         "fp4_recipe": "fp4_quantizer_factory",
         "optimizer": (

@@ -11,6 +11,7 @@ from arguments.rules import (
     checkpoint,
     data,
     dispatcher,
+    graph_limits,
     graphs,
     kinder,
     numbers,
@@ -33,6 +34,7 @@ __all__ = ["AREAS", "check", "derived", "resolve"]
 
 AREAS = (
     numbers, sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs,
+    graph_limits,
     training, data, checkpoint,
 )  # fmt: skip
 

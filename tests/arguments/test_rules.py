@@ -7,6 +7,7 @@ from arguments.container import OPTIONS
 from arguments.machine import check_machine
 from arguments.parse import understand
 from arguments.rules.facts import gather
+from tests.arguments.graph_lines import LIMITS
 from tests.arguments.rule_lines import base_line, changed, findings, flags_of
 
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -347,7 +348,7 @@ def test_sound_lines_pass(line):
 def test_every_rule_speaks_somewhere():
     """A rule that no broken line breaks is dead, or untested."""
     silent = {rule for area in rules.AREAS for rule in area.CHECKS}
-    for added, removed, _ in BROKEN:
+    for added, removed, _ in (*BROKEN, *LIMITS):
         settings, _ = understand(changed(added, removed), 8)
         facts = gather(settings, 8)
         silent -= {rule for rule in silent if list(rule(settings, facts))}

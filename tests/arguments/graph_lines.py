@@ -1,0 +1,47 @@
+"""Command lines that ask for CUDA graphs of what is not captured: (added to the base line, left out of it, a flag that is named)."""
+
+ATTN = "--cuda-graph-impl local --cuda-graph-modules attn"
+ROUTER = f"{ATTN} moe_router"
+PREPROCESS = f"{ROUTER} moe_preprocess"
+PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+EXPERTS = f"--cuda-graph-impl local --cuda-graph-modules moe {PADDED}"
+WHOLE = f"--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad {PADDED}"
+CALM = "--attention-dropout 0 --hidden-dropout 0"
+SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+LIMITS = (
+    ("--cuda-graph-impl local", "", "--moe-pad-expert-input-to-capacity"),
+    ("--enable-cuda-graph", "", "--moe-pad-expert-input-to-capacity"),
+    ("--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", "", "--moe-pad-expert-input-to-capacity"),
+    (f"{PREPROCESS} --moe-expert-capacity-factor 1.0", "", "--moe-expert-capacity-factor"),
+    (f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2", "", "--moe-clone-hot-experts"),
+    (f"{PREPROCESS} --fp8-format hybrid --moe-router-padding-for-quantization", "", "--moe-router-padding-for-quantization"),
+    (f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type",
+     "--moe-token-dispatcher-type"),
+    (f"{EXPERTS} --moe-expert-rank-capacity-factor 1.5", "", "--moe-expert-rank-capacity-factor"),
+    (f"{ROUTER} --moe-router-load-balancing-type sinkhorn", "", "--moe-router-load-balancing-type"),
+    (f"{ROUTER} --moe-router-force-biased 1.0", "", "--moe-router-force-biased"),
+    (f"{ROUTER} --moe-input-jitter-eps 0.1 {SP2}", "", "--moe-input-jitter-eps"),
+    (f"{ATTN} --attention-dropout 0.1 {SP2}", "", "--attention-dropout"),
+    (f"{ATTN} --hidden-dropout 0.1 {SP2}", "", "--hidden-dropout"),
+    (f"{ATTN} --hidden-dropout 0.1 --recompute-granularity selective --recompute-modules core_attn", "", "--hidden-dropout"),
+    (f"{ATTN} --attention-dropout 0.1 --context-parallel-size 2", "", "--attention-dropout"),
+    (f"{ATTN} --fp4-format e2m1", "", "--fp4-format"),
+    (f"{ATTN} --reset-attention-mask", "", "--reset-attention-mask"),
+    (f"{ATTN} --dataloader-inter-document-masking", "", "--dataloader-inter-document-masking"),
+    (f"{ROUTER} --recompute-granularity selective --recompute-modules moe", "", "--recompute-modules"),
+    (f"{ATTN} --cpu-offloading-num-layers 2", "", "--cpu-offloading-num-layers"),
+    (f"{ATTN} --fine-grained-activation-offloading --offload-modules core_attn expert_fc1", "", "--offload-modules"),
+    (f"{ROUTER} --fine-grained-activation-offloading --offload-modules mlp_norm", "", "--offload-modules"),
+    (f"{ATTN} --use-torch-fsdp2", "", "--use-torch-fsdp2"),
+    (f"{ATTN} mamba", "", "--cuda-graph-modules"),
+    (f"{WHOLE} --pipeline-model-parallel-size 2", "", "--pipeline-model-parallel-size"),
+    (f"{WHOLE} --overlap-grad-reduce", "", "--overlap-grad-reduce"),
+)
+POSSIBLE = (
+    ATTN, ROUTER, PREPROCESS, EXPERTS, WHOLE, f"--cuda-graph-impl local {PADDED}", f"{ATTN} --hidden-dropout 0.1",
+    f"{ATTN} --attention-dropout 0 --tensor-model-parallel-size 2", f"{ATTN} {CALM} --context-parallel-size 2",
+    f"{ROUTER} --fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
+    f"{PREPROCESS} --pipeline-model-parallel-size 2", f"{PREPROCESS} --fp8-format hybrid",
+    f"{PREPROCESS} {CALM} --recompute-granularity selective --recompute-modules core_attn layernorm",
+    f"{PREPROCESS} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+)

@@ -1,0 +1,35 @@
+"""What is not captured as CUDA graphs is refused by name; what is captured is accepted."""
+
+import pytest
+
+from arguments.parse import understand
+from tests.arguments.graph_lines import ATTN, LIMITS, POSSIBLE
+from tests.arguments.rule_lines import changed
+
+
+def later(added, removed=""):
+    return [violation for violation in understand(changed(added, removed), 8)[1] if violation.kind == "later"]
+
+
+@pytest.mark.parametrize("line", LIMITS, ids=lambda line: line[0])
+def test_what_cannot_be_captured_is_named(line):
+    added, removed, flag = line
+    found = later(added, removed)
+    assert flag in {name for violation in found for name in violation.flags}
+    asked = "--enable-cuda-graph" if "--enable" in added else "--cuda-graph-impl"
+    assert all(asked in violation.message for violation in found if flag in violation.flags)
+
+
+@pytest.mark.parametrize("added", POSSIBLE)
+def test_what_is_captured_is_accepted(added):
+    assert not [violation for violation in later(added) if "--cuda-graph-impl" in violation.flags]
+
+
+def test_everything_that_stands_in_the_way_is_told_at_once():
+    found = later(f"{ATTN} --reset-attention-mask --cpu-offloading-num-layers 2 --use-torch-fsdp2")
+    assert len([violation for violation in found if "--cuda-graph-impl" in violation.flags]) == 3
+
+
+def test_modules_without_graphs_say_that_they_do_nothing():
+    settings, _ = understand(changed("--cuda-graph-modules attn"), 8)
+    assert any("--cuda-graph-modules" in flag for flag, _ in settings.idle)
