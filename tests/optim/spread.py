@@ -5,6 +5,7 @@ partial over etp. The gradients are multiples of 1/64, so that their sums are ex
 can be split off without rounding. `one_process` is the whole model on one rank with the whole gradients.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,8 +52,9 @@ SPECS = (
 )
 
 
+@functools.cache
 def values(*name: str | int, shape: tuple[int, ...]) -> Tensor:
-    """Multiples of 1/64 below 1/4; one in eight is zero."""
+    """Multiples of 1/64 below 1/4; one in eight is zero. Not to be written to: the next one asks for the same tensor."""
     whole = torch.randint(-16, 17, shape, generator=named_generator(3, *name))
     return whole.masked_fill_(torch.rand(shape, generator=named_generator(4, *name)) < 0.125, 0).float() / 64
 
@@ -69,7 +71,7 @@ def whole_names(spec: Spec) -> tuple[str, ...]:
 
 
 def initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    return values("init", name, shape=shape)
+    return values("init", name, shape=shape).clone()
 
 
 def share(name: str, shape: tuple[int, ...], step: int, microbatch: int, source: int) -> Tensor:
@@ -152,8 +154,9 @@ class Whole(nn.Module):
         return total
 
 
+@functools.cache
 def one_process(dp_cp: int, edp: int, steps: int, dtype=torch.float32, **optimizer):
-    """Returns (outcomes, norm of the parameters before each step, {name: weight})."""
+    """Returns (outcomes, norm of the parameters before each step, {name: weight}). Asked for before ranks are forked it is theirs too."""
     model = Whole(dtype)
     grads, built = machinery(model, count_zeros=True, **optimizer)
     outcomes, norms = [], []

@@ -36,6 +36,13 @@ LAYOUTS = {
 }
 
 
+def equal_one_process(n, degrees, vpp, modes, instances=1):
+    """Returns the gradient norms of every rank. The one process is this one, so that the ranks have its outcome from the start."""
+    sizes = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1} | degrees
+    one_process(n // (sizes["tp"] * sizes["pp"]), n // (sizes["etp"] * sizes["ep"] * sizes["pp"]), STEPS)
+    return run_ranks(_equals_one_process, n, degrees, vpp, modes, instances)
+
+
 def _equals_one_process(rank, n, degrees, vpp, modes, instances=1):
     ps = ParallelState.create(n, rank, optimizer_instances=instances, **degrees)
     expected, expected_norms, weights = one_process(ps.dp_cp.size, ps.edp.size, STEPS)
@@ -56,7 +63,7 @@ def _equals_one_process(rank, n, degrees, vpp, modes, instances=1):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_and_mode_equals_one_process(layout):
     n, degrees, vpp = LAYOUTS[layout]
-    ranks = run_ranks(_equals_one_process, n, degrees, vpp, tuple(MODES.values()))
+    ranks = equal_one_process(n, degrees, vpp, tuple(MODES.values()))
     assert all(norms == ranks[0] for norms in ranks), "every rank must clip by the same bits"
 
 
@@ -64,19 +71,19 @@ def test_every_layout_and_mode_equals_one_process(layout):
 def test_instances_of_the_distributed_optimizer_equal_one_process(degrees):
     """Two instances; dp is 4 or 2, edp 4 or 2."""
     modes = (ZERO1, OVERLAPPED, {**OVERLAPPED, "ddp_average_in_collective": True})
-    ranks = run_ranks(_equals_one_process, 4, degrees, 1, modes, 2)
+    ranks = equal_one_process(4, degrees, 1, modes, 2)
     assert all(norms == ranks[0] for norms in ranks)
 
 
 def test_instances_under_a_pipeline_with_tied_embeddings():
-    run_ranks(_equals_one_process, 8, {"pp": 2, "ep": 2}, 1, (OVERLAPPED,), 2)
+    equal_one_process(8, {"pp": 2, "ep": 2}, 1, (OVERLAPPED,), 2)
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2, "ep": 4}, {"etp": 2, "ep": 2}])
 def test_bucket_options_with_experts_do_not_change_the_numbers(degrees):
     options = ({"ddp_average_in_collective": True}, {"ddp_bucket_size": None, "ddp_num_buckets": 3},
                {"ddp_pad_buckets_for_high_nccl_busbw": True})
-    run_ranks(_equals_one_process, 4, degrees, 1, tuple({**flags, **more} for flags in (EAGER, OVERLAPPED) for more in options))
+    equal_one_process(4, degrees, 1, tuple({**flags, **more} for flags in (EAGER, OVERLAPPED) for more in options))
 
 
 def _counted(rank, n, degrees, vpp, flags, instances):
@@ -99,12 +106,12 @@ def test_every_element_is_counted_once_in_the_world(layout):
 def test_grad_norm_with_ep_tp_and_etp_unlike_tp_is_that_of_the_whole_model():
     """M#5916 by its symptom. What one process finds does not depend on the layout but for the number of data ranks."""
     for degrees in ({"tp": 2, "ep": 2}, {"tp": 2, "ep": 4}, {"tp": 1, "etp": 2, "ep": 2}, {"tp": 4, "etp": 2}):
-        run_ranks(_equals_one_process, 4, degrees, 1, (PLAIN, ZERO1))
+        equal_one_process(4, degrees, 1, (PLAIN, ZERO1))
 
 
 def test_gradients_with_etp_above_one_and_a_single_expert_group_are_synchronised():
     """M#1628: with ep 1 and etp 2 the experts' gradients belong to edp, not to the dense ranks."""
-    run_ranks(_equals_one_process, 4, {"etp": 2}, 1, tuple(MODES.values()))
+    equal_one_process(4, {"etp": 2}, 1, tuple(MODES.values()))
 
 
 @pytest.mark.parametrize("instances, degrees, expected_dense, expected_expert", [
