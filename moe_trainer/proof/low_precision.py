@@ -25,11 +25,11 @@ STILL = 1e-12
 
 KEPT = (
     "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "first_last_layers_bf16",
-    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_output_proj", "moe_router_padding_for_quantization",
+    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_output_proj", "moe_router_padding_for_quantization", "fp8_param_gather",
 )  # fmt: skip
 _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
 _BLOCKS = ("blockwise", "mxfp8")
-NONE = MappingProxyType(dict.fromkeys((*KEPT, "moe_router_padding_for_fp8", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")))
+NONE = MappingProxyType(dict.fromkeys((*KEPT, "moe_router_padding_for_fp8", "reuse_grad_buf_for_mxfp8_param_ag", "te_precision_config_file")))
 
 
 def provable(values: MappingOf[str, object], mapping: Mapping, num_layers: int) -> tuple[dict[str, object], list[str]]:
@@ -44,7 +44,9 @@ def provable(values: MappingOf[str, object], mapping: Mapping, num_layers: int) 
     if any(values.get(dest) for dest in _SHARDED):
         return dict(NONE), ["--fp8-format: left out; its proof computes in fp64, and fully sharded parameters are fp32"]
     notes = [HOW]
-    found: dict[str, object] = {"lr": STILL, "decoupled_lr": None, "fp8_param_gather": None, "reuse_grad_buf_for_mxfp8_param_ag": None}
+    if values.get("te_precision_config_file"):
+        notes.append("--te-precision-config-file: left out; its names are those of the run's layers, so all have the recipe of the flags")
+    found: dict[str, object] = {"lr": STILL, "decoupled_lr": None, "te_precision_config_file": None, "reuse_grad_buf_for_mxfp8_param_ag": None}
     recipe = str(values.get("fp8_recipe") or "delayed")
     if values.get("num_experts"):
         found["moe_router_dtype"] = "fp64"

@@ -254,7 +254,7 @@ def _eight_bits(dice: random.Random, mapping: Mapping, values: dict[str, object]
         "fp8": dice.choice(("e4m3", "hybrid")), "fp8_recipe": dice.choice(("delayed", "tensorwise", "blockwise", "mxfp8")),
         "fp8_amax_history_len": dice.choice((1, 2)), "fp8_amax_compute_algo": dice.choice(("most_recent", "max")),
         "first_last_layers_bf16": _chance(dice, 0.2), "moe_router_padding_for_quantization": values["moe_token_dispatcher_type"] != "allgather"
-        and _chance(dice, 0.3),
+        and _chance(dice, 0.3), "fp8_param_gather": bool(values.get("use_distributed_optimizer")),
     }  # fmt: skip
     return found | provable(values | found, mapping, int(str(values["num_layers"])))[0]
 

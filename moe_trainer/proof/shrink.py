@@ -77,7 +77,7 @@ _NOT_IN_REFERENCE = frozenset(
     "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d chunked_optimizer_state_offload "
     "optimizer_state_offload_fraction moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm "
     "moe_expert_rank_capacity_factor moe_clone_hot_experts moe_paged_stash moe_paged_stash_page_size "
-    "moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu".split()
+    "moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu fp8_param_gather".split()
 )
 _NOISE = MappingProxyType({
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,

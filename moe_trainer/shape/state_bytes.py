@@ -2,7 +2,8 @@
 
 What every parameter costs on a rank that holds it, and what is divided among data-parallel ranks: the main parameters and moments of the
 distributed optimizer, everything under full sharding. Dense parameters are divided over dp x cp, experts over their own data-parallel
-ranks; in both cases within one instance of the optimizer. Not counted are what fills buffers up to their alignment, one fp32 scale for every tensor in a
+ranks; in both cases within one instance of the optimizer. Weights that are kept in 8 bits (--fp8-param-gather) are counted apart: they
+have whole main parameters of their own, since no bf16 copy holds a half of them. Not counted are what fills buffers up to their alignment, one fp32 scale for every tensor in a
 format with scales, and what a step opens in passing (optim/kept_state.py, optim/host_copies.py).
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moe_trainer.shape.counts import count_parameters
 from moe_trainer.shape.layout import mapping_sizes
+from moe_trainer.shape.stored_weights import bytes_of_a_weight, stored_weights
 from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 if TYPE_CHECKING:
@@ -47,8 +49,8 @@ class StateBytes:
         return self.total - self.host
 
 
-def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert"] = "dense") -> StateBytes:
-    """What a dense parameter, or one of an expert, costs on a rank.
+def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert"] = "dense", stored: bool = False) -> StateBytes:
+    """What a dense parameter, or one of an expert, costs on a rank. stored: one that is kept in 8 bits.
 
     Raises: ValueError for an optimizer whose state is not known.
     """
@@ -70,7 +72,10 @@ def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert
                           _share_on_host(args) * moments / instance)
     shards = ranks // (parallel.num_distributed_optimizer_instances or 1) if parallel.use_distributed_optimizer and strategy != "no_shard" else 1
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
-    if half:
+    if stored:
+        width, main_device = bytes_of_a_weight(args), float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
+        main_host = main_device
+    elif half:
         # beside bf16 weights, fp32 main parameters need only what these lack; on a host that updates them there are no weights
         main_host = float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
         shared = aware and precision.bf16 and optimizer.main_params_dtype == "fp32"
@@ -81,10 +86,12 @@ def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert
                       share * (main_host + moments) / shards)
 
 
-def rank_state_bytes(args: Arguments, world_size: int, dense: int, expert: int) -> StateBytes:
-    """All bytes of a rank that holds so many dense parameters and parameters of experts."""
-    a, b = (state_bytes(args, world_size, kind) for kind in ("dense", "expert"))
-    return StateBytes(*(dense * getattr(a, name) + expert * getattr(b, name) for name in ("weights", "gradients", "main_params", "moments", "host")))
+def rank_state_bytes(args: Arguments, world_size: int, dense: int, expert: int, stored: tuple[int, int] = (0, 0)) -> StateBytes:
+    """All bytes of a rank that holds so many dense parameters and parameters of experts. stored: how many of each are kept in 8 bits."""
+    counts = (("dense", False, dense - stored[0]), ("expert", False, expert - stored[1]), ("dense", True, stored[0]), ("expert", True, stored[1]))
+    parts = [(count, state_bytes(args, world_size, kind, apart)) for kind, apart, count in counts]
+    return StateBytes(*(sum(count * getattr(each, name) for count, each in parts)
+                        for name in ("weights", "gradients", "main_params", "moments", "host")))
 
 
 def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:
@@ -101,7 +108,8 @@ def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int
     if counts.mtp and moe_layers:
         moe_layers += 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers
     expert = moe_layers * counts.per_expert * (args.moe.num_experts or 0)
-    found = rank_state_bytes(args, world_size or sizes.expert_model_parallel_size, everything - expert, expert // sizes.expert_model_parallel_size)
+    ep, (dense_stored, expert_stored) = sizes.expert_model_parallel_size, stored_weights(args, padded_vocab_size)
+    found = rank_state_bytes(args, world_size or ep, everything - expert, expert // ep, (dense_stored, expert_stored // ep))
     gib = 2.0**30
     parts = ", ".join(f"{name.replace('_', ' ')} {getattr(found, name) / gib:.2f}" for name in ("weights", "gradients", "main_params", "moments"))
     host = f", {found.host / gib:.2f} of it on the host" if found.host else ""

@@ -1,12 +1,15 @@
 """Mappings with 8-bit products equal one process that quantises what the ranks' definition says, and part for mistakes in that."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from proof.test_prove import MODEL
 
 from moe_trainer.layers import precision
 from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.optim import stored_state
+from moe_trainer.parallel import collectives
 from moe_trainer.proof import prove as prove_module
 from moe_trainer.proof.low_precision import provable
 from moe_trainer.proof.mapping import Mapping
@@ -28,6 +31,15 @@ HELD = {
     "output layer under tp": f"{TP} --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-output-proj --mtp-num-layers 1",
     "recompute": "--expert-model-parallel-size 2 --fp8-format hybrid --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
+}
+STORED = "--fp8-param-gather --use-distributed-optimizer"
+KEPT_IN_8_BITS = {
+    "dp, delayed": f"{HELD['dp, delayed']} {STORED} --overlap-grad-reduce --overlap-param-gather",
+    "tp, blockwise": f"{HELD['tp, blockwise']} {STORED}",
+    "tp, tensorwise": f"{HELD['latent attention under tp']} {STORED}",
+    "cp and ep, tensorwise": f"{HELD['cp and ep, tensorwise']} {STORED}",
+    "pp, first layer in bf16": f"{HELD['pp, first layer in bf16']} {STORED}",
+    "recompute": f"{HELD['recompute']} {STORED}",
 }
 
 
@@ -63,6 +75,21 @@ def without(words: list[str], flags: list[str]) -> list[str]:
     """A command line without some flags and their values."""
     starts = [index for index, word in enumerate(words) if word.startswith("--")] + [len(words)]
     return [word for start, stop in zip(starts, starts[1:]) if words[start] not in flags for word in words[start:stop]]
+
+
+def test_weights_kept_in_eight_bits_hold():
+    with Pool(4) as pool:
+        for name, flags in KEPT_IN_8_BITS.items():
+            result = prove(pool, case_of(flags))
+            assert result.equal, (name, result.failure[-2000:], *map(str, result.differences[:4]))
+        result = prove(pool, case_of(f"{KEPT_IN_8_BITS['tp, blockwise']} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 4))
+        assert result.equal, (result.failure[-2000:], *map(str, result.differences[:4]))
+
+
+def test_scales_of_a_part_alone_are_found(monkeypatch):
+    monkeypatch.setattr(stored_state, "collectives", SimpleNamespace(
+        all_reduce=lambda x, group, op="sum": x if op == "max" else collectives.all_reduce(x, group, op)))
+    assert not verdict(f"{STORED} --fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad").equal
 
 
 @pytest.mark.slow
@@ -133,5 +160,5 @@ def test_a_users_flags_keep_their_recipe():
     shrunk = shrink(words, 8, ranks=2)
     argv = shrunk.cases[0].argv
     assert "--fp8-format" in argv and "blockwise" in argv and "--no-fp8-wgrad" in argv and "--moe-router-padding-for-quantization" in argv
-    assert "--fp8-param-gather" not in argv and "--fp8-format" in shrunk.cases[0].reference
+    assert "--fp8-param-gather" in argv and "--fp8-format" in (reference := shrunk.cases[0].reference) and "--fp8-param-gather" not in reference
     assert any("--no-fp8-wgrad" in note for note in shrunk.notes)

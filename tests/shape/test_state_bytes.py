@@ -6,9 +6,10 @@ from train.layouts import groups_of, make_run
 
 from arguments import parse_args
 from moe_trainer.optim.fully_sharded import ShardedGrads
-from moe_trainer.parallel.params import info_of, unique_params
+from moe_trainer.parallel.params import info_of, is_stored, unique_params
 from moe_trainer.parallel.shards import held_parts
-from moe_trainer.shape.state_bytes import state_bytes, state_report
+from moe_trainer.shape.state_bytes import rank_state_bytes, state_bytes, state_report
+from moe_trainer.shape.stored_weights import stored_weights
 
 # every size is a multiple of 64, so that nothing is lost to alignment
 MODEL = (
@@ -21,6 +22,7 @@ MODEL = (
 AWARE = "--use-precision-aware-optimizer"
 NARROW = f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 ZERO = "--use-distributed-optimizer"
+STORED = "--fp8-format e4m3 --fp8-param-gather"
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
 CASES = (
     (1, ""),
@@ -40,6 +42,15 @@ CASES = (
     (2, f"{FSDP} optim_grads_params --expert-model-parallel-size 2"),
     (2, f"--bf16 {FSDP} optim {NARROW}"),
     (4, f"--bf16 {ZERO} {NARROW} --num-distributed-optimizer-instances 2"),
+    (1, f"--bf16 {ZERO} {STORED} --fp8-recipe blockwise --mtp-num-layers 1 --moe-shared-expert-intermediate-size 64"),
+    (2, f"--bf16 {ZERO} {STORED} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 0"),
+    (2, f"--bf16 {ZERO} {STORED} --fp8-recipe mxfp8"),
+    (2, f"--bf16 {FSDP} optim {STORED}"),
+    (2, f"--bf16 {FSDP} optim_grads_params {STORED}"),
+    (1, f"{ZERO} {STORED}"),
+    (4, f"--bf16 {ZERO} {STORED} {NARROW} --main-params-dtype fp16 --num-distributed-optimizer-instances 2 --expert-model-parallel-size 2 "
+        "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16 --qk-layernorm "
+        "--moe-layer-freq ([0]*1+[1]*1)"),
 )
 
 
@@ -48,7 +59,7 @@ def _measured(rank, n, argvs):
 
 
 def _of_one_run(argv, rank, n):
-    """(bytes by part, dense elements, elements of experts) of a rank."""
+    """(bytes by part, (dense elements, elements of experts), those of them that are kept in 8 bits) of a rank."""
     run = make_run(argv, rank, groups_of(argv, rank, n), 1)
     params = unique_params(param for chunk in run.chunks for param in chunk.parameters())
     counted = {kind: sum(param.numel() for param in params if info_of(param).kind == kind) for kind in ("dense", "expert")}
@@ -56,7 +67,9 @@ def _of_one_run(argv, rank, n):
         weights = sum((stop - start) * 4 for param in params for _, start, stop in held_parts(param))
         gradients = weights
     else:
-        weights = sum(state.model.untyped_storage().nbytes() for state in run.optimizer._states)
+        weights = sum(state.wire.untyped_storage().nbytes() for state in run.optimizer._states)
+        weights += sum(x.numel() * x.element_size() for param in params if is_stored(param) for x in (
+            param.stored.inverse_e, param.stored._scale_eB, param.stored.amax_eB) if not param.stored.scaling.per_tensor)
         gradients = sum(buffer.flat.untyped_storage().nbytes() for buffer in run.grads.buffers)
         gradients += sum(total.untyped_storage().nbytes() for pending in run.grads._order for total in pending.local.values())
     parts = {"weights": weights, "gradients": gradients, "main_params": 0, "moments": 0, "host": 0}
@@ -65,7 +78,8 @@ def _of_one_run(argv, rank, n):
             size = sum(x.untyped_storage().nbytes() for x in (kept.flat, kept.scales) if x is not None)
             parts["main_params" if name == "fp32_param" else "moments"] += size
             parts["host"] += size if store.by_host or store.place.apart else 0
-    return parts, counted["dense"], counted["expert"]
+    stored = {kind: sum(param.numel() for param in params if info_of(param).kind == kind and is_stored(param)) for kind in ("dense", "expert")}
+    return parts, (counted["dense"], counted["expert"]), (stored["dense"], stored["expert"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -76,12 +90,13 @@ def test_the_tensors_of_a_run(n, monkeypatch):
     found = run_ranks(_measured, n, argvs, timeout=300.0)
     for number, (flags, argv) in enumerate(zip(cases, argvs)):
         args = parse_args(argv, n)
-        dense, expert = state_bytes(args, n), state_bytes(args, n, "expert")
+        _, (dense, expert), stored = found[0][number]
+        everything = rank_state_bytes(args, n, dense, expert, stored)
+        assert (stored[0], stored[1] * args.parallel.expert_model_parallel_size) == stored_weights(args, 256), flags
         for name in ("weights", "gradients", "main_params", "moments", "host"):
             parts = [rank[number] for rank in found]
             measured = sum(part[name] for part, _, _ in parts) / n  # what ranks share evenly they need not share to the element
-            expected = parts[0][1] * getattr(dense, name) + parts[0][2] * getattr(expert, name)
-            assert measured == pytest.approx(expected, rel=0.02), (flags, name)
+            assert measured == pytest.approx(getattr(everything, name), rel=0.02), (flags, name)
 
 
 @pytest.mark.parametrize("flags, expected", [
@@ -94,6 +109,13 @@ def test_by_hand(flags, expected):
     found = state_bytes(parse_args([*MODEL, "--global-batch-size", "8", *flags.split()], 8), 8)
     assert (found.weights, found.gradients, found.main_params, found.moments, found.host) == expected
     assert found.device == found.total - found.host
+
+
+def test_weights_in_8_bits_by_hand():
+    """A bf16 weight costs 2 + 2/d bytes beside a precision-aware optimizer, which needs half of the main parameters, one in 8 bits 1 + 4/d."""
+    flags = [*MODEL, "--global-batch-size", "8", *f"--bf16 {ZERO} {NARROW} {STORED} --fp8-recipe tensorwise".split()]
+    found = state_bytes(parse_args(flags, 8), 8, stored=True)
+    assert (found.weights, found.gradients, found.main_params, found.moments, found.host) == (1, 4, 4 / 8, 4 / 8, 0)
 
 
 def test_the_report():
