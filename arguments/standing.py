@@ -66,7 +66,6 @@ LATER = MappingProxyType(
         "fp8_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
-        "te_precision_config_file": Later("per-layer formats of TransformerEngine", MEMORY),
         # ---- planning, launch and survival
         "fake_process_group": Later("a dry run without other ranks", CLUSTER),
         "check_for_large_grads": Later("the check for large gradients", CLUSTER),
@@ -230,7 +229,7 @@ NEEDS = (
     (("moe_paged_stash",), "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu"),
     (("fp8",), "fp8_recipe fp8_wgrad fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     (("fp4",), "fp4_recipe"),
-    (("fp8", "fp4"), "first_last_layers_bf16"),
+    (("fp8", "fp4"), "first_last_layers_bf16 te_precision_config_file"),
     (("first_last_layers_bf16",), "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
     (("use_torch_fsdp2",), "torch_fsdp2_reshard_after_forward"),
     (("use_megatron_fsdp",), "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype"),

@@ -28,7 +28,7 @@ from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.precision import LowPrecision, recipe_of, stores_weights
 from moe_trainer.memory.activations import Activations
 from moe_trainer.memory.cuda_graph import Graphs
-from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.ops.fp8 import QuantizedProducts, Recipe
 from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
@@ -130,9 +130,7 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
                             remedy="Use --transformer-impl local", instead=f"the local layers for {what}")
 
     recipe, stream = recipe_of(precision), None
-    low = recipe is not None and fits(
-        f"linears with {recipe.name} scaling", "it would keep their weights in bf16 (--fp8-param-gather)" if stores_weights(precision)
-        else te.recipe_problem(recipe))
+    low = recipe is not None and fits(f"linears with {recipe.name} scaling", _recipe_problem(recipe, precision))
     attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
     fits("linears", "it puts off all weight gradients or none, and the schedule decides pass by pass" if defers else None)
     if attends and ps.cp.size > 1:
@@ -153,3 +151,11 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
         local, name="transformer_engine", column_linear=layers.column_linear, row_linear=layers.row_linear,
         replicated_linear=layers.replicated_linear, grouped_linear=layers.grouped_linear, norm=layers.norm if norms_fit else local.norm,
         core_attention=layers.core_attention)
+
+
+def _recipe_problem(recipe: Recipe, precision: PrecisionArgs) -> str | None:
+    if stores_weights(precision):
+        return "it would keep their weights in bf16 (--fp8-param-gather)"
+    if precision.te_precision_config_file is not None:
+        return "it is asked for one recipe, and these have several (--te-precision-config-file)"
+    return te.recipe_problem(recipe)

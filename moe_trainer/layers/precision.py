@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from arguments.model import ModelArgs
 from arguments.precision import PrecisionArgs
+from moe_trainer.layers.precision_file import Formats, PrecisionFile, PrecisionFileError
 from moe_trainer.ops.fp8 import Delayed, QuantizedProducts, Recipe, make_recipe
 from moe_trainer.ops.quantize import Quantized, quantize
 from moe_trainer.ops.stored_weight import StoredWeight, can_store
@@ -49,7 +49,7 @@ class LowPrecision:
     """What the linears of one model chunk need to be quantised.
 
     bf16_first, bf16_last: layers at the ends of num_layers that stay in high precision. seed: of stochastic rounding. head: is the
-    output layer quantised?
+    output layer quantised? file: formats of single layers, which come before `recipe`.
     """
 
     recipe: Recipe
@@ -59,31 +59,42 @@ class LowPrecision:
     seed: int
     ps: ParallelState
     head: bool = False
+    file: PrecisionFile | None = None
 
     @staticmethod
     def of(precision: PrecisionArgs, model: ModelArgs, seed: int, ps: ParallelState) -> "LowPrecision | None":
-        """What the flags ask for; None in high precision."""
-        recipe = recipe_of(precision)
+        """What the flags ask for; None in high precision. Raises: PrecisionFileError."""
+        recipe, file, path = recipe_of(precision), None, precision.te_precision_config_file
         if recipe is None:
             return None
+        if path is not None:
+            if stores_weights(precision):
+                raise PrecisionFileError("--te-precision-config-file does not go with --fp8-param-gather: weights are stored in one format")
+            file = PrecisionFile.load(path, recipe)
         ends = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
         return LowPrecision(recipe, model.num_layers, *(ends if precision.first_last_layers_bf16 else (0, 0)), seed, ps,
-                            precision.fp8_output_proj)
+                            precision.fp8_output_proj, file)
 
     def covers(self, layer_number: int) -> bool:
         """Is a layer (counted from 1; multi-token prediction behind the decoder) quantised?"""
         return self.bf16_first < layer_number <= self.num_layers - self.bf16_last or layer_number > self.num_layers
 
     def products(self, name: str, *, cut: bool, expert: bool = False,
-                 quantizer: Callable[..., Quantized] = quantize) -> QuantizedProducts:
+                 quantizer: Callable[..., Quantized] = quantize) -> QuantizedProducts | None:
         """The products of a linear. cut: the ranks of tp hold different parts of it, or apply it to different rows; expert: it is the
-        stack of a rank's experts; quantizer: see QuantizedProducts. Ranks of tp that do the same round the same."""
+        stack of a rank's experts; quantizer: see QuantizedProducts. Ranks of tp that do the same round the same. None: it stays in high
+        precision."""
+        formats = Formats(self.recipe, self.recipe) if self.file is None else self.file.formats(name, self.recipe)
+        if formats.training is None:
+            return None
         ps = self.ps
         if expert:
             place = (f"ep {ps.ep.rank}", f"etp {ps.etp.rank}", f"edp {ps.edp.rank}")
         else:
             place = (f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank if cut else 0}")
-        return QuantizedProducts(self.recipe, name, RoundingNoise(self.seed, name, *place), quantizer)
+        products = QuantizedProducts(formats.training, name, RoundingNoise(self.seed, name, *place), quantizer)
+        products.evaluation = formats.evaluation
+        return products
 
 
 def stores_weights(precision: PrecisionArgs) -> bool:

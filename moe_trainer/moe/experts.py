@@ -28,7 +28,7 @@ from moe_trainer.moe.cloning import Trip
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
 from moe_trainer.ops.expert_mlp import choose_block, expert_mlp
 from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
-from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.ops.fp8 import HighPrecision, QuantizedProducts
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -67,7 +67,7 @@ class Experts(nn.Module):
     """
 
     def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, queue: WeightGradQueue | None = None,
-                 activations: Activations | None = None, quantize: Callable[..., QuantizedProducts] | None = None,
+                 activations: Activations | None = None, quantize: Callable[..., QuantizedProducts | None] | None = None,
                  kernels: Kernels = Kernels(), grouped_linear: Callable[..., nn.Module | None] | None = None):
         super().__init__()
         ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
@@ -95,7 +95,9 @@ class Experts(nn.Module):
         self.quantized = None
         self.grouped = self._grouped_linears(grouped_linear)
         if quantize is not None and self.grouped is None:
-            self.quantized = nn.ModuleList(quantize(f"{name}.{linear}", cut=True, expert=True) for linear in ("linear_fc1", "linear_fc2"))
+            made = [quantize(f"{name}.{linear}", cut=True, expert=True) for linear in ("linear_fc1", "linear_fc2")]
+            if made != [None, None]:
+                self.quantized = nn.ModuleList(HighPrecision() if products is None else products for products in made)
 
     def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int], unused: int = 0,
                 trip: Trip | None = None) -> Tensor:

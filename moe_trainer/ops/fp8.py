@@ -114,11 +114,32 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     return (a.dequantized() @ b.dequantized().t()).to(dtype) if native is None else native
 
 
+class HighPrecision(nn.Module):
+    """The products of a linear of experts that is not quantised, beside one that is: as QuantizedProducts, in the operands' dtype."""
+
+    def of_expert(self, weights_eNK: Tensor, expert: int) -> Tensor:
+        """One weight of a stack."""
+        return weights_eNK[expert]
+
+    def output(self, x_RK: Tensor, weight_NK: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x @ weight^T. Returns: in `dtype`, or that of x."""
+        return (x_RK @ weight_NK.t()).to(dtype or x_RK.dtype)
+
+    def input_grad(self, grad_RN: Tensor, weight_NK: Tensor) -> Tensor:
+        """grad @ weight."""
+        return grad_RN @ weight_NK
+
+    def weight_grad_later(self, grad_RN: Tensor, x_RK: Tensor) -> Callable[[], Tensor]:
+        """grad^T @ x, when it is called."""
+        return lambda: grad_RN.t() @ x_RK
+
+
 class QuantizedProducts(nn.Module):
     """The products of one linear layer, or of all experts of one: they share the state of delayed scaling.
 
     Buffers with delayed scaling, both fp32: scaling [3, 1 + L], of x, weight and gradient the scale (0: none yet, which means 1) and
-    the maxima, latest first; amax [3], of the iteration so far. stored: the weight, where it is kept in 8 bits.
+    the maxima, latest first; amax [3], of the iteration so far. stored: the weight, where it is kept in 8 bits. evaluation: the recipe of
+    evaluation, None for high precision, if it is another one (then neither is delayed).
     """
 
     stored: StoredWeight | None = None
@@ -128,6 +149,7 @@ class QuantizedProducts(nn.Module):
         """quantizer: `quantize`, or a kernel of its signature and numbers."""
         super().__init__()
         self.recipe, self.name, self.rounding, self.quantizer = recipe, name, rounding, quantizer
+        self.evaluation: Recipe | None = recipe
         if recipe.delayed is not None:
             self.register_buffer("scaling", torch.zeros(3, 1 + recipe.delayed.history), persistent=False)
             self.register_buffer("amax", torch.zeros(3), persistent=False)
@@ -138,8 +160,17 @@ class QuantizedProducts(nn.Module):
 
     def output(self, x_RK: Tensor, weight_NK: Tensor | StoredMatrix, dtype: torch.dtype | None = None) -> Tensor:
         """x @ weight^T. Shapes: x any leading dimensions. Returns: in `dtype`, or that of x."""
+        if not self.training and self.evaluation != self.recipe:
+            return self._evaluated(x_RK, weight_NK, dtype or x_RK.dtype)
         flat = x_RK.reshape(-1, x_RK.shape[-1])
         y_RN = product(self._quantize(flat, self.recipe.x, X), self._weight(weight_NK, False, x_RK.dtype), dtype or x_RK.dtype)
+        return y_RN.view(*x_RK.shape[:-1], -1)
+
+    def _evaluated(self, x_RK: Tensor, weight_NK: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.evaluation is None:
+            return HighPrecision().output(x_RK, weight_NK, dtype)
+        flat = x_RK.reshape(-1, x_RK.shape[-1])
+        y_RN = product(self.quantizer(flat, self.evaluation.x), self.quantizer(weight_NK, self.evaluation.weight), dtype)
         return y_RN.view(*x_RK.shape[:-1], -1)
 
     def input_grad(self, grad_RN: Tensor, weight_NK: Tensor | StoredMatrix) -> Tensor:
