@@ -1,0 +1,123 @@
+"""How many parameters each pipeline rank holds, from flags alone: the model's counts (shape/counts.py), cut as the model cuts them.
+
+Tensor parallelism cuts tables by rows, attention and feed-forward by heads and columns; norms, routers, latents, learned positions and
+biases behind a sum are whole on every rank. Experts are cut by etp and spread over ep. tests/planner holds the sums against built models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.shape.layout import ChunkLayout
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters on one rank: those that dp x cp ranks share, and those of routed experts, which edp ranks share."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.expert
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.dense + other.dense, self.expert + other.expert)
+
+
+class LayerParams:
+    """Parameters of the parts of a model on one rank. vocab_rows: of the padded vocabulary, all ranks' together."""
+
+    def __init__(self, args: Arguments, vocab_rows: int):
+        self.args, self.vocab_rows = args, vocab_rows
+        self.model, self.moe = args.model, args.moe
+        self.tp = args.parallel.tensor_model_parallel_size
+        self.etp = args.parallel.expert_tensor_parallel_size or self.tp
+        self.ep = args.parallel.expert_model_parallel_size
+        self.pattern = moe_layer_pattern(self.model.num_layers, self.moe.num_experts, self.moe.moe_layer_freq)
+        self._bias = self.model.add_bias_linear
+        self.layers = {False: self._layer(False)} | ({True: self._layer(True)} if self.moe.num_experts else {})
+
+    def norm(self, width: int) -> int:
+        """A gain, and with LayerNorm a bias."""
+        return 2 * width if self.model.normalization == "LayerNorm" else width
+
+    def attention(self) -> int:
+        """One attention, without the norm before it."""
+        model = self.model
+        hidden, heads = model.hidden_size, model.num_attention_heads
+        bias = hidden if self._bias else 0
+        if not model.multi_latent_attention:
+            queries, rows = heads * model.kv_channels, (heads + 2 * model.query_groups) * model.kv_channels
+            count = hidden * (rows + queries) // self.tp + bias
+            count += rows // self.tp if self._bias or model.add_qkv_bias else 0
+            return count + (2 * self.norm(model.kv_channels) if model.qk_layernorm else 0)
+        key = model.qk_head_dim + model.qk_pos_emb_head_dim
+        latent_norm = self.norm if model.qk_layernorm else lambda width: 0
+        if model.q_lora_rank is None:
+            count = hidden * heads * key // self.tp
+        else:
+            count = hidden * model.q_lora_rank + model.q_lora_rank * heads * key // self.tp + latent_norm(model.q_lora_rank)
+        count += hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) + latent_norm(model.kv_lora_rank)
+        count += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) // self.tp
+        return count + heads * model.v_head_dim * hidden // self.tp + bias
+
+    def _feed_forward(self, width: int, cut: int, bias: bool) -> int:
+        up = (2 if self.model.swiglu or self.model.quick_geglu else 1) * width // cut
+        return self.model.hidden_size * (up + width // cut) + (up + self.model.hidden_size if bias else 0)
+
+    def expert(self) -> int:
+        """One routed expert's piece."""
+        return self._feed_forward(self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size, self.etp, self._bias)
+
+    def shared(self) -> int:
+        """The shared experts of a layer and their gate."""
+        width = self.moe.moe_shared_expert_intermediate_size
+        if not width:
+            return 0
+        return self._feed_forward(width, self.tp, bias=False) + (self.model.hidden_size if self.moe.moe_shared_expert_gate else 0)
+
+    def _layer(self, is_moe: bool) -> Held:
+        model = self.model
+        dense = self.attention() + 2 * self.norm(model.hidden_size)
+        if not is_moe:
+            return Held(dense + self._feed_forward(model.ffn_hidden_size, self.tp, self._bias), 0)
+        router = self.moe.num_experts * (model.hidden_size + (1 if self._bias else 0))
+        return Held(dense + router + self.shared(), self.moe.num_experts // self.ep * self.expert())
+
+    def table(self) -> int:
+        """A rank's rows of the embedding or of the head."""
+        return self.vocab_rows // self.tp * self.model.hidden_size
+
+    def positions(self) -> int:
+        """Learned positions, which stand with the first embedding only."""
+        learned = self.model.position_embedding_type == "learned_absolute" and self.model.add_position_embedding
+        return self.model.max_position_embeddings * self.model.hidden_size if learned else 0
+
+    def mtp(self) -> Held:
+        """All layers of multi-token prediction."""
+        model = self.model
+        depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers
+        one = self.layers[mtp_is_moe(self.pattern)] + Held(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
+        return Held(depths * one.dense, depths * one.expert)
+
+    def chunk(self, layout: ChunkLayout) -> Held:
+        """What one chunk of the pipeline holds."""
+        tied = not self.model.untie_embeddings_and_output_weights
+        held = Held(0, 0)
+        for number in layout.layers:
+            held += self.layers[self.pattern[number]]
+        if layout.has_word_embeddings or (layout.has_loss and tied):
+            held += Held(self.table() + (self.positions() if layout.has_embedding else 0), 0)
+        if layout.mtp:
+            held += self.mtp()
+        if layout.has_final_norm:
+            held += Held(self.norm(self.model.hidden_size), 0)
+        return held + Held(self.table() if layout.has_loss and not tied else 0, 0)
