@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,8 +69,30 @@ def checksum(values: Tensor) -> str:
     return hashlib.sha256(values.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()[:16]
 
 
+class Comparison(NamedTuple):
+    """Two checkpoints side by side: a line for every logical tensor that is not the same, and how many are equal, differ (in values,
+    shape or format), or stand in the first or the second one only."""
+
+    lines: list[str]
+    equal: int
+    differing: int
+    only: tuple[int, int]
+
+    def summary(self) -> str:
+        """One line."""
+        if not self.lines:
+            return f"all tensors are equal ({self.equal})"
+        alone = [f"{count} only in the {which}" for count, which in zip(self.only, ("first", "second")) if count]
+        return ", ".join([f"{len(self.lines)} logical tensors differ: {self.equal} equal, {self.differing} not", *alone])
+
+
 def differences(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weights_only: bool = False) -> list[str]:
-    """How two checkpoints differ, logical tensor by logical tensor; an empty list when all are equal (within the tolerances).
+    """The lines of `compare`; an empty list when all tensors are equal."""
+    return compare(left, right, rtol, atol, weights_only).lines
+
+
+def compare(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weights_only: bool = False) -> Comparison:
+    """How two checkpoints differ, logical tensor by logical tensor, beyond the tolerances.
 
     Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model. Non-tensor entries
     are not compared.
@@ -81,6 +103,7 @@ def differences(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, w
             for index in indices]
     lines = [f"{name}: only in {folder}" for folder, mine, other in ((left, *held), (right, *held[::-1]))
              for name in mine if name not in other]
+    only, common = tuple(len(mine.keys() - other.keys()) for mine, other in (held, held[::-1])), len(held[0].keys() & held[1].keys())
     for name, first in held[0].items():
         second = held[1].get(name)
         if second is None:
@@ -92,7 +115,8 @@ def differences(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, w
         if not _equal(one, other, rtol, atol):
             gap = (one.double() - other.double()).abs()
             lines.append(f"{name}: differs by up to {gap.max().item():.3e} in {int((gap != 0).sum())} of {gap.numel()} elements")
-    return lines
+    differing = len(lines) - sum(only)
+    return Comparison(lines, common - differing, differing, only)
 
 
 def _equal(one: Tensor, other: Tensor, rtol: float, atol: float) -> bool:
@@ -190,11 +214,11 @@ def _diff(options: argparse.Namespace) -> int:
             raise CheckpointError("\n".join(problems))
     for line in flag_differences(left, right):
         print(f"(flag) {line}")
-    lines = differences(left, right, options.rtol, options.atol, options.weights_only)
-    for line in lines:
+    found = compare(left, right, options.rtol, options.atol, options.weights_only)
+    for line in found.lines:
         print(line)
-    print(f"{len(lines)} logical tensors differ" if lines else "all tensors are equal")
-    return int(bool(lines))
+    print(found.summary())
+    return int(bool(found.lines))
 
 
 def _pattern(text: str) -> re.Pattern:

@@ -1,6 +1,7 @@
 """The command that looks at checkpoints: what it lists, what it finds wrong, how it compares, and its exit codes."""
 
 import pickle
+import re
 import subprocess
 import sys
 
@@ -76,7 +77,8 @@ def test_checksums_do_not_tell_the_layout(tmp_path, call):
     write(tmp_path / "other", seed=2)
     other = sorted(call("ls", tmp_path / "other", "--checksums")[1].splitlines()[2:])
     assert not set(one) & set(other)
-    assert call("diff", tmp_path / "one", tmp_path / "four")[:2] == (0, "all tensors are equal\n")
+    code, out, _ = call("diff", tmp_path / "one", tmp_path / "four")
+    assert code == 0 and re.fullmatch(r"all tensors are equal \([1-9]\d*\)\n", out), out
 
 
 # ---- verify
@@ -216,7 +218,8 @@ def test_diff_names_the_expert_that_differs(tmp_path, call):
     code, out, _ = call("diff", tmp_path / "a", tmp_path / "b")
     assert code == 1 and "(flag) iteration: 3 and 7" in out
     assert "decoder.layers.1.mlp.experts.local_experts.6.linear_fc2.weight: differs by up to 5.000e-01 in 1 of 2048 elements" in out
-    assert "1 logical tensors differ" in out
+    last = out.splitlines()[-1]
+    assert re.fullmatch(r"1 logical tensors differ: [1-9]\d+ equal, 1 not", last), last
     assert call("diff", tmp_path / "a", tmp_path / "b", "--atol", "1")[0] == 0
 
 
@@ -236,6 +239,9 @@ def test_diff_tells_structure(tmp_path, call):
     assert f"decoder.layers.0.mlp.router.expert_bias: only in {tmp_path}/a/iter_0000003" in out
     assert "output_layer.weight: (512, 64) float32 and (512, 64) bfloat16" in out
     assert "optimizer.state.exp_avg.output_layer.weight: only in" in out
+    differ, equal, not_equal, alone = map(int, re.fullmatch(r"(\d+) logical tensors differ: (\d+) equal, (\d+) not, (\d+) only in the first",
+                                                            out.splitlines()[-1]).groups())
+    assert equal == 0 and not_equal + alone == differ == sum(": " in line for line in out.splitlines()[:-1] if not line.startswith("(flag)"))
     assert "optimizer" not in call("diff", tmp_path / "a", tmp_path / "b", "--weights-only")[1]
 
 
