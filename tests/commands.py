@@ -1,13 +1,27 @@
-"""Running the command line in tests: one process or several ranks, as a user would."""
+"""Running the command line in tests: one process or several ranks, as a user would.
 
+`run` forks its ranks from the test's process, with their own folder, environment and output: the whole program from `main(argv)` to the
+exit code, without the three seconds of CPU in which every interpreter imports torch. `run(..., apart=True)`, `start` and `torchrun`
+begin interpreters of their own, which forked ranks cannot stand for: imports, interpreter shutdown, string hashes that differ by rank.
+"""
+
+import gc
 import json
+import logging
+import multiprocessing
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -45,31 +59,85 @@ def start(argv: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen:
     )
 
 
-def run(argv: list[str], cwd: Path, world_size: int = 1, timeout: float = 300.0, **env: str) -> Finished:
+def run(argv: list[str], cwd: Path, world_size: int = 1, timeout: float = 300.0, apart: bool = False, **env: str) -> Finished:
     """Run `pretrain_moe.py argv` on `world_size` ranks; returns the first failing rank's result, else all output.
 
-    The ranks are started with torchrun's variables and without torchrun itself, which costs seconds a time.
+    The ranks have torchrun's variables, without torchrun itself, which costs seconds a time. apart: each is a command of its own; so it
+    is where there is a GPU, which a forked process could not use.
     """
     if world_size == 1:
-        ranks = [start(argv, cwd, environment(**env))]
+        envs = [environment(**env)]
     else:
         common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        ranks = [
-            start(argv, cwd, environment(RANK=str(rank), LOCAL_RANK=str(rank), **common, **env))
-            for rank in range(world_size)
-        ]
-    try:
-        ended = [(process.communicate(timeout=timeout), process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    results = [Finished(code, *texts) for texts, code in ended]
+        envs = [environment(RANK=str(rank), LOCAL_RANK=str(rank), **common, **env) for rank in range(world_size)]
+    results = (_commands if apart or torch.cuda.is_available() else _forks)(argv, cwd, envs, timeout)
     failed = [result for result in results if result.returncode != 0]
     if failed and failed[0].returncode == 2:  # any of the ranks that find the same wrong says so
         return Finished(2, failed[0].stdout, "".join(result.stderr for result in failed if result.returncode == 2))
     if failed:
         return failed[0]
     return Finished(0, "".join(r.stdout for r in results), "".join(r.stderr for r in results))
+
+
+def _commands(argv: list[str], cwd: Path, envs: list[dict[str, str]], timeout: float) -> list[Finished]:
+    ranks = [start(argv, cwd, env) for env in envs]
+    try:
+        ended = [(process.communicate(timeout=timeout), process.returncode) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [Finished(code, *texts) for texts, code in ended]
+
+
+def _forks(argv: list[str], cwd: Path, envs: list[dict[str, str]], timeout: float) -> list[Finished]:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="command") as name:
+        outputs = [(Path(name, f"out{rank}"), Path(name, f"err{rank}")) for rank in range(len(envs))]
+        ranks = [context.Process(target=_fork_main, args=(argv, cwd, env, *texts)) for env, texts in zip(envs, outputs, strict=True)]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + timeout
+        try:
+            for process in ranks:
+                process.join(max(deadline - time.monotonic(), 0.0))
+            late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        texts = [[path.read_text() if path.exists() else "" for path in pair] for pair in outputs]
+    if late:
+        raise TimeoutError(f"ranks {late} did not end within {timeout:.0f} s\n" + "\n".join(error for _, error in texts))
+    return [Finished(process.exitcode, *pair) for process, pair in zip(ranks, texts, strict=True)]
+
+
+def _fork_main(argv: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path) -> None:
+    """Become `python pretrain_moe.py argv`: nothing of pytest's output, logging, warnings, environment or settings is left."""
+    gc.freeze()
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    sys.argv = ["pretrain_moe.py", *argv]
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for logger in (logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)):
+        logger.handlers.clear()
+    warnings.resetwarnings()
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        import pretrain_moe
+
+        code = pretrain_moe.main(argv)
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+    except BaseException:  # noqa: BLE001 - as an interpreter tells of it
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def torchrun(argv: list[str], cwd: Path, world_size: int, timeout: float = 300.0) -> Finished:

@@ -1,5 +1,6 @@
 """Shared test set-up: one thread, fixed seeds, and the folder of shared reference facts."""
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import torch._dynamo  # torch imports it at the first optimizer step or checkpoint: here once, instead of in every forked rank
 from hypothesis import settings
 from side_by_side import pytest_configure, pytest_runtestloop, pytest_terminal_summary  # noqa: F401 - hooks
 
@@ -25,6 +27,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"needs several CUDA devices, found {count}"))
         elif item.get_closest_marker("gpu") and count < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """What all imports left is not looked at by any later collection: in a forked rank each would copy every page of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

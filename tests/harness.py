@@ -4,6 +4,7 @@
     results = run_ranks(work, 4, x)          # list of return values, by rank
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -73,6 +74,7 @@ def _outcome(folder: str, rank: int, process: Any, late: bool, timeout: float) -
 
 
 def _rank_main(fn: Callable, rank: int, n: int, args: tuple, folder: str, timeout: float) -> None:
+    gc.freeze()  # what the parent holds is no garbage of this rank
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
     code = 0

@@ -12,9 +12,9 @@ DATA = ("--data-path golden/dataset/A_text_document --split 100,0,0 --tokenizer-
         "golden/dataset/tokenizer --data-cache-path cache").split()
 
 
-def refused(argv, cwd, *needles, **env):
+def refused(argv, cwd, *needles, apart=False, **env):
     """The command fails as a user wants it to fail; returns its message."""
-    finished = run([*argv], cwd, **env)
+    finished = run([*argv], cwd, apart=apart, **env)
     assert finished.returncode == 2, (finished.returncode, finished.stdout[-2000:], finished.stderr)
     assert "Traceback" not in finished.stderr
     message = finished.stderr
@@ -34,7 +34,7 @@ def train(*changes):
 
 
 def test_missing_data_file(cwd):
-    refused(train("--data-path", "nowhere/text_document"), cwd, "nowhere/text_document")
+    refused(train("--data-path", "nowhere/text_document"), cwd, "nowhere/text_document", apart=True)
 
 
 def test_truncated_index(cwd):
@@ -135,7 +135,7 @@ def test_yaml_with_an_unset_variable(tmp_path):
 
 
 def test_unknown_flag_and_wrong_value_are_told_together(tmp_path):
-    message = refused([*TINY, *MOCK, "--train-iters", "1", "--moe-router-topkk", "2", "--num-layers", "two"], tmp_path)
+    message = refused([*TINY, *MOCK, "--train-iters", "1", "--moe-router-topkk", "2", "--num-layers", "two"], tmp_path, apart=True)
     assert "--moe-router-topkk" in message and "--moe-router-topk" in message and "--num-layers" in message
 
 
@@ -165,7 +165,7 @@ def test_outputs_are_looked_at_before_training(tmp_path):
 
 
 def test_an_error_of_one_rank_ends_all_of_them_with_its_message(tmp_path):
-    finished = run([*TINY, *MOCK, "--train-iters", "2", "--metrics-file", "/proc/nope/metrics.jsonl"], tmp_path, 2)
+    finished = run([*TINY, *MOCK, "--train-iters", "2", "--metrics-file", "/proc/nope/metrics.jsonl"], tmp_path, 2, apart=True)
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
     assert "--metrics-file" in finished.stderr
 
