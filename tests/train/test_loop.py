@@ -66,7 +66,8 @@ def test_full_validation_and_several_sets(shared, tmp_path):
     data = ("--train-data-path golden/dataset/A_text_document --valid-data-path golden/dataset/A_text_document "
             "golden/dataset/B_text_document --multiple-validation-sets --validation-set-names first second --full-validation "
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model golden/dataset/tokenizer --data-cache-path cache").split()
-    finished = run([*TINY, *data, *METRICS, "--train-iters", "2", "--eval-interval", "1", "--eval-iters", "1"], cwd)
+    batches = ["--micro-batch-size", "16", "--global-batch-size", "32"]  # a validation reads more than a thousand samples
+    finished = run([*TINY, *data, *batches, *METRICS, "--train-iters", "2", "--eval-interval", "1", "--eval-iters", "1"], cwd)
     assert finished.returncode == 0, finished.stderr
     kinds = [kind for kind, _ in validations(cwd)]
     assert kinds[:4] == ["validation-first", "validation-second"] * 2

@@ -72,7 +72,7 @@ def test_ten_and_ten_equal_twenty(tmp_path, name):
 def test_resume_inside_a_later_epoch_of_real_data(shared, tmp_path):
     cwd = golden_workspace(shared, tmp_path)
     data = ("--data-path golden/dataset/A_text_document --split 60,30,10 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-            "golden/dataset/tokenizer --num-workers 1 --data-cache-path cache --global-batch-size 32 --eval-interval 7 --eval-iters 1").split()
+            "golden/dataset/tokenizer --num-workers 1 --data-cache-path cache --micro-batch-size 8 --global-batch-size 32 --eval-interval 7 --eval-iters 1").split()
     argv = [*TINY, *data, "--train-iters", "20"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run([*argv, *outputs(whole)], cwd).returncode == 0
