@@ -31,6 +31,7 @@ from moe_trainer.errors import InputError, user_input
 from moe_trainer.guard.places import name_layers
 from moe_trainer.initialize import Runtime
 from moe_trainer.layers.precision import store_weights, stores_weights
+from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.build import DTYPES, build_chunks
 from moe_trainer.model.transformer import Transformer
@@ -57,6 +58,7 @@ from moe_trainer.report.metrics import LogOptions, MetricsLogger
 from moe_trainer.report.profiler import Profiler
 from moe_trainer.report.timers import Timers
 from moe_trainer.shape import deferral
+from moe_trainer.shape.batch_sizes import sizes_that_wait
 from moe_trainer.shape.vocab import vocab_rows
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,7 @@ class Run:
     datasets: Datasets | None = None
     batch_format: BatchFormat | None = None
     train_batches: Iterator[Batch] | None = None
+    whole: IterationGraph | None = None
 
     @property
     def ps(self):
@@ -148,8 +151,8 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
         weight_decay = build_weight_decay_schedule(args.optimizer, args.training, final_batch_size)
         schedule = build_schedule(args, runtime, chunks)
-        for size in dict.fromkeys(size for _, size in batch_size.stages):
-            schedule.check(size // (args.training.micro_batch_size * ps.dp.size), f"global batch size {size}")
+        if waiting := sizes_that_wait(args, ps.dp.size):
+            raise ValueError("; ".join(waiting))
     # --train-samples wins: with it, --train-iters is a derived number that knows nothing of a batch-size schedule
     samples = args.training.train_samples
     train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters
@@ -171,6 +174,7 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         saver=AsyncSaver(),
         timers=timers,
         profiler=Profiler(args.output, runtime.place.rank),
+        whole=IterationGraph(runtime.device, args.training.cuda_graph_warmup_steps) if args.training.cuda_graph_impl == "full_iteration" else None,
     )
 
 
@@ -186,7 +190,8 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
     if parallel.use_megatron_fsdp and strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
     if stores_weights(args.precision) and parallel.use_distributed_optimizer:
-        store_weights(chunks)
+        count = store_weights(chunks)
+        logger.info("--fp8-param-gather: %s parameters of this rank are kept and gathered in 8 bits", f"{count:,}")
     return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token,
                              main_grads=args.optimizer.main_grads_dtype)
 
