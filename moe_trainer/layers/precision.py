@@ -103,13 +103,16 @@ def stores_weights(precision: PrecisionArgs) -> bool:
     return recipe is not None and bool(precision.fp8) and precision.fp8_param_gather and can_store(recipe.weight, recipe.weight_t)
 
 
-def store_weights(chunks: Iterable[nn.Module]) -> None:
-    """Mark the weights of all quantised layers to be kept in 8 bits: whoever flattens the parameters does it."""
+def store_weights(chunks: Iterable[nn.Module]) -> int:
+    """Mark the weights of all quantised layers to be kept in 8 bits: whoever flattens the parameters does it. Returns: their elements."""
+    count = 0
     for chunk in chunks:
         for module in chunk.modules():
             for weight, products in getattr(module, "quantized_weights", tuple)():
                 products.stored = weight.stored = StoredWeight(weight.shape, products.recipe.weight, weight.dtype, weight.device,
                                                                products.weight_scale)
+                count += weight.numel()
+    return count
 
 
 def quantized_products(chunks: Iterable[nn.Module]) -> Iterator[QuantizedProducts]:
