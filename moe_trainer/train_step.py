@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.feed import MicrobatchFeed
 from moe_trainer.pipeline.schedule import Work
 from moe_trainer.report.dump import dump_gradients, dump_routing
+from moe_trainer.report.timers import Timers
 from moe_trainer.run import Run, TrainState
 
 
@@ -57,7 +58,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
     grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
     with run.timers("forward-backward"):
-        sums = run_microbatches(run, run.train_batches, num_microbatches, args.training.micro_batch_size, grad_scale)
+        sums = train_microbatches(run, num_microbatches, grad_scale, record=dump_now)
     with run.timers("all-grads-sync"):
         run.grads.finish()
     finalize_grads(run.grads, ps, run.timers)
@@ -84,8 +85,26 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer)
 
 
+def train_microbatches(run: Run, num_microbatches: int, grad_scale: float, record: bool) -> list[Tensor]:
+    """Run the next training microbatches, as one CUDA graph where that is asked for. record: routers write down what they do.
+
+    Returns: as run_microbatches.
+    """
+    size = run.args.training.micro_batch_size
+    if run.whole is None or not run.whole.begins(eager=record):
+        return run_microbatches(run, run.train_batches, num_microbatches, size, grad_scale)
+    run.optimizer.wait_params()
+    with run.timers("batch-generator"), user_input("data"):
+        batches = [next(run.train_batches).to(run.runtime.device) for _ in range(num_microbatches)]
+    quiet = replace(run, timers=Timers(0, trace=run.ps.trace))  # a stopwatch waits for the device
+    scale = torch.full((), grad_scale, dtype=torch.float32, device=run.runtime.device)
+    return run.whole.run(
+        num_microbatches, (scale, *batches), lambda given: run_microbatches(quiet, iter(given[1:]), num_microbatches, size, given[0]),
+        state=run.grads.missing, restore=run.grads.set_missing)
+
+
 def run_microbatches(run: Run, batches: Iterator[Batch], num_microbatches: int, micro_batch_size: int,
-                     grad_scale: float = 1.0, forward_only: bool = False) -> list[Tensor]:
+                     grad_scale: float | Tensor = 1.0, forward_only: bool = False) -> list[Tensor]:
     """Run the next microbatches through this rank's part of the model, as the schedule says.
 
     Returns: of every microbatch [sum of token losses, number of tokens] of this cp rank, fp32; [] but on the last stage.

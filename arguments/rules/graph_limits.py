@@ -132,6 +132,8 @@ def parameters_stay_in_place(s: Settings, _f: Facts) -> Iterator[Violation]:
     for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if _captured(s) and getattr(s, dest):
             yield _later(s, "sharded parameters are gathered at other addresses every time.", dest)
+    if _captured(s) and s.fp8_param_gather:
+        yield _later(s, "parameters that are kept in 8 bits are not captured.", "fp8_param_gather")
     if "mamba" in _captured(s):
         yield _later(s, "there are no Mamba layers.", MODULES)
 

@@ -27,14 +27,13 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from moe_trainer.memory.graph_capture import new_graph, new_pool
+from moe_trainer.memory.graph_capture import new_graph, new_pool, put_together, take_apart
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class Graphs:
     def begin_pass(self, training: bool, grad_scale: float | Tensor) -> None:
         """A forward pass of the chunk begins. grad_scale: factor of the auxiliary losses, the same for all passes in flight."""
         self._slot = None
-        if not self.parts or self._eager or not training or not torch.is_grad_enabled():
+        if not self.parts or "iteration" in self.parts or self._eager or not training or not torch.is_grad_enabled():
             return
         if self._scale is None:
             self._scale = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -204,7 +203,7 @@ class _Unit:
         with torch.enable_grad():
             result = self._forward_graph.capture(lambda: fn(*self.inputs))
         found: list[Tensor] = []
-        self._result = _take_apart(result, found)
+        self._result = take_apart(result, found)
         self._graph: list[Tensor] | None = [x for x in found if x.requires_grad]  # until its backward is captured
         self.outputs = [x.detach() for x in found]
         self.differentiable = [x.requires_grad for x in found]
@@ -232,7 +231,7 @@ class _Unit:
     def run(self, tensors: tuple[Tensor, ...]) -> Any:
         """The part on these tensors, differentiable. Returns: what fn returned at capture, with the tensors of now."""
         outputs = _Graphed.apply(self, len(tensors), *tensors, *self.params)
-        return _put_together(self._result, iter(outputs))
+        return put_together(self._result, iter(outputs))
 
     def forward(self, tensors: Sequence[Tensor]) -> _Pass:
         """Replay the forward graph; the outputs are in their places."""
@@ -302,31 +301,3 @@ class _Graphed(torch.autograd.Function):
         ctx.ticket = None
         of_inputs, of_params = ctx.unit.backward(grads)
         return None, None, *of_inputs, *of_params
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor was in what a part returned."""
-
-
-def _take_apart(value: Any, found: list[Tensor]) -> Any:
-    """Collect the tensors of a record; returns it with places instead."""
-    if isinstance(value, Tensor):
-        found.append(value)
-        return _Place()
-    if isinstance(value, list | tuple):
-        return tuple(_take_apart(each, found) for each in value)
-    if is_dataclass(value):
-        return replace(value, **{each.name: _take_apart(getattr(value, each.name), found) for each in fields(value)})
-    return value
-
-
-def _put_together(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Undo _take_apart with other tensors."""
-    if isinstance(value, _Place):
-        return next(tensors)
-    if isinstance(value, tuple):
-        return tuple(_put_together(each, tensors) for each in value)
-    if is_dataclass(value):
-        return replace(value, **{each.name: _put_together(getattr(value, each.name), tensors) for each in fields(value)})
-    return value

@@ -12,8 +12,10 @@ reading a value on the host, shapes that depend on values. It is slow, and holds
 Memory of graphs with one pool may be shared by their temporary tensors: they must be replayed in the order in which they were captured.
 """
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
+_WAITERS = ("torch.distributed.", "moe_trainer.parallel.trace")  # gloo copies results while these wait for it, which a replay does too
 
 
 class CaptureError(RuntimeError):
@@ -96,9 +99,18 @@ class _Recorder(TorchDispatchMode):
         _refuse(operator, args, kwargs)
         kept = _views(args), _views(kwargs)
         result = operator(*args, **kwargs)
-        if torch.Tag.inplace_view not in operator.tags:
+        of_a_wait = operator.namespace != "c10d" and _caller().startswith(_WAITERS)
+        if torch.Tag.inplace_view not in operator.tags and not of_a_wait:
             self._steps.append((operator, *kept, [x.detach() for x in _tensors(result)]))
         return result
+
+
+def _caller() -> str:
+    """The module that runs the operator."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch._dynamo.", "torch._compile")):
+        frame = frame.f_back
+    return frame.f_globals["__name__"]
 
 
 def _refuse(operator: Any, args: tuple, kwargs: dict) -> None:
@@ -148,3 +160,31 @@ def new_pool(device: torch.device) -> Any:
 def new_graph(device: torch.device, pool: Any) -> Graph:
     """A graph for a device."""
     return DeviceGraph(pool) if device.type == "cuda" else EmulatedGraph()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor was."""
+
+
+def take_apart(value: Any, found: list[Tensor]) -> Any:
+    """Collect the tensors of a record; returns it with places instead."""
+    if isinstance(value, Tensor):
+        found.append(value)
+        return _Place()
+    if isinstance(value, list | tuple):
+        return tuple(take_apart(each, found) for each in value)
+    if is_dataclass(value):
+        return replace(value, **{each.name: take_apart(getattr(value, each.name), found) for each in fields(value)})
+    return value
+
+
+def put_together(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Undo take_apart with other tensors."""
+    if isinstance(value, _Place):
+        return next(tensors)
+    if isinstance(value, tuple):
+        return tuple(put_together(each, tensors) for each in value)
+    if is_dataclass(value):
+        return replace(value, **{each.name: put_together(getattr(value, each.name), tensors) for each in fields(value)})
+    return value

@@ -97,7 +97,8 @@ class MoELayer(nn.Module):
                 probs_TE, routing_TE = redirect.apply(probs_TE, routing_TE)
             order = () if redirect is None else (redirect.expert_V,)
             own_TH = routed.own_SBH.reshape(-1, routed.shape[-1])
-            sent = dispatcher.preprocess(own_TH, probs_TE, routing_TE, *order, **self._known(routed.shape, self.graphs.captures("moe", "layer")))
+            known = self._known(routed.shape, self.graphs.captures("moe", "layer", "iteration"))
+            sent = dispatcher.preprocess(own_TH, probs_TE, routing_TE, *order, **known)
         sent = dispatcher.start_exchange(sent)
         if self.overlap_shared:
             shared_SBH = self._run_shared(x_SBH)

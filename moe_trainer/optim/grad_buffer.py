@@ -199,6 +199,15 @@ class DataParallelGrads:
                 pending.work.wait()
                 pending.work = None
 
+    def missing(self) -> list[set[Slot]]:
+        """By bucket, the parameters that hooks have brought no gradient of this iteration for."""
+        return [set(pending.stale) for pending in self._order]
+
+    def set_missing(self, missing: list[set[Slot]]) -> None:
+        """For backward passes without hooks (a replayed graph of them) that wrote the gradients of all others."""
+        for pending, slots in zip(self._order, missing):
+            pending.stale = set(slots)
+
     def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
         """The flat part of every main gradient that is reduced on this rank, in one order on every rank; may be empty."""
         for pending in self._order:

@@ -57,8 +57,11 @@ def offloaded_parts(training: TrainingArgs) -> frozenset[str]:
 
 
 def captured_parts(training: TrainingArgs) -> frozenset[str]:
-    """Names of the parts of a layer that are captured as CUDA graphs: those of --cuda-graph-modules, or "layer" for whole layers."""
-    if training.cuda_graph_impl not in ("local", "transformer_engine"):
+    """Names of the parts of a layer that are captured as CUDA graphs: those of --cuda-graph-modules, "layer" for whole layers, or
+    "iteration", where they are parts of something larger."""
+    if training.cuda_graph_impl == "full_iteration":
+        return frozenset({"iteration"})
+    if training.cuda_graph_impl == "none":
         return frozenset()
     return frozenset(training.cuda_graph_modules) or frozenset({"layer"})
 

@@ -33,6 +33,7 @@ LIMITS = (
     (f"{ATTN} --fine-grained-activation-offloading --offload-modules core_attn expert_fc1", "", "--offload-modules"),
     (f"{ROUTER} --fine-grained-activation-offloading --offload-modules mlp_norm", "", "--offload-modules"),
     (f"{ATTN} --use-torch-fsdp2", "", "--use-torch-fsdp2"),
+    (f"{ATTN} --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer", "", "--fp8-param-gather"),
     (f"{ATTN} mamba", "", "--cuda-graph-modules"),
     (f"{WHOLE} --pipeline-model-parallel-size 2", "", "--pipeline-model-parallel-size"),
     (f"{WHOLE} --overlap-grad-reduce", "", "--overlap-grad-reduce"),
