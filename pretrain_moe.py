@@ -21,6 +21,7 @@ def main(argv: list[str]) -> int:
     if "--validate-only" in argv:
         from arguments.report import run_validate_only
         from moe_trainer.parallel.groups import group_table, plan_groups
+        from moe_trainer.shape.batch_sizes import sizes_that_wait
         from moe_trainer.shape.counts import params_report
         from moe_trainer.shape.layout import mapping_sizes
         from moe_trainer.shape.state_bytes import state_report
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
             return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **mapping_sizes(args)))}"
 
         try:
-            return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups, state_report)
+            return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups, state_report, sizes_that_wait)
         except ValueError as error:
             return _refuse(error, "0")
     try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from arguments import rules
 from arguments.container import OPTIONS, SECTIONS, Arguments, freeze
 from arguments.parse import understand
+from arguments.rules.facts import gather
 from arguments.settings import Settings, Violation
 from arguments.verdict import countable
 
@@ -18,12 +19,14 @@ def run_validate_only(
     checkpoint: Mapping[str, object] | None = None,
     describe_groups: Callable[[Arguments, int], str] | None = None,
     describe_state: Callable[[Arguments, int | None], list[str]] = lambda args, world_size: [],
+    judge_batches: Callable[[Arguments, int], list[str]] = lambda args, data_ranks: [],
 ) -> int:
     """Resolve, check, print and (with --report FILE) write a command line. Returns the exit code, 0 or 2.
 
     The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. `count_params` gives the
     model's parameters: total, mtp, active, active_no_embedding. `checkpoint`: as for parse_args. `describe_groups` tells
-    the process groups of legal flags on so many ranks, for --print-groups; `describe_state` what their weights and optimizer state take.
+    the process groups of legal flags on so many ranks, for --print-groups; `describe_state` what their weights and optimizer state take;
+    `judge_batches` what is wrong with batch sizes, which takes the pipeline's timetable, on so many data ranks.
     """
     if "--help" in argv or "-h" in argv:
         from arguments.help import print_help
@@ -33,6 +36,7 @@ def run_validate_only(
     world_size, violations = _world_size(argv)
     settings, found = understand(argv, world_size, checkpoint)
     violations += found
+    violations += _waiting_batches(settings, violations, world_size, judge_batches)
     params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
     if countable(settings, violations):
         params |= count_params(freeze(settings, world_size))
@@ -53,6 +57,18 @@ def run_validate_only(
             print(text, file=sys.stderr)
             return 2
     return 2 if violations else 0
+
+
+def _waiting_batches(settings: Settings, violations: list[Violation], world_size: int | None,
+                     judge: Callable[[Arguments, int], list[str]]) -> list[Violation]:
+    """What the timetable finds, if no other violation concerns what it is made of."""
+    facts = gather(settings, world_size)
+    dests = [dest for dest, option in OPTIONS.items() if option.section in ("model", "parallel", "training", "data")]
+    flags = {settings.flag(dest) for dest in dests} | {spelling for dest in dests for spelling in OPTIONS[dest].spellings}
+    if facts.dp is None or any(violation.kind == "recipe" or flags.intersection(violation.flags) for violation in violations):
+        return []
+    about = "rampup_batch_size" if settings.rampup_batch_size else "step_batch_size_schedule" if settings.step_batch_size_schedule else "global_batch_size"
+    return [Violation((settings.flag(about),), f"{settings.shown(about)}: {text}.") for text in judge(freeze(settings, world_size), facts.dp)]
 
 
 def _world_size(argv: list[str]) -> tuple[int | None, list[Violation]]:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from arguments.optimizer import OptimizerArgs
 from arguments.training import TrainingArgs
-
-_SUFFIXES = (("K", 10**3), ("M", 10**6), ("B", 10**9), ("T", 10**12))
+from moe_trainer.shape.batch_sizes import batch_stages
 
 
 @dataclass(frozen=True)
@@ -184,60 +183,8 @@ def build_batch_size_schedule(training: TrainingArgs, dp_size: int, seq_length: 
 
     Raises: ValueError naming the flag when they do not make one.
     """
-    final = training.global_batch_size
-    if training.step_batch_size_schedule is not None:
-        stages = parse_step_schedule(training.step_batch_size_schedule, seq_length)
-    elif training.rampup_batch_size is not None:
-        stages = _rampup_stages(training.rampup_batch_size, final)
-    else:
-        stages = ((0, final or training.micro_batch_size * dp_size),)
+    stages = batch_stages(training, dp_size, seq_length)
     return BatchSizeSchedule(stages, training.micro_batch_size, dp_size, training.decrease_batch_size_if_needed)
-
-
-def parse_step_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
-    """Read "0:768 250B:1536": tokens (K, M, B, T allowed) from which a global batch size holds.
-
-    Returns: (first sample, batch size) pairs, ascending.
-    Raises: ValueError naming --step-batch-size-schedule and the entry.
-    """
-    stages = []
-    for entry in text.strip().strip("'\"").replace(",", " ").split():
-        tokens, colon, batch = entry.partition(":")
-        try:
-            stages.append((_count(tokens) // seq_length, _count(batch)))
-        except ValueError:
-            colon = ""
-        if not colon or stages[-1][1] <= 0:
-            raise ValueError(f"--step-batch-size-schedule: {entry!r} in {text!r} is not TOKENS:BATCH_SIZE, such as 250B:1536")
-    stages.sort()
-    if not stages or stages[0][0] != 0:
-        raise ValueError(f"--step-batch-size-schedule {text!r}: the first entry must begin at 0 tokens")
-    if len({begin for begin, _ in stages}) != len(stages):
-        raise ValueError(f"--step-batch-size-schedule {text!r}: two entries begin at the same sample")
-    return tuple(stages)
-
-
-def _count(text: str) -> int:
-    text = text.strip().upper()
-    for suffix, factor in _SUFFIXES:
-        if text.endswith(suffix):
-            return int(float(text[:-1]) * factor)
-    return int(float(text))
-
-
-def _rampup_stages(rampup: list[int], final: int) -> tuple[tuple[int, int], ...]:
-    """Equal steps of `increment` from `start` to the final size, spread evenly over the ramp-up samples."""
-    start, increment, samples = rampup
-    if start <= 0 or increment <= 0 or samples < 0:
-        raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: START and INCREMENT must be positive, "
-                         "SAMPLES not negative")
-    if start > final or (final - start) % increment:
-        raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: --global-batch-size {final} must be reached "
-                         f"from {start} in whole steps of {increment}")
-    steps = (final - start) // increment
-    if samples == 0 or steps == 0:
-        return ((0, final),)
-    return tuple((-(-step * samples // steps), start + step * increment) for step in range(steps + 1))
 
 
 def build_lr_schedule(optimizer: OptimizerArgs, training: TrainingArgs, final_batch_size: int) -> LrSchedule:

@@ -47,7 +47,6 @@ from moe_trainer.shape.timetable import (
     actions_of,
     source,
     target,
-    timetable,
 )
 
 Result = TypeVar("Result")
@@ -119,22 +118,6 @@ class Schedule:
             else:
                 execution.weight_grads(step)
         return execution.finish()
-
-    def check(self, num_microbatches: int, cause: str) -> None:
-        """Make sure that iterations of so many microbatches can run. cause: what asks for them, for the message.
-
-        Raises: ValueError. (Without virtual stages every number can; none is left to those who judge batch sizes.)
-        """
-        if num_microbatches < 1 or self.num_chunks == 1:
-            return
-        try:
-            timetable(self.orders(num_microbatches), self.num_chunks)
-        except ValueError as error:
-            raise ValueError(
-                f"{cause} makes {num_microbatches} microbatches an iteration, with which the {self.num_chunks} virtual stages of "
-                f"{self.pp.size} pipeline ranks would wait for each other ({error}); choose a multiple of "
-                "--microbatch-group-size-per-virtual-pipeline-stage (default: the pipeline size)"
-            ) from None
 
     def program(self, num_microbatches: int, forward_only: bool) -> list[Action | Pair | Launch]:
         """This rank's actions and messages, in order."""

@@ -16,8 +16,8 @@ from moe_trainer.optim.schedules import (
     build_batch_size_schedule,
     build_lr_schedule,
     build_weight_decay_schedule,
-    parse_step_schedule,
 )
+from moe_trainer.shape.batch_sizes import parse_step_schedule
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")

@@ -179,13 +179,6 @@ def test_only_the_last_backward_is_outside_accumulate_and_timers_see_every_pass(
     assert names == ["forward-compute", "backward-compute"] * 3
 
 
-def test_a_number_of_microbatches_that_cannot_run_is_refused_before_it_is_run():
-    schedule = choose(None, Group("pp", (0, 1, 2, 3), 0, 4), 3, CPU)
-    schedule.check(8, "global batch size 8")
-    with pytest.raises(ValueError, match="global batch size 5 makes 5 microbatches .* multiple of --microbatch-group-size"):
-        schedule.check(5, "global batch size 5")
-
-
 def test_zero_microbatches_are_a_mistake():
     with pytest.raises(AssertionError, match="num_microbatches 0"):
         single().run(Work(lambda *_: None, 0, [None]))
