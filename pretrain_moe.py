@@ -21,10 +21,10 @@ def main(argv: list[str]) -> int:
     if "--validate-only" in argv:
         from arguments.report import run_validate_only
         from moe_trainer.parallel.groups import group_table, plan_groups
+        from moe_trainer.planner.state import state_report
         from moe_trainer.shape.batch_sizes import sizes_that_wait
         from moe_trainer.shape.counts import params_report
         from moe_trainer.shape.layout import mapping_sizes
-        from moe_trainer.shape.state_bytes import state_report
 
         def describe_groups(args: arguments.Arguments, world_size: int) -> str:
             return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **mapping_sizes(args)))}"

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from moe_trainer.shape.counts import count_parameters
 from moe_trainer.shape.layout import mapping_sizes
-from moe_trainer.shape.stored_weights import bytes_of_a_weight, stored_weights
-from moe_trainer.shape.vocab import vocab_rows_from_flags
+from moe_trainer.shape.stored_weights import bytes_of_a_weight
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -55,7 +53,7 @@ def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert
     Raises: ValueError for an optimizer whose state is not known.
     """
     optimizer, precision, parallel = args.optimizer, args.precision, args.parallel
-    if optimizer.optimizer not in _MOMENTS:
+    if not is_known(args):
         raise ValueError(f"the state of --optimizer {optimizer.optimizer} is not known")
     aware, half, ranks = optimizer.use_precision_aware_optimizer, precision.bf16 or precision.fp16, _data_ranks(args, world_size, kind)
     if aware:
@@ -94,26 +92,9 @@ def rank_state_bytes(args: Arguments, world_size: int, dense: int, expert: int, 
                         for name in ("weights", "gradients", "main_params", "moments", "host")))
 
 
-def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:
-    """What weights, gradients and optimizer state take on one rank, as --validate-only tells it; nothing where tensors or stages are cut."""
-    sizes = args.parallel
-    if padded_vocab_size is None and vocab_rows_from_flags(args) is None:
-        return []
-    cut = max(sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, sizes.expert_tensor_parallel_size or 1)
-    if cut > 1 or args.optimizer.optimizer not in _MOMENTS:
-        return []
-    counts = count_parameters(args, padded_vocab_size)
-    everything = counts.total + counts.mtp
-    moe_layers = counts.num_moe_layers
-    if counts.mtp and moe_layers:
-        moe_layers += 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers
-    expert = moe_layers * counts.per_expert * (args.moe.num_experts or 0)
-    ep, (dense_stored, expert_stored) = sizes.expert_model_parallel_size, stored_weights(args, padded_vocab_size)
-    found = rank_state_bytes(args, world_size or ep, everything - expert, expert // ep, (dense_stored, expert_stored // ep))
-    gib = 2.0**30
-    parts = ", ".join(f"{name.replace('_', ' ')} {getattr(found, name) / gib:.2f}" for name in ("weights", "gradients", "main_params", "moments"))
-    host = f", {found.host / gib:.2f} of it on the host" if found.host else ""
-    return [f"memory per rank: {found.total / gib:.2f} GiB of weights, gradients and optimizer state ({parts}){host}; activations not counted"]
+def is_known(args: Arguments) -> bool:
+    """Can all this be told? Not of an optimizer whose state is not known."""
+    return args.optimizer.optimizer in _MOMENTS
 
 
 def _data_ranks(args: Arguments, world_size: int, kind: str) -> int:

@@ -8,7 +8,7 @@ from arguments import parse_args
 from moe_trainer.optim.fully_sharded import ShardedGrads
 from moe_trainer.parallel.params import info_of, is_stored, unique_params
 from moe_trainer.parallel.shards import held_parts
-from moe_trainer.shape.state_bytes import rank_state_bytes, state_bytes, state_report
+from moe_trainer.shape.state_bytes import rank_state_bytes, state_bytes
 from moe_trainer.shape.stored_weights import stored_weights
 
 # every size is a multiple of 64, so that nothing is lost to alignment
@@ -116,10 +116,3 @@ def test_weights_in_8_bits_by_hand():
     flags = [*MODEL, "--global-batch-size", "8", *f"--bf16 {ZERO} {NARROW} {STORED} --fp8-recipe tensorwise".split()]
     found = state_bytes(parse_args(flags, 8), 8, stored=True)
     assert (found.weights, found.gradients, found.main_params, found.moments, found.host) == (1, 4, 4 / 8, 4 / 8, 0)
-
-
-def test_the_report():
-    args = parse_args([*MODEL, "--global-batch-size", "8", "--bf16", ZERO], 8)
-    line, = state_report(args, 8)
-    assert "memory per rank: 0.00 GiB" in line and "moments" in line
-    assert state_report(parse_args([*MODEL, "--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"], 2), 2) == []

@@ -1,0 +1,82 @@
+"""What --validate-only says about memory: weights, gradients and optimizer state of the rank that holds most, for every mapping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moe_trainer.planner.params import Held, LayerParams
+from moe_trainer.shape.layers import mtp_is_moe
+from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
+from moe_trainer.shape.state_bytes import StateBytes, is_known, rank_state_bytes
+from moe_trainer.shape.stored_weights import keeps_8_bits
+from moe_trainer.shape.vocab import vocab_rows_from_flags
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+
+_GIB = 2.0**30
+
+
+def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[StateBytes]:
+    """Bytes of a rank of every pipeline stage, first to last; all ranks of a stage hold as much."""
+    params, plain = LayerParams(args, vocab_rows), without_vectors(args, vocab_rows)
+    found = []
+    for chunks in chunk_layouts(args.model, args.parallel):
+        held = sum((params.chunk(chunk) for chunk in chunks), Held(0, 0))
+        stored = stored_on(plain, chunks) if keeps_8_bits(args) else Held(0, 0)
+        found.append(rank_state_bytes(args, world_size, held.dense, held.expert, (stored.dense, stored.expert)))
+    return found
+
+
+def without_vectors(args: Arguments, vocab_rows: int) -> LayerParams:
+    """The same model with matrices only."""
+    return LayerParams(replace(args, model=replace(args.model, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)), vocab_rows)
+
+
+def stored_on(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> Held:
+    """Weights that a rank keeps in 8 bits (shape/stored_weights.py: of the whole model), if the flags ask for it at all."""
+    model, precision = plain.model, plain.args.precision
+    first, last = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16) if precision.first_last_layers_bf16 else (0, 0)
+    held = Held(0, 0)
+    for chunk in chunks:
+        for number in chunk.layers:
+            if first <= number < model.num_layers - last:
+                held += _matrices(plain, plain.pattern[number])
+        if chunk.mtp:
+            depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers
+            one = _matrices(plain, mtp_is_moe(plain.pattern)) + Held(2 * model.hidden_size**2 // plain.tp, 0)
+            held += Held(depths * one.dense, depths * one.expert)
+    return held
+
+
+def _matrices(plain: LayerParams, is_moe: bool) -> Held:
+    """The quantised matrices of a layer: all but norms, router and the gate of shared experts."""
+    hidden, moe = plain.model.hidden_size, plain.moe
+    rest = 2 * plain.norm(hidden)
+    if is_moe:
+        rest += moe.num_experts * hidden + (hidden if moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate else 0)
+    return plain.layers[is_moe] + Held(-rest, 0)
+
+
+def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:
+    """The line; nothing where the flags do not tell the vocabulary, or the optimizer's state is not known.
+
+    world_size None: of one replica of the model and its experts.
+    """
+    rows = padded_vocab_size or vocab_rows_from_flags(args)
+    if rows is None or not is_known(args):
+        return []
+    sizes = mapping_sizes(args)
+    world_size = world_size or math.lcm(sizes["tp"] * sizes["cp"] * sizes["pp"], sizes["etp"] * sizes["ep"] * sizes["pp"])
+    stages = stage_states(args, world_size, rows)
+    most = max(stages, key=lambda state: state.total)
+    parts = ", ".join(f"{name.replace('_', ' ')} {getattr(most, name) / _GIB:.2f}" for name in ("weights", "gradients", "main_params", "moments"))
+    host = f", {most.host / _GIB:.2f} of it on the host" if most.host else ""
+    least = min(state.total for state in stages)
+    where = ""
+    if least < most.total:
+        where = f" on pipeline stage {stages.index(most)} of {len(stages)}, where it is most (least: {least / _GIB:.2f})"
+    return [f"memory per rank: {most.total / _GIB:.2f} GiB of weights, gradients and optimizer state ({parts}){host}{where}; activations not counted"]

@@ -1,0 +1,81 @@
+"""The memory line of --validate-only: weights in 8 bits of every rank against built runs, and what the line says."""
+
+import re
+
+import pytest
+from harness import run_ranks
+from train.layouts import argv_of, groups_of, make_run
+
+import pretrain_moe
+from arguments import parse_args
+from moe_trainer.parallel.params import info_of, is_stored, unique_params
+from moe_trainer.planner.params import Held
+from moe_trainer.planner.state import without_vectors, stage_states, state_report, stored_on
+from moe_trainer.shape.layout import chunk_layouts
+from moe_trainer.shape.stored_weights import stored_weights
+from moe_trainer.shape.vocab import vocab_rows_from_flags
+
+STORED = "--bf16 --use-distributed-optimizer --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+CASES = (
+    ("biases, tied head", f"--pipeline-model-parallel-size 2 --qk-layernorm {STORED} --expert-model-parallel-size 2"),
+    ("deepseek", f"{TP2} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|tt|mL --expert-tensor-parallel-size 1 {STORED}"),
+    ("plain", f"{TP2} --pipeline-model-parallel-size 2 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate {STORED} "
+              "--first-last-layers-bf16 --num-layers-at-end-in-bf16 0"),
+)
+
+
+def _stored(rank, n):
+    found = []
+    for kind, flags in CASES:
+        argv = [*argv_of(kind), *flags.split()]
+        ps = groups_of(argv, rank, n)
+        params = unique_params(param for chunk in make_run(argv, rank, ps, 1).chunks for param in chunk.parameters())
+        found.append((ps.pp.rank, Held(*(sum(param.numel() for param in params if is_stored(param) and info_of(param).kind == kind)
+                                         for kind in ("dense", "expert")))))
+    return found
+
+
+def test_weights_in_8_bits_of_every_rank():
+    for results in run_ranks(_stored, 4, timeout=120.0):
+        for (kind, flags), (stage, held) in zip(CASES, results, strict=True):
+            args = parse_args([*argv_of(kind), *flags.split()], 4)
+            plain = without_vectors(args, vocab_rows_from_flags(args))
+            assert stored_on(plain, chunk_layouts(args.model, args.parallel)[stage]) == held, (kind, flags, stage)
+
+
+@pytest.mark.parametrize("kind, flags", CASES)
+def test_all_ranks_together_hold_the_model(kind, flags):
+    words = [*argv_of(kind), *STORED.split()]
+    args = parse_args(words, 1)
+    plain = without_vectors(args, vocab_rows_from_flags(args))
+    held = stored_on(plain, chunk_layouts(args.model, args.parallel)[0])
+    assert (held.dense, held.expert) == stored_weights(args)
+
+
+def _line(capsys, *words):
+    assert pretrain_moe.main([*words, "--validate-only"]) == 0
+    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory per rank"))
+
+
+def test_the_line_of_a_large_job(capsys):
+    """DeepSeek-V3 on 1024 ranks: the last stage holds head, fewer layers and multi-token prediction."""
+    words = ("--preset deepseek_v3 --world-size 1024 --mock-data --bf16 --tensor-model-parallel-size 2 --sequence-parallel "
+             "--pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2 "
+             "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --use-distributed-optimizer").split()
+    line = _line(capsys, *words)
+    most, stage, least = re.search(r"rank: ([\d.]+) GiB .* on pipeline stage (\d+) of 16, where it is most \(least: ([\d.]+)\)", line).groups()
+    args = parse_args(words, 1024)
+    totals = [state.total / 2**30 for state in stage_states(args, 1024, vocab_rows_from_flags(args))]
+    assert float(most) == round(max(totals), 2) and float(least) == round(min(totals), 2) and totals[int(stage)] == max(totals)
+
+
+def test_equal_stages_are_not_told_apart(capsys):
+    line = _line(capsys, *argv_of("plain"), "--world-size", "2", *TP2.split())
+    assert "pipeline stage" not in line and "moments" in line
+
+
+def test_without_a_number_of_ranks_it_is_that_of_one_replica():
+    words = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--use-distributed-optimizer", "--expert-tensor-parallel-size", "1", *TP2.split()]
+    assert state_report(parse_args(words, None), None) == state_report(parse_args(words, 2), 2)
+    assert state_report(parse_args(words, 2), 2) != state_report(parse_args(words, 4), 4)
