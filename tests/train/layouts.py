@@ -18,7 +18,7 @@ from moe_trainer.proof.compare import FP32, Difference, Tolerances, compare
 from moe_trainer.proof.observe import Outcome
 from moe_trainer.run import Run
 
-__all__ = ["FP32", "Difference", "Outcome", "Tolerances", "argv_of", "compare", "make_run", "train"]
+__all__ = ["FP32", "Difference", "Outcome", "Tolerances", "argv_of", "compare", "make_run", "shallow", "train"]
 
 SEQ, VOCAB = 16, 60
 MODEL = (
@@ -53,6 +53,12 @@ DROPPED = {"biases, tied head": ("--disable-bias-linear", "--untie-embeddings-an
 def argv_of(kind: str) -> list[str]:
     """The command line of a kind."""
     return [*(word for word in MODEL if word not in DROPPED.get(kind, ())), *KINDS[kind].split()]
+
+
+def shallow(argv: list[str]) -> list[str]:
+    """The same with two layers instead of four, for what every layer does alike: the first dense where that of four is."""
+    at = argv.index("--num-layers") + 1
+    return [*argv[:at], "2", *(word.replace("([0]*1+[1]*3)", "([0]*1+[1]*1)") for word in argv[at + 1:])]
 
 
 def make_run(argv: list[str], rank: int, ps: ParallelState, steps: int, skip: int = 0) -> Run:

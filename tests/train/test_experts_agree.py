@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from harness import run_ranks
-from train.layouts import Outcome, argv_of, compare, train, train_ranks
+from train.layouts import Outcome, argv_of, compare, shallow, train, train_ranks
 
 from moe_trainer.parallel.state import ParallelState
 
@@ -37,7 +37,7 @@ NORMS = {
 
 @functools.cache
 def one_process(kind: str, model: str) -> Outcome:
-    return train([*argv_of(kind), *model.split()], 0, ParallelState.single())
+    return train([*shallow(argv_of(kind)), *model.split()], 0, ParallelState.single())
 
 
 def assert_equal(outcome: Outcome, expected: Outcome) -> None:
@@ -52,7 +52,7 @@ def test_folded_experts_train_like_one_process(name, dispatcher):
     n, kind, model, mapping = CASES[name]
     plain = model.replace("--moe-shared-expert-overlap", "").replace("--moe-token-dispatcher-type flex", "")
     choice = [] if "flex" in model else ["--moe-token-dispatcher-type", dispatcher]
-    argv = [*argv_of(kind), *model.split(), *mapping.split(), *choice]
+    argv = [*shallow(argv_of(kind)), *model.split(), *mapping.split(), *choice]
     outcome, *others = [rank[0] for rank in run_ranks(train_ranks, n, [argv], timeout=300.0)]
     assert_equal(outcome, one_process(kind, plain))
     for other in others:  # every rank logs and clips alike
@@ -61,6 +61,6 @@ def test_folded_experts_train_like_one_process(name, dispatcher):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_M5916_gradient_norm_with_expert_and_tensor_ranks(name):
-    argv = [*argv_of("plain"), *NORMS[name].split(), "--moe-token-dispatcher-type", "alltoall"]
+    argv = [*shallow(argv_of("plain")), *NORMS[name].split(), "--moe-token-dispatcher-type", "alltoall"]
     for outcome in [rank[0] for rank in run_ranks(train_ranks, 4, [argv], timeout=300.0)]:
         assert outcome.grad_norms == pytest.approx(one_process("plain", "").grad_norms, rel=2e-6)
