@@ -1,8 +1,8 @@
 """The kit of building blocks a model is made of: a record of constructors, chosen once at build.
 
 Blocks call `kit.column_linear(...)` and the like; nothing else knows which library stands behind them. Local experts
-need no grouped linear: they run as one autograd function (ops/expert_mlp.py). A kit that has one makes experts of two of them. There are two kits: the local layers, and
-TransformerEngine's (te_layers.py), which is chosen where the package and a CUDA device are.
+need no grouped linear: they run as one autograd function (ops/expert_mlp.py). A kit that has one makes experts of two of them. There are
+two kits: the local layers, and TransformerEngine's (te_layers.py), which is chosen where the package and a CUDA device are.
 
 A kit also carries what all blocks of one model chunk share (`for_chunk`): the queue of weight gradients, which its linears
 then know, the stream of random numbers for tensors that are cut over the tensor-parallel group, and what becomes of activations.

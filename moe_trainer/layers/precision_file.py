@@ -71,7 +71,8 @@ class PrecisionFile:
         found = _Reader(path, default)
         root = found.table(root, "the file", ("configs", "matchers"))
         configs = {str(name): found.config(body, f"config {name!r}") for name, body in found.table(root.get("configs"), "configs").items()}
-        matchers = [found.matcher(body, f"matcher {name!r}", configs) for name, body in found.table(root.get("matchers"), "matchers").items()]
+        bodies = found.table(root.get("matchers"), "matchers")
+        matchers = [found.matcher(body, f"matcher {name!r}", configs) for name, body in bodies.items()]
         return PrecisionFile(configs, [matcher for matcher in matchers if matcher is not None])
 
     def formats(self, name: str, default: Recipe) -> Formats:
@@ -121,7 +122,8 @@ class _Reader:
         """The recipe, and whether it takes the place of that of the flags."""
         body = self.table(body, where, _RECIPE_KEYS)
         if body.get("override_nonquantized_autocast"):
-            raise self.refuse(f"{where}: override_nonquantized_autocast is not run by this version: layers that the flags keep in high precision stay so")
+            raise self.refuse(f"{where}: override_nonquantized_autocast is not run by this version: what the flags keep in high precision "
+                              "stays so")
         overrides = body.get("override_quantized_autocast", True)
         if overrides not in (True, False):
             raise self.refuse(f"{where}: override_quantized_autocast must be true or false")

@@ -1,7 +1,10 @@
-"""The experts' feed-forward with quantised products: as expert_mlp.py, expert by expert, with what ops/fp8.py says of each product.
+"""The experts' feed-forward with quantised products: as expert_mlp.py, with what ops/fp8.py says of each product.
 
 Every expert's rows are operands of their own, as its weights are: blocks along the rows begin with the expert, and a scale for the
 whole tensor is that of one expert's rows (delayed scaling: that of the layer). Activations between the products stay in high precision.
+
+The products of all experts are asked for as a sequence: they come one by one, each as it is needed, or all from one call of the device
+(scaled_grouped.py). Weights' gradients are computed expert by expert.
 
 Shape letters: R rows sorted by expert, e experts, H hidden, F expert FFN width, G fc1 output width (2F when gated).
 """
@@ -24,13 +27,18 @@ class _QuantizedExpertMLP(torch.autograd.Function):
     def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, products, queue):
         fc1, fc2 = products
         h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), torch.zeros_like(x_RH)
-        for expert, start, stop, _ in spans(counts):
-            rows = slice(start, stop)
+        found = [(expert, slice(start, stop)) for expert, start, stop, _ in spans(counts)]
+
+        def activated():
+            for (expert, rows), h in zip(found, fc1.outputs((x_RH[rows], fc1.of_expert(w1, expert)) for expert, rows in found)):
+                h_RG[rows] = h
+                if b1 is not None:
+                    h_RG[rows] += b1[expert]
+                yield activation.forward(h_RG[rows], None if probs_R is None else probs_R[rows]), fc2.of_expert(w2, expert)
+
+        for (expert, rows), y in zip(found, fc2.outputs(activated())):
             p = None if probs_R is None else probs_R[rows]
-            h_RG[rows] = fc1.output(x_RH[rows], fc1.of_expert(w1, expert))
-            if b1 is not None:
-                h_RG[rows] += b1[expert]
-            y_RH[rows] = fc2.output(activation.forward(h_RG[rows], p), fc2.of_expert(w2, expert))
+            y_RH[rows] = y
             if b2 is not None:
                 y_RH[rows] += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
         ctx.save_for_backward(x_RH, probs_R, h_RG, w1, w2, b2)
@@ -46,21 +54,28 @@ class _QuantizedExpertMLP(torch.autograd.Function):
         grad_b2 = None if b2 is None else torch.zeros_like(b2)
         of_w1: dict[int, Callable[[], Tensor]] = {}
         of_w2: dict[int, Callable[[], Tensor]] = {}
-        for expert, start, stop, _ in spans(counts):
-            rows = slice(start, stop)
-            p, grad_y = None if probs_R is None else probs_R[rows], grad_RH[rows].contiguous()
-            a, grad_h, block_grad_p = activation.backward(h_RG[rows], p, fc2.input_grad(grad_y, fc2.of_expert(w2, expert)))
-            of_w2[expert] = fc2.weight_grad_later(grad_y, a)
-            of_w1[expert] = fc1.weight_grad_later(grad_h, x_RH[rows])
-            grad_x[rows] = fc1.input_grad(grad_h, fc1.of_expert(w1, expert))
-            if grad_b1 is not None:
-                torch.sum(grad_h, 0, out=grad_b1[expert])
-            if b2 is not None:
-                grad_b2[expert] = grad_y.sum(0) if p is None else grad_y.t() @ p.to(grad_y.dtype)
-            if p is not None:
-                grad_p[rows] = block_grad_p
+        grad_RH = grad_RH.contiguous()
+        found = [(expert, slice(start, stop)) for expert, start, stop, _ in spans(counts)]
+
+        def through_activation():
+            given = ((grad_RH[rows], fc2.of_expert(w2, expert)) for expert, rows in found)
+            for (expert, rows), grad_a in zip(found, fc2.input_grads(given)):
+                p, grad_y = None if probs_R is None else probs_R[rows], grad_RH[rows]
+                a, grad_h, block_grad_p = activation.backward(h_RG[rows], p, grad_a)
+                of_w2[expert] = fc2.weight_grad_later(grad_y, a)
+                of_w1[expert] = fc1.weight_grad_later(grad_h, x_RH[rows])
+                if grad_b1 is not None:
+                    torch.sum(grad_h, 0, out=grad_b1[expert])
                 if b2 is not None:
-                    grad_p[rows] += grad_y @ b2[expert]
+                    grad_b2[expert] = grad_y.sum(0) if p is None else grad_y.t() @ p.to(grad_y.dtype)
+                if p is not None:
+                    grad_p[rows] = block_grad_p
+                    if b2 is not None:
+                        grad_p[rows] += grad_y @ b2[expert]
+                yield grad_h, fc1.of_expert(w1, expert)
+
+        for (_, rows), part in zip(found, fc1.input_grads(through_activation())):
+            grad_x[rows] = part
         grad_w1, grad_w2 = (now_or_later(queue, weight, functools.partial(_stacked, weight, parts) if needed else None) for weight, parts, needed in
                             zip(weights, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])))
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None

@@ -21,7 +21,8 @@ shape.
 Shape letters: R rows, K input width, N output width, L length of the history.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,11 +41,15 @@ from moe_trainer.ops.quantize import (
     quantize,
     scale_of,
 )
+from moe_trainer.ops.scaled_grouped import can_group, multiply_groups
 from moe_trainer.ops.scaled_mm import scaled_mm
 from moe_trainer.ops.stored_weight import StoredMatrix, StoredWeight
 
 X, WEIGHT, GRAD = 0, 1, 2
 """Operands with scales of their own: rows of the state of delayed scaling."""
+
+Pair = tuple[Tensor, Tensor | StoredMatrix]
+"""The rows of an expert, or their gradient, and its weight."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,14 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 class HighPrecision(nn.Module):
     """The products of a linear of experts that is not quantised, beside one that is: as QuantizedProducts, in the operands' dtype."""
 
+    def outputs(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """`output` of every pair, one by one."""
+        return (self.output(*pair) for pair in pairs)
+
+    def input_grads(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """`input_grad` of every pair, one by one."""
+        return (self.input_grad(*pair) for pair in pairs)
+
     def of_expert(self, weights_eNK: Tensor, expert: int) -> Tensor:
         """One weight of a stack."""
         return weights_eNK[expert]
@@ -179,6 +192,31 @@ class QuantizedProducts(nn.Module):
         grad = self._quantize(flat, self.recipe.grad, GRAD, "input")
         grad_RK = product(grad, self._weight(weight_NK, True, grad_RN.dtype), grad_RN.dtype)
         return grad_RK.view(*grad_RN.shape[:-1], -1)
+
+    def outputs(self, pairs: Iterable[Pair]) -> Iterator[Tensor]:
+        """`output` of the rows and the weight of every expert that has rows: one by one, as they are asked for, or all in one call
+        where the device can."""
+        return self._of_experts(pairs, False)
+
+    def input_grads(self, pairs: Iterable[Pair]) -> Iterator[Tensor]:
+        """`input_grad` of every expert that has rows, as `outputs`."""
+        return self._of_experts(pairs, True)
+
+    def _of_experts(self, pairs: Iterable[Pair], backward: bool) -> Iterator[Tensor]:
+        scaling, weight_scaling = (self.recipe.grad, self.recipe.weight_t) if backward else (self.recipe.x, self.recipe.weight)
+        pairs = iter(pairs)
+        first = next(pairs, None)
+        if first is None:
+            return
+        rows, weight = first
+        shape = weight.values_NK.shape if isinstance(weight, StoredMatrix) else weight.shape
+        plain = self.training or self.evaluation == self.recipe
+        if not plain or not can_group(rows, shape[1 if backward else 0], scaling, weight_scaling, rows.dtype):
+            yield from (self.input_grad(*pair) if backward else self.output(*pair) for pair in itertools.chain([first], pairs))
+            return
+        both = [(self._quantize(rows, scaling, GRAD if backward else X, "input" if backward else ""), self._weight(weight, backward, rows.dtype))
+                for rows, weight in (first, *pairs)]
+        yield from multiply_groups(*zip(*both)).split([rows.values.shape[0] for rows, _ in both])
 
     def weight_grad(self, grad_RN: Tensor, x_RK: Tensor) -> Tensor:
         """grad^T @ x, over all leading dimensions."""

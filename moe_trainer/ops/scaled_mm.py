@@ -3,9 +3,11 @@
 | kind of product | scales | devices |
 |---|---|---|
 | tensors | one fp32 number a matrix | from 8.9 |
-| blocks | 1 x 128 with 1 x 128 or 128 x 128, E4M3, powers of two in fp32 | 9.0 |
-| mx | 1 x 32, E4M3, E8M0 in tiles | from 10.0 |
+| blocks | 1 x 128 with 1 x 128 or 128 x 128, powers of two in fp32 | 9.0 |
+| mx | 1 x 32, E8M0 in tiles | from 10.0 |
 | nv | 1 x 16 (16 x 16: repeated), E2M1, E4M3 in tiles and an fp32 number | from 10.0 |
+
+Formats of 8 bits may be mixed, but for two E5M2.
 
 NOTE: written from torch's documentation and signatures, not yet run on a GPU. So nothing is taken on trust: the first time a kind of
 product is met on a device a small one is computed both ways, and where the device refuses or gives another result, the definition
@@ -27,7 +29,8 @@ from moe_trainer.ops.scaled_layouts import by_columns, filled_up, in_tiles, of_s
 logger = logging.getLogger(__name__)
 
 _PROBE = 256
-_CLOSE = 2e-2
+CLOSE = 2e-2
+"""How far a device's product may be from the definition, of its norm."""
 
 
 class Kind(NamedTuple):
@@ -49,12 +52,12 @@ def kind_of(a: Scaling, b: Scaling) -> Kind | None:
     """The kind of product of two operands; None for what no unit has."""
     if a.per_tensor and b.per_tensor:
         return None if None in (a.fmt.dtype, b.fmt.dtype) or (a.fmt, b.fmt) == (E5M2, E5M2) else TENSORS
-    shapes, both = {(a.rows, a.cols), (b.rows, b.cols)}, (a.fmt, b.fmt, a.scales, b.scales)
-    if both == (E4M3, E4M3, POWER_OF_TWO, POWER_OF_TWO):
+    shapes, formats, scales = {(a.rows, a.cols), (b.rows, b.cols)}, {a.fmt, b.fmt}, {a.scales, b.scales}
+    if E4M3 in formats and formats <= {E4M3, E5M2} and scales == {POWER_OF_TWO}:
         if shapes <= {(1, 128), (128, 128)} and (1, 128) in shapes:
             return BLOCKS
         return MX if shapes == {(1, 32)} else None
-    return NV if both == (E2M1, E2M1, TWO_LEVEL, TWO_LEVEL) and shapes <= {(1, 16), (16, 16)} else None
+    return NV if formats == {E2M1} and scales == {TWO_LEVEL} and shapes <= {(1, 16), (16, 16)} else None
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor | None:
@@ -123,7 +126,7 @@ def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> 
     except (RuntimeError, ValueError, NotImplementedError) as error:
         logger.warning("torch's scaled_mm refuses %s with %s: these products are computed by definition, in fp32 (%s)", a, b, error)
         return False
-    close = (found - expected).norm() <= _CLOSE * expected.norm()
+    close = (found - expected).norm() <= CLOSE * expected.norm()
     if not close:
         logger.warning("torch's scaled_mm gives other numbers for %s with %s: these products are computed by definition, in fp32", a, b)
     return bool(close)

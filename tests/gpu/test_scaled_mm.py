@@ -8,6 +8,7 @@ import torch
 
 from moe_trainer.ops.fp8 import make_recipe
 from moe_trainer.ops.quantize import quantize
+from moe_trainer.ops.scaled_grouped import can_group, multiply_groups
 from moe_trainer.ops.scaled_mm import kind_of, multiply, scaled_mm
 
 
@@ -28,3 +29,16 @@ def test_products(name, shape):
         found = multiply(a, b, torch.bfloat16).float()
         assert (found - expected).norm() <= 1e-2 * expected.norm()
         assert scaled_mm(a, b, torch.bfloat16) is not None, "it is used"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
+def test_grouped_products(name):
+    recipe, rows = make_recipe(name), (40, 1, 333)
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = ([quantize(torch.randn(count, 512, generator=generator, device="cuda"), scaling) for count in counts]
+            for counts, scaling in ((rows, recipe.x), ((384,) * 3, recipe.weight)))
+    if not can_group(torch.empty(1, 512, device="cuda"), 384, recipe.x, recipe.weight, torch.bfloat16):
+        pytest.skip(f"this device has no grouped products of {name}")
+    expected = torch.cat([one.dequantized() @ other.dequantized().t() for one, other in zip(a, b)])
+    assert (multiply_groups(a, b).float() - expected).norm() <= 1e-2 * expected.norm()

@@ -130,7 +130,8 @@ def test_kinds():
         found = {kind_of(recipe.x, recipe.weight), kind_of(recipe.grad, recipe.weight_t), kind_of(recipe.grad_t, recipe.x_t)}
         assert found == {kind}
     hybrid = make_recipe("blockwise", hybrid=True)
-    assert kind_of(hybrid.grad, hybrid.weight_t) is None and kind_of(hybrid.x, hybrid.weight) == BLOCKS
+    assert kind_of(hybrid.grad, hybrid.weight_t) == kind_of(hybrid.x, hybrid.weight) == BLOCKS
+    assert kind_of(hybrid.grad, hybrid.grad) is None
     assert kind_of(make_recipe("tensorwise", hybrid=True).grad, Scaling(E4M3)) == TENSORS
     assert kind_of(Scaling(E5M2), Scaling(E5M2)) is None and kind_of(Scaling(E4M3), Scaling(E4M3, 1, 32, "power of two")) is None
     assert kind_of(Scaling(E4M3, 128, 128, "power of two"), Scaling(E4M3, 128, 128, "power of two")) is None
