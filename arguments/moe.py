@@ -127,9 +127,9 @@ class MoEArgs:
     moe_ncclep_zero_copy: bool = False
     """Let the NCCL EP backend write directly into the receiver's buffer."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
-    """Format of tokens on the wire in the forward dispatch."""
+    """Format of tokens on the wire in the forward dispatch (Megatron-LM: ncclep; here: the alltoall dispatcher)."""
     moe_combine_bwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
-    """Format of gradients on the wire in the backward of combine."""
+    """Format of gradients on the wire in the backward of combine (as above)."""
     moe_permute_fusion: bool = False
     """Use fused permutation kernels."""
     moe_router_fusion: bool = False

@@ -123,7 +123,7 @@ LATER = MappingProxyType(
 PART_OF = MappingProxyType(
     {
         "hybrid_context_parallel": "max_seqlen_per_dp_cp_rank",
-        "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy moe_dispatch_fwd_dtype moe_combine_bwd_dtype",
+        "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy",
         "fp8_recipe": "fp8_quantizer_factory",
         "fp4_recipe": "fp4_quantizer_factory",
         "optimizer": (

@@ -112,6 +112,19 @@ def deepep_flag_needs_flex(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
+def eight_bits_travel_by_all_to_all(s: Settings, _f: Facts) -> Iterator[Violation]:
+    """Ours: Megatron-LM has these for its ncclep backend only."""
+    for dest in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
+        if s.values[dest] != "bf16" and s.moe_token_dispatcher_type != "alltoall":
+            yield broken(
+                s,
+                f"{say(s, dest)} needs --moe-token-dispatcher-type alltoall here, not {s.moe_token_dispatcher_type}: the other dispatchers "
+                "carry bf16.",
+                dest,
+                TYPE,
+            )
+
+
 def ncclep_needs_flex(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.moe_flex_dispatcher_backend == "ncclep" and s.moe_token_dispatcher_type != "flex":
         yield broken(
@@ -302,6 +315,7 @@ CHECKS = (
     padding_needs_capacity,
     padding_excludes_deepep,
     deepep_flag_needs_flex,
+    eight_bits_travel_by_all_to_all,
     ncclep_needs_flex,
     sm_counts_agree,
     shared_expert_is_sound,

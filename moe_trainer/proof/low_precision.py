@@ -27,6 +27,8 @@ KEPT = (
     "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "first_last_layers_bf16",
     "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_output_proj", "moe_router_padding_for_quantization", "fp8_param_gather",
 )  # fmt: skip
+ROWS = ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
+_ROWS_HOW = "rows in 8 bits ({}): proven in fp64 and with weights that stay, since a last digit can turn a rounding to 8 bits"
 _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
 _BLOCKS = ("blockwise", "mxfp8")
 NONE = MappingProxyType(dict.fromkeys((*KEPT, "moe_router_padding_for_fp8", "reuse_grad_buf_for_mxfp8_param_ag", "te_precision_config_file")))
@@ -37,6 +39,13 @@ def provable(values: MappingOf[str, object], mapping: Mapping, num_layers: int) 
 
     Returns: values that replace the given ones; without fp8 none. Where it cannot be kept its flags are None.
     """
+    rows = [dest for dest in ROWS if values.get(dest) == "mxfp8"]
+    if rows and (values.get("fp4") or not values.get("fp8") or any(values.get(dest) for dest in _SHARDED)):
+        flags, without = ", ".join(f"--{dest.replace('_', '-')}" for dest in rows), dict.fromkeys(rows)
+        others, notes = provable({**values, **without}, mapping, num_layers)
+        if values.get("fp4") or any(values.get(dest) for dest in _SHARDED):
+            return {**others, **without}, [*notes, f"{flags}: left out; rows in 8 bits are proven in fp64"]
+        return {**others, "lr": STILL, "decoupled_lr": None, "moe_router_dtype": "fp64"}, [*notes, _ROWS_HOW.format(flags)]
     if values.get("fp4"):
         return {**NONE, "fp4": None, "fp4_recipe": None}, ["--fp4-format: left out; gradients are rounded at random, on every rank otherwise"]
     if not values.get("fp8"):
@@ -73,8 +82,19 @@ def _of_experts(found: dict[str, object], values: MappingOf[str, object], recipe
 
 
 def of_reference(values: MappingOf[str, object]) -> dict[str, object]:
-    """What one process needs beside fp8's flags: padded rows belong to a dispatcher, although there is nothing to dispatch."""
-    return {"moe_token_dispatcher_type": "alltoall"} if values.get("moe_router_padding_for_quantization") else {}
+    """What one process needs beside fp8's flags: padded and rounded rows belong to a dispatcher, although there is nothing to dispatch."""
+    needs = values.get("moe_router_padding_for_quantization") or any(values.get(dest) == "mxfp8" for dest in ROWS)
+    return {"moe_token_dispatcher_type": "alltoall"} if needs else {}
+
+
+def is_wide(values: MappingOf[str, object]) -> bool:
+    """Whether a proof of these values computes in fp64."""
+    return bool(values.get("fp8")) or any(values.get(dest) == "mxfp8" for dest in ROWS)
+
+
+def is_how(note: str) -> bool:
+    """Whether a sentence tells how something is proven, and not that it is changed."""
+    return note == HOW or note.startswith(_ROWS_HOW.split("(")[0])
 
 
 def moments(s: Settings, notes: list[str]) -> dict[str, object]:

@@ -35,6 +35,7 @@ from moe_trainer.proof.compare import Difference, closeness, compare
 from moe_trainer.proof.emulate import emulate
 from moe_trainer.proof.emulate_fp8 import emulate_fp8
 from moe_trainer.proof.forward import Watch, watch_rank, watch_whole
+from moe_trainer.proof.low_precision import is_wide
 from moe_trainer.proof.observe import Outcome, train
 from moe_trainer.proof.pool import Pool, RanksFailed
 from moe_trainer.proof.shrink import STEPS, Case
@@ -167,7 +168,7 @@ def _many(rank: int, world_size: int, case: Case, seed: int) -> Outcome:
 def _parse(argv: tuple[str, ...], world_size: int, force_fp32: bool) -> Arguments:
     args = parse_args(list(argv), world_size)
     precision = replace(args.precision, bf16=False) if force_fp32 else args.precision
-    return replace(args, precision=WidePrecision.of(precision) if precision.fp8 else precision)
+    return replace(args, precision=WidePrecision.of(precision) if is_wide({**vars(precision), **vars(args.moe)}) else precision)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import pytest
 from proof.test_prove import MODEL
 
 from moe_trainer.layers import precision
+from moe_trainer.moe.dispatch import choose, local
+from moe_trainer.moe.dispatch.eight_bits import EightBits
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.optim import stored_state
 from moe_trainer.parallel import collectives
@@ -75,6 +77,23 @@ def without(words: list[str], flags: list[str]) -> list[str]:
     """A command line without some flags and their values."""
     starts = [index for index, word in enumerate(words) if word.startswith("--")] + [len(words)]
     return [word for start, stop in zip(starts, starts[1:]) if words[start] not in flags for word in words[start:stop]]
+
+
+ROWS = "--moe-token-dispatcher-type alltoall --moe-dispatch-fwd-dtype mxfp8 --moe-combine-bwd-dtype mxfp8"
+
+
+@pytest.mark.parametrize("flags", [
+    "--expert-model-parallel-size 2", f"{TP} --fp8-format e4m3 --fp8-recipe blockwise", f"{TP} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+    "--context-parallel-size 2 --expert-model-parallel-size 2 --fp8-format hybrid", "--pipeline-model-parallel-size 2",
+])
+def test_rows_that_travel_in_eight_bits_hold(flags):
+    result = verdict(f"{ROWS} {flags}")
+    assert result.equal, (result.failure[-2000:], *map(str, result.differences[:4]))
+
+
+def test_rows_that_are_not_rounded_on_one_rank_are_found(monkeypatch):
+    monkeypatch.setattr(choose, "LocalDispatcher", lambda permutation, eight_bits: local.LocalDispatcher(permutation, EightBits()))
+    assert not verdict(f"{ROWS} --expert-model-parallel-size 2").equal
 
 
 def test_weights_kept_in_eight_bits_hold():

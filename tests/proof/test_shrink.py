@@ -175,6 +175,7 @@ BESIDE = {
     **dict.fromkeys(("moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
                     f"{HYBRIDEP} --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash"),
     "cp_comm_type": "--context-parallel-size 2", "hierarchical_context_parallel_sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+    **dict.fromkeys(("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"), "--moe-token-dispatcher-type alltoall"),
     "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
 }  # fmt: skip

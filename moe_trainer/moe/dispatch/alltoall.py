@@ -7,7 +7,7 @@ host in one copy. Rows and their probabilities go in one call. Results go back t
 experts is taken at home, in ascending expert order: the numbers are those of one process that holds all experts.
 
 Cost per layer and microbatch: 2 * T * k rows of H through the all-to-all in forward, as many in backward; with etp > 1 that
-times etp - 1 more through the gather and the reduce-scatter.
+times etp - 1 more through the gather and the reduce-scatter. Rows may travel in 8 bits (eight_bits.py).
 
 Shape letters: T local tokens, E experts, e local experts, S sources (ranks of ep; after the gather of etp and ep), R rows, H hidden.
 """
@@ -19,15 +19,9 @@ import torch
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import Dispatched, Known, TokenDispatcher
+from moe_trainer.moe.dispatch.eight_bits import EightBits, finish_rows, gather_rows, scatter_rows, start_rows
 from moe_trainer.ops.permute import Permutation, block_order, reorder
-from moe_trainer.parallel.collectives import (
-    all_gather_flat,
-    all_gather_rows,
-    all_to_all_flat,
-    finish_all_to_all,
-    reduce_scatter_rows,
-    start_all_to_all,
-)
+from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all_flat
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -57,8 +51,8 @@ class AllToAllDispatcher(TokenDispatcher):
 
     takes_known = True
 
-    def __init__(self, ps: ParallelState, permutation: Permutation):
-        self.ep, self.etp, self.permutation = ps.ep, ps.etp, permutation
+    def __init__(self, ps: ParallelState, permutation: Permutation, eight_bits: EightBits = EightBits()):
+        self.ep, self.etp, self.permutation, self.eight_bits = ps.ep, ps.etp, permutation, eight_bits
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None,
                    known: Known | None = None) -> Dispatched:
@@ -79,14 +73,14 @@ class AllToAllDispatcher(TokenDispatcher):
     def start_exchange(self, sent: Dispatched) -> Dispatched:
         """Send the rows off. The counts reach the host here (one synchronisation on a GPU)."""
         trip, counts_e = self._counted(sent.handle)
-        under_way, (x_RH, probs_R) = start_all_to_all(self.ep, trip.send, trip.receive, sent.x_RH, sent.probs_R)
+        under_way, (x_RH, probs_R) = start_rows(self.ep, trip.send, trip.receive, sent.x_RH, sent.probs_R, forward=self.eight_bits.dispatch)
         return Dispatched(x_RH, probs_R, counts_e, replace(trip, work=under_way))
 
     def finish_exchange(self, sent: Dispatched) -> Dispatched:
         """Receive the rows, those of the other etp ranks too."""
         trip: _Trip = sent.handle
-        x_RH, probs_R = finish_all_to_all(trip.work, (sent.x_RH, sent.probs_R))
-        x_RH = all_gather_rows(x_RH, trip.gathered, self.etp)
+        x_RH, probs_R = finish_rows(trip.work, (sent.x_RH, sent.probs_R))
+        x_RH = gather_rows(x_RH, trip.gathered, self.etp, self.eight_bits.dispatch)
         probs_R = all_gather_rows(probs_R, trip.gathered, self.etp)
         return replace(sent, x_RH=x_RH, probs_R=probs_R, handle=replace(trip, work=None))
 
@@ -140,13 +134,13 @@ class AllToAllDispatcher(TokenDispatcher):
     def start_exchange_back(self, y_RH: Tensor, sent: Dispatched) -> tuple[Tensor, Any]:
         """Sum the partial results over etp; send the rows off to where they came from."""
         trip: _Trip = sent.handle
-        y_RH = reduce_scatter_rows(y_RH, trip.gathered, self.etp)
-        under_way, (y_RH,) = start_all_to_all(self.ep, trip.receive, trip.send, y_RH)
+        y_RH = scatter_rows(y_RH, trip.gathered, self.etp, self.eight_bits.gradients)
+        under_way, (y_RH,) = start_rows(self.ep, trip.receive, trip.send, y_RH, backward=self.eight_bits.gradients)
         return y_RH, under_way
 
     def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
         """Receive the rows."""
-        return finish_all_to_all(under_way, (y_RH,))[0]
+        return finish_rows(under_way, (y_RH,))[0]
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum each token's rows."""

@@ -13,6 +13,7 @@ from moe_trainer.moe.dispatch import deepep, hybridep
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.base import TokenDispatcher
+from moe_trainer.moe.dispatch.eight_bits import EightBits
 from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
@@ -36,14 +37,15 @@ def choose_dispatcher(moe: MoEArgs, ps: ParallelState, rows: Rows | None = None,
     Collective where a communication buffer is made. Raises: MissingBackend; ValueError when the library cannot carry such rows.
     """
     permutation = choose_permutation(moe, backends, kernels)
+    eight_bits = EightBits(moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8")
     if ps.tp_ep.size == 1:
-        return LocalDispatcher(permutation)
+        return LocalDispatcher(permutation, eight_bits)
     kind = moe.moe_token_dispatcher_type
     if kind == "allgather":
         return AllGatherDispatcher(ps, permutation)
     if kind == "flex" and (made := _flex(moe, ps, rows, backends, permutation)) is not None:
         return made
-    return AllToAllDispatcher(ps, permutation)
+    return AllToAllDispatcher(ps, permutation, eight_bits)
 
 
 def _kernel(flag: str, dest: str, backends: Backends, module: str, *names: str, own: str, other: str | None = None) -> bool:

@@ -8,20 +8,22 @@ from dataclasses import replace
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import Dispatched, Known, TokenDispatcher
+from moe_trainer.moe.dispatch.eight_bits import EightBits
 from moe_trainer.ops.permute import Permutation
 
 
 class LocalDispatcher(TokenDispatcher):
     """Sort the local tokens by expert (stable); sum them back."""
 
-    def __init__(self, permutation: Permutation):
-        self.permutation = permutation
+    def __init__(self, permutation: Permutation, eight_bits: EightBits = EightBits()):
+        """eight_bits: what is rounded as if it travelled."""
+        self.permutation, self.eight_bits = permutation, eight_bits
 
     takes_known = True
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, known: Known | None = None) -> Dispatched:
         """Order tokens by expert. On a GPU this waits for the device if the number of rows is not known."""
-        x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, **({} if known is None else {"num_rows": known.num_rows}))
+        x_RH, probs_R, routes = self.permutation.permute(self.eight_bits.dispatched(x_TH), probs_TE, routing_TE, **({} if known is None else {"num_rows": known.num_rows}))
         even = [] if known is None or known.per_expert is None else [known.per_expert] * routing_TE.shape[1]
         return Dispatched(x_RH, probs_R, even, routes)
 
@@ -31,4 +33,4 @@ class LocalDispatcher(TokenDispatcher):
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum each token's rows."""
-        return self.permutation.unpermute(y_RH, sent.handle)
+        return self.permutation.unpermute(self.eight_bits.combined(y_RH), sent.handle)
