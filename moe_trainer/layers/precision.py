@@ -115,9 +115,14 @@ def store_weights(chunks: Iterable[nn.Module]) -> int:
     return count
 
 
+def find_quantized(chunk: nn.Module) -> tuple[QuantizedProducts, ...]:
+    """The products of all layers of a chunk, in order of the model: for its builder, who keeps them as `quantized`."""
+    return tuple(module for module in chunk.modules() if isinstance(module, QuantizedProducts))
+
+
 def quantized_products(chunks: Iterable[nn.Module]) -> Iterator[QuantizedProducts]:
-    """Those of all layers, in order of the model."""
-    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, QuantizedProducts))
+    """Those of all layers of built chunks, in order of the model."""
+    return (products for chunk in chunks for products in chunk.quantized)
 
 
 def begin_iteration(chunks: Iterable[nn.Module], iteration: int) -> None:

@@ -21,7 +21,7 @@ from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import embedding_init, hidden_init
 from moe_trainer.layers.kit import Kit
-from moe_trainer.layers.precision import LowPrecision, scaling_state
+from moe_trainer.layers.precision import LowPrecision, find_quantized, scaling_state
 from moe_trainer.layers.rotary import Tables, make_rotary
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from moe_trainer.memory.activations import Activations
@@ -38,7 +38,6 @@ from moe_trainer.shape import deferral
 from moe_trainer.shape.activations import recomputed_spans
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout
-
 
 LOGIT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
@@ -137,6 +136,7 @@ class Transformer(nn.Module):
                 model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=hidden_init(model),
                 tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=queue, steps=kit.kernels.loss_steps,
                 logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype), quantize=kit.for_head())
+        self.quantized = find_quantized(self)
 
     def generators(self) -> dict[str, torch.Generator]:
         """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one.

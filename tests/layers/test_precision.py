@@ -13,6 +13,7 @@ from arguments.precision import PrecisionArgs
 from moe_trainer.layers.precision import LowPrecision, quantized_products, recipe_of, scaling_state, update_scales
 from moe_trainer.model.build import build_chunks
 from moe_trainer.moe.padding import pad_routing
+from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.rng import RoundingNoise
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.run import TrainState
@@ -56,6 +57,8 @@ def test_what_is_quantised_and_what_is_not():
     args = parse_args([*argv_of("deepseek"), *flags], 1)
     chunk = build_chunks(args, ParallelState.single(), 64, "meta")[0]
     names = [products.name for products in quantized_products([chunk])]
+    assert names == [module.name for module in chunk.modules() if isinstance(module, QuantizedProducts)]
+    assert build_chunks(parse_args(argv_of("deepseek"), 1), ParallelState.single(), 64, "meta")[0].quantized == ()
     assert not any(name.startswith("decoder.layers.0.") for name in names) and len(names) == len(set(names))
     of_layer_1 = {name.removeprefix("decoder.layers.1.") for name in names if name.startswith("decoder.layers.1.")}
     assert of_layer_1 == {
