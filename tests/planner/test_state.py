@@ -10,7 +10,7 @@ import pretrain_moe
 from arguments import parse_args
 from moe_trainer.parallel.params import info_of, is_stored, unique_params
 from moe_trainer.planner.params import Held
-from moe_trainer.planner.state import without_vectors, stage_states, state_report, stored_on
+from moe_trainer.planner.state import stage_states, state_report, stored_on, without_vectors
 from moe_trainer.shape.layout import chunk_layouts
 from moe_trainer.shape.stored_weights import stored_weights
 from moe_trainer.shape.vocab import vocab_rows_from_flags
