@@ -3,7 +3,8 @@
 What products read are these bytes: nothing is quantised between the optimizer's steps. They are made of the fp32 main parameters, of
 which a rank has only a part, in three steps: `look_at` the part (the largest magnitude of every block), take the maxima of all parts
 together, `cast` the part with the scales that follow. The arithmetic is that of quantize.py, so the bytes are those of a quantised
-whole weight, and which part of it a rank has changes no bit. A stack of experts is cast expert by expert, as it is quantised.
+whole weight, and which part of it a rank has changes no bit. Every expert of a stack is cast by itself, as it is quantised; many at once
+where that needs no loop: blocks that end with the expert make of the stack one tall matrix, and whole experts are rows with a scale each.
 
 The parameter itself stays, for autograd, optimizer and names: shape and type, and one element that all others share (`carrier`). That is
 NaN, so whoever takes it for the weight finds out.
@@ -69,8 +70,12 @@ class StoredWeight:
         self.num_matrices, (self.height, self.width) = (shape[0] if len(shape) == 3 else 1), shape[-2:]
         self.home: Any = None
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self._grid = (1, 1) if scaling.per_tensor else (-(-self.height // scaling.rows), -(-self.width // scaling.cols))
-        inverse = torch.ones(self.num_matrices, *self._grid, dtype=torch.float32, device=device)
+        grid = (1, 1) if scaling.per_tensor else (-(-self.height // scaling.rows), -(-self.width // scaling.cols))
+        # what is cast at a time belongs to one of `count` matrices of `_tall` rows
+        tall = not scaling.per_tensor and self.height % scaling.rows == 0
+        self._tall = self.height * (self.num_matrices if tall else 1)
+        self._count = 1 if tall else self.num_matrices
+        inverse = torch.ones(self.num_matrices, *grid, dtype=torch.float32, device=device)
         self.inverse_e = inverse.view(self.num_matrices) if scaling.per_tensor else inverse
         self._scale_eB = torch.ones_like(inverse)
         self._largest_e = torch.zeros(self.num_matrices, dtype=torch.float32, device=device)
@@ -95,10 +100,17 @@ class StoredWeight:
 
     def look_at(self, values: Tensor, start: int) -> None:
         """Take a part into account, elements [start, start + len(values)) of the flat weight. `amax_eB` must be zero before the first."""
-        for matrix, here, first, count in self._portions(start, start + values.numel()):
-            row, amax = self._amax(values[here:here + count].to(self._dtype).abs(), first)
-            known = self.amax_eB[matrix, row:row + amax.shape[0]]
-            torch.maximum(known, amax, out=known)
+        known_B = self.amax_eB.view(self._count, -1, self.amax_eB.shape[2])
+        for matrix, matrices, here, first, count in self._portions(start, start + values.numel()):
+            magnitudes = values[here:here + count].to(self._dtype).abs()
+            if self.scaling.per_tensor:
+                known, amax = known_B[matrix:matrix + matrices, 0, 0], magnitudes.view(matrices, -1).amax(1).float()
+            else:
+                framed, _, row = self._framed(magnitudes, first)
+                amax = block_amax(framed, self.scaling.rows, self.scaling.cols)
+                known = known_B[matrix, row // self.scaling.rows:][:amax.shape[0]]
+            # a maximum over ranks need not keep NaN
+            known.copy_(torch.maximum(known, torch.where(torch.isfinite(amax), amax, torch.inf)))
 
     def settle(self) -> None:
         """Find the scales for the maxima. A block with a maximum that is not finite becomes NaN."""
@@ -113,27 +125,17 @@ class StoredWeight:
 
     def cast(self, values: Tensor, start: int) -> None:
         """Put a part into bytes, with the scales that `settle` found."""
-        codes, fmt = self.codes.view(-1), self.scaling.fmt
-        for matrix, here, first, count in self._portions(start, start + values.numel()):
-            part, scale = values[here:here + count].to(self._dtype), self._scale_eB[matrix]
+        codes, fmt, scale_B = self.codes.view(-1), self.scaling.fmt, self._scale_eB.view(self._count, -1, self._scale_eB.shape[2])
+        for matrix, matrices, here, first, count in self._portions(start, start + values.numel()):
+            part = values[here:here + count].to(self._dtype)
             if self.scaling.per_tensor:
-                rounded = round_nearest(part * scale.view(()), fmt)
+                rounded = round_nearest(part.view(matrices, -1) * scale_B[matrix:matrix + matrices, 0], fmt).view(-1)
             else:
                 framed, lead, row = self._framed(part, first)
-                scale = scale[row // self.scaling.rows:]
+                scale = scale_B[matrix, row // self.scaling.rows:]
                 rounded = round_nearest(framed * spread(scale, self.scaling, framed.shape), fmt).view(-1)[lead:lead + count]
-            at = matrix * self.height * self.width + first
+            at = matrix * self._tall * self.width + first
             codes[at:at + count] = rounded.to(fmt.dtype).view(torch.uint8)
-
-    def _amax(self, magnitudes: Tensor, first: int) -> tuple[int, Tensor]:
-        """Of a portion that begins at element `first` of its matrix: (first row of blocks, their largest magnitudes, infinite for NaN)."""
-        if self.scaling.per_tensor:
-            row, amax = 0, magnitudes.amax().float().view(1, 1)
-        else:
-            framed, _, row = self._framed(magnitudes, first)
-            amax = block_amax(framed, self.scaling.rows, self.scaling.cols)
-        # a maximum over ranks need not keep NaN
-        return row // max(self.scaling.rows, 1), torch.where(torch.isfinite(amax), amax, torch.inf)
 
     def _framed(self, part: Tensor, first: int) -> tuple[Tensor, int, int]:
         """A portion amid zeros as whole rows from the beginning of a row of blocks: (matrix, where the portion begins in it, its first row)."""
@@ -144,15 +146,16 @@ class StoredWeight:
         framed.view(-1)[lead:lead + part.numel()] = part
         return framed, lead, row
 
-    def _portions(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Cut a flat range: (matrix, where it begins in the range, first element inside the matrix, elements)."""
-        size, block = self.height * self.width, max(1, self.scaling.rows) * self.width
+    def _portions(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Cut a flat range: (matrix, how many whole ones it is, where it begins in the range, first element inside the matrix, elements)."""
+        size, block = self._tall * self.width, max(1, self.scaling.rows) * self.width
         limit = PORTION_CPU if self.codes.device.type == "cpu" else PORTION_GPU
         longest = max(1, limit // block) * block
         at = start
         while at < stop:
             matrix, first = divmod(at, size)
-            # portions end where rows of blocks do
-            end = min(stop, matrix * size + min(size, (first // longest + 1) * longest))
-            yield matrix, at - start, first, end - at
+            matrices = min((stop - at) // size, limit // size) if first == 0 and self.scaling.per_tensor else 0
+            # other portions end where rows of blocks do
+            end = at + matrices * size if matrices > 1 else min(stop, matrix * size + min(size, (first // longest + 1) * longest))
+            yield matrix, max(1, matrices), at - start, first, end - at
             at = end

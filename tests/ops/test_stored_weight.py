@@ -26,8 +26,8 @@ def stored(values, recipe, cuts, given=None):
     return weight
 
 
-@pytest.mark.parametrize("portion", [1 << 18, 64])
-@pytest.mark.parametrize("shape", [(300, 130), (3, 140, 260), (2, 16, 24)])
+@pytest.mark.parametrize("portion", [1 << 18, 900, 64])
+@pytest.mark.parametrize("shape", [(300, 130), (3, 140, 260), (3, 128, 130), (7, 16, 24)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_parts_give_the_bytes_of_the_whole(name, shape, portion, monkeypatch):
     monkeypatch.setattr("moe_trainer.ops.stored_weight.PORTION_CPU", portion)
