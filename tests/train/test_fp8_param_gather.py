@@ -33,7 +33,7 @@ LAYOUTS = {
 
 
 def argv_with(*flags: str) -> list[str]:
-    return [*argv_of("plain"), "--num-layers", "2", "--clip-grad", "0", *(word for flag in flags for word in flag.split())]
+    return [*argv_of("plain"), "--num-layers", "2", "--num-experts", "4", "--clip-grad", "0", *(word for flag in flags for word in flag.split())]
 
 
 def _run(rank, n, argv, steps=4):
