@@ -1,0 +1,34 @@
+"""Graphed trainings on several ranks give the numbers of eager ones, bit for bit."""
+
+import pytest
+from harness import run_ranks
+from memory.graphed import line, local, unlike, whole
+from train.layouts import train_ranks
+
+ROUTED = local("attn moe_router moe_preprocess")
+EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+PP2 = "--pipeline-model-parallel-size 2"
+# name -> (kind of model, mapping, flags of graphs); two ranks each
+CASES = {
+    "pipeline": ("accumulation", PP2, ROUTED),
+    "pipeline, weight gradients that wait": ("accumulation", f"{PP2} --pipeline-schedule zero-bubble", ROUTED),
+    "pipeline, virtual stages": ("accumulation", f"{PP2} --num-virtual-stages-per-pipeline-rank 2", ROUTED),
+    "tensor parallel, rows cut": ("plain", "--tensor-model-parallel-size 2 --sequence-parallel", ROUTED),
+    "tensor parallel": ("deepseek", "--tensor-model-parallel-size 2", local("attn mlp moe_router moe_preprocess")),
+    "context parallel": ("plain", "--context-parallel-size 2", ROUTED),
+    "expert parallel": ("accumulation", EP2, ROUTED),
+    "expert parallel, all-gather": ("plain", "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather", ROUTED),
+    "expert parallel, two passes in turns": ("accumulation", f"{EP2} --overlap-moe-expert-parallel-comm --bf16", ROUTED),
+    "expert parallel, padded, whole layers": ("padded capacity", EP2, local()),
+    "expert parallel, padded, whole iteration": ("padded capacity", EP2, whole()),
+    "data parallel, overlapped": ("distributed optimizer, overlap", "", ROUTED),
+    "data parallel, whole iteration": ("padded capacity", "--use-distributed-optimizer", whole()),
+}
+HALVES = [list(CASES)[:6], list(CASES)[6:]]
+
+
+@pytest.mark.parametrize("names", HALVES, ids=["model", "data"])
+def test_graphs_change_no_number_on_two_ranks(names):
+    argvs = [argv for name in names for plain in [line(*CASES[name][:2])] for argv in (plain, [*plain, *CASES[name][2]])]
+    outcomes = iter(run_ranks(train_ranks, 2, argvs, 3, timeout=900.0)[0])
+    assert {name: found for name in names if (found := unlike(next(outcomes), next(outcomes)))} == {}
