@@ -3,6 +3,10 @@
 Every stretch is opened (its gradients unscaled and clipped on the way), updated by torch's fused kernels, closed, and copied to the model. So
 gradients are never scaled in place, and no fp32 copy outlives its portion of the state. Stretches whose state the host updates come last: the
 device works on its own while the host works on these.
+
+FusedAdam of TransformerEngine or apex has no place here. It is a class that keeps the state: an entry a parameter, scales as it finds them, one
+step count a group; here stretches of flat storage are opened for a moment, in formats that do not depend on the mapping. torch's kernel takes
+lists of tensors, as the function beneath theirs does, whose signature is not public, and moves the same bytes in one pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
