@@ -58,7 +58,7 @@ LATER = MappingProxyType(
         "outer_dp_sharding_strategy": Later(_FSDP_OUTER, PARALLEL),
         "enable_full_sharding_in_hsdp": Later(_FSDP_OUTER, PARALLEL),
         "megatron_fsdp_main_params_dtype": Later("main parameters in another format than fp32", MEMORY),
-        "megatron_fsdp_main_grads_dtype": Later("main gradients in another format than fp32", MEMORY, harmless=("fp32",)),
+        "megatron_fsdp_main_grads_dtype": Later("main gradients in fp16", MEMORY, values=("fp16",)),
         "moe_flex_dispatcher_backend": Later("NCCL's own token exchange", MEMORY, values=("ncclep",)),
         # ---- memory, precision and kernels
         "optimizer_cuda_graph": Later(
@@ -232,7 +232,7 @@ NEEDS = (
     (("fp8", "fp4"), "first_last_layers_bf16 te_precision_config_file"),
     (("first_last_layers_bf16",), "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
     (("use_torch_fsdp2",), "torch_fsdp2_reshard_after_forward"),
-    (("use_megatron_fsdp",), "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype"),
+    (("use_megatron_fsdp",), "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype"),
     (("fp16",), "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
     (("decoupled_lr",), "decoupled_min_lr"),
     (("optimizer_cpu_offload",), "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads"),

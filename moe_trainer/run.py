@@ -182,10 +182,11 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
     """Where the gradients of the model are kept; shards the model first where that is asked for. Collective."""
     ps, parallel, per_token = runtime.ps, args.parallel, args.training.calculate_per_token_loss
     strategy = parallel.data_parallel_sharding_strategy if parallel.use_megatron_fsdp else "optim_grads_params"
+    narrow = parallel.use_megatron_fsdp and parallel.megatron_fsdp_main_grads_dtype == "bf16" and args.precision.params_dtype_name != "fp32"
     if (parallel.use_torch_fsdp2 or parallel.use_megatron_fsdp) and strategy in ("optim_grads", "optim_grads_params"):
         if ps.dp_cp.size > 1:
             shard_model(args, runtime, chunks, strategy)
-            return ShardedGrads(parameters(chunks), ps, per_token_loss=per_token)
+            return ShardedGrads(parameters(chunks), ps, per_token_loss=per_token, narrow=narrow)
         logger.info("one data-parallel rank: there is nothing to shard")
     if parallel.use_megatron_fsdp and strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
@@ -193,7 +194,7 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
         count = store_weights(chunks)
         logger.info("--fp8-param-gather: %s parameters of this rank are kept and gathered in 8 bits", f"{count:,}")
     return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token,
-                             main_grads=args.optimizer.main_grads_dtype)
+                             main_grads="bf16" if narrow else args.optimizer.main_grads_dtype)
 
 
 def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer], strategy: str) -> None:

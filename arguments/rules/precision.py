@@ -45,6 +45,12 @@ def main_params_of_their_own(s: Settings, _f: Facts) -> None:
         s.note(f"{s.shown('main_params_dtype')} has no effect without --bf16 or --fp16: fp32 parameters are their own main parameters.")
 
 
+def sharded_grads_of_their_own(s: Settings, _f: Facts) -> None:
+    dest = "megatron_fsdp_main_grads_dtype"
+    if s.use_megatron_fsdp and s.megatron_fsdp_main_grads_dtype == "bf16" and not (s.bf16 or s.fp16):
+        s.note(f"{s.shown(dest)} has no effect without --bf16 or --fp16: fp32 gradients are added up in fp32.")
+
+
 # Checks.
 
 
@@ -192,7 +198,7 @@ def deterministic_mode_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
             )
 
 
-RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, weights_that_stay_wide, main_params_of_their_own)
+RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, weights_that_stay_wide, main_params_of_their_own, sharded_grads_of_their_own)
 CHECKS = (
     one_half_precision,
     fp32_accumulation_needs_fp32_grads,

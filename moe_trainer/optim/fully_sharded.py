@@ -8,6 +8,9 @@ are the main parameters, and there is nothing to copy or to gather after a step.
 
 torch reduces every micro-batch and adds the results up in `.grad`, in fp32: holding whole gradients back until the last
 micro-batch would need the memory that sharding saves. Norms, groups, clipping and the update are those of Optimizer.
+
+Sums in bf16 (--megatron-fsdp-main-grads-dtype) are fp32 sums that are rounded to bf16 behind every micro-batch: the numbers of a bf16
+buffer, in the memory of an fp32 one, since torch gives a parameter's gradient the parameter's own dtype.
 """
 
 import bisect
@@ -34,9 +37,10 @@ class ShardedGrads:
     After finish(), `.grad` of every parameter is this rank's part of the mean over dp_cp (or of the sum, with per_token_loss).
     """
 
-    def __init__(self, params: Iterable[Parameter], ps: ParallelState, *, per_token_loss: bool):
-        """`params` in order of use. Raises: ValueError when a parameter carries no ParamInfo."""
+    def __init__(self, params: Iterable[Parameter], ps: ParallelState, *, per_token_loss: bool, narrow: bool = False):
+        """`params` in order of use. narrow: sums in bf16. Raises: ValueError when a parameter carries no ParamInfo."""
         self.finished = 0  # iterations
+        self.narrow = narrow
         self.factor = 1.0 if per_token_loss else 1.0 / ps.dp_cp.size
         self.params = [param for param in unique_params(params) if param.requires_grad]
         self.slots = tuple(Slot(param, position, start, stop) for position, param in enumerate(self.params)
@@ -51,8 +55,20 @@ class ShardedGrads:
             param.grad = None
 
     def accumulate(self) -> contextlib.AbstractContextManager:
-        """Nothing is different in the micro-batches before the last one."""
-        return contextlib.nullcontext()
+        """Around the backward of a micro-batch before the last one."""
+        return self._rounding() if self.narrow else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _rounding(self) -> Iterator[None]:
+        yield
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for slot in self.slots:
+            if slot.param.grad is not None:
+                view = part_at(slot.param.grad, slot.start)
+                view.copy_(view.bfloat16())
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -60,6 +76,8 @@ class ShardedGrads:
         for param in self.params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
+        if self.narrow:
+            self._round()
         self.finished += 1
         self.scale(self.factor)
 

@@ -120,7 +120,8 @@ def _share_on_host(args: Arguments) -> float:
 def _gradient_bytes(args: Arguments) -> float:
     """Of the buffer; with --ddp-param-name-patterns-for-fp32-local-accumulation all also of what is added up beside it."""
     precision, half = args.precision, args.precision.bf16 or args.precision.fp16
-    narrow = precision.bf16 and precision.grad_reduce_in_bf16 or half and args.optimizer.main_grads_dtype == "bf16"
+    sharded = args.parallel.use_megatron_fsdp and args.parallel.megatron_fsdp_main_grads_dtype == "bf16"
+    narrow = precision.bf16 and precision.grad_reduce_in_bf16 or half and (sharded or args.optimizer.main_grads_dtype == "bf16")
     if not narrow:
         return 4.0
     return 6.0 if "all" in args.parallel.ddp_param_name_patterns_for_fp32_local_accumulation else 2.0

@@ -41,6 +41,7 @@ CASES = (
     (2, f"--bf16 {FSDP} optim_grads_params {NARROW}"),
     (2, f"{FSDP} optim_grads_params --expert-model-parallel-size 2"),
     (2, f"--bf16 {FSDP} optim {NARROW}"),
+    (2, f"--bf16 {FSDP} optim --megatron-fsdp-main-grads-dtype bf16"),
     (4, f"--bf16 {ZERO} {NARROW} --num-distributed-optimizer-instances 2"),
     (1, f"--bf16 {ZERO} {STORED} --fp8-recipe blockwise --mtp-num-layers 1 --moe-shared-expert-intermediate-size 64"),
     (2, f"--bf16 {ZERO} {STORED} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 0"),
