@@ -46,7 +46,7 @@ KEPT_IN_8_BITS = {
 
 
 def case_of(flags: str, ranks: int = 2) -> Case:
-    return as_is([*MODEL, *flags.split()], ranks)
+    return as_is([*MODEL, "--num-experts", "4", *flags.split()], ranks)  # every product of an expert is quantised by itself
 
 
 def verdict(flags: str) -> Verdict:

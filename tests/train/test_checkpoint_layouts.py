@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import run_ranks
 from train.forked import pretrain
-from train.layouts import argv_of, make_run
+from train.layouts import argv_of, make_run, shallow
 from train.resuming import assert_alike, load_and_save, train_and_save
 from train.tiny import MOCK, TINY
 
@@ -21,7 +21,7 @@ KIND = "deepseek"
 
 
 def _argv(ep, distributed):
-    return [*argv_of(KIND), "--expert-model-parallel-size", str(ep), "--moe-token-dispatcher-type", "alltoall",
+    return [*shallow(argv_of(KIND)), "--expert-model-parallel-size", str(ep), "--moe-token-dispatcher-type", "alltoall",
             *(["--use-distributed-optimizer"] if distributed else [])]
 
 

@@ -6,7 +6,7 @@ from harness import run_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from train.forked import pretrain
-from train.layouts import argv_of, groups_of, make_run
+from train.layouts import argv_of, groups_of, make_run, shallow
 from train.resuming import assert_alike, load_and_save, run_steps, train_and_save
 from train.tiny import MOCK, TINY
 
@@ -25,11 +25,11 @@ CHAIN = ((4, f"{MEGATRON} --expert-model-parallel-size 2"), (1, ""), (2, "--use-
 
 def test_state_moves_between_sharded_and_other_layouts_unchanged(tmp_path):
     first = tmp_path / "first"
-    expected = run_ranks(train_and_save, 2, [*argv_of("deepseek"), *MEGATRON.split()], first)[0]
+    expected = run_ranks(train_and_save, 2, [*shallow(argv_of("deepseek")), *MEGATRON.split()], first)[0]
     source = first
     for number, (n, flags) in enumerate(CHAIN):
         target = tmp_path / str(number)
-        found = run_ranks(load_and_save, n, [*argv_of("deepseek"), *flags.split()], source, target, timeout=120.0)[0]
+        found = run_ranks(load_and_save, n, [*shallow(argv_of("deepseek")), *flags.split()], source, target, timeout=120.0)[0]
         assert differences(first / "iter_0000002", target / "iter_0000002") == [], flags
         assert_alike(found, expected, norm=3e-6)
         source = target
