@@ -38,6 +38,9 @@ def tuning_without_graphs(s: Settings, _f: Facts) -> None:
     for dest in (MODULES, "cuda_graph_warmup_steps"):
         if s.cuda_graph_impl == "none" and s.given(dest):
             s.say_idle(s.shown(dest), f"no effect without {s.flag(IMPL)}")
+    if s.cuda_graph_impl == "transformer_engine":
+        s.note(f"{_asked(s)}: the same parts are captured as with local, by this program itself (TransformerEngine's make_graphed_callables "
+               "keeps a graph for every microbatch of the batch; here there is one for every microbatch in flight).")
 
 
 def whole_layers_have_fixed_rows(s: Settings, f: Facts) -> Iterator[Violation]:

@@ -22,6 +22,8 @@ CASES = {
     "dense, whole layers": ("dense", "", [local()]),
     "dense, attention and feed-forward": ("dense", NOISE, [local("attn"), local("attn mlp"), whole()]),
     "experts": ("plain", "--moe-shared-expert-intermediate-size 8", [local("attn"), local("attn moe_router"), local(ROUTED)]),
+    "shared experts beside the exchange": (
+        "plain", "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall", [local(ROUTED)]),
     "latent attention, shared experts, MTP": ("deepseek", "", [local(f"mlp {ROUTED}")]),
     "one layer of MTP for all depths": ("plain", "--mtp-num-layers 2 --mtp-use-repeated-layer", [local(ROUTED)]),
     "dropped tokens": ("capacity", "--moe-router-load-balancing-type global_aux_loss", [local("attn moe_router")]),

@@ -1,0 +1,44 @@
+"""CUDA graphs on a device give the numbers of eager passes there."""
+
+import pytest
+import torch
+from memory.graphed import line, local, train, whole
+
+from moe_trainer.proof.compare import Tolerances, compare
+
+# kernels that add with atomics need not give the same bits twice
+NEAR = Tolerances(loss=2e-6, norm=5e-6, grad=2e-5, weight=2e-5)
+ROUTED = "attn moe_router moe_preprocess"
+CASES = {
+    "dense, whole layers": ("dense", "", local()),
+    "dense, whole iteration": ("dense", "", whole()),
+    "experts": ("plain", "--moe-shared-expert-intermediate-size 8", local(ROUTED)),
+    "latent attention": ("deepseek", "", local(f"mlp {ROUTED}")),
+    "recompute": ("deepseek", "--recompute-granularity selective --recompute-modules core_attn layernorm mla_up_proj", local(f"mlp {ROUTED}")),
+    "padded experts": ("padded capacity", "", local("attn moe")),
+    "padded, whole layers": ("padded capacity", "", local()),
+    "padded, whole iteration": ("padded capacity", "", whole()),
+    "fp8": ("plain", "--bf16 --fp8-format hybrid --fp8-recipe delayed", local(ROUTED)),
+}
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """fp32 products in fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_change_no_number_on_a_device(name):
+    kind, flags, graphs = CASES[name]
+    eager, graphed = (train([*line(kind, flags), *more], device="cuda") for more in ([], graphs))
+    assert [str(difference) for difference in compare(eager, graphed, NEAR)] == []
+
+
+def test_dropout_draws_anew_in_every_replay():
+    """What is drawn differs between passes and between runs of other seeds, and the loss falls as without graphs."""
+    argv = line("dense", "--hidden-dropout 0.1 --attention-dropout 0.1")
+    eager, graphed = train(argv, device="cuda"), train([*argv, *local()], device="cuda")
+    assert len({losses["lm loss"] for losses in graphed.losses}) == len(graphed.losses)
+    assert graphed.losses[-1]["lm loss"] == pytest.approx(eager.losses[-1]["lm loss"], rel=0.05)
