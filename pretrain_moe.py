@@ -33,6 +33,8 @@ def main(argv: list[str]) -> int:
             return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups, state_report, sizes_that_wait)
         except ValueError as error:
             return _refuse(error, "0")
+    if "--dry-run" in argv or "--fake-process-group" in argv:
+        return _dry_run(argv)
     try:
         place = find_place(os.environ)
     except ValueError as error:
@@ -43,6 +45,8 @@ def main(argv: list[str]) -> int:
             raise arguments.ArgumentError(args.unbuildable)
     except ValueError as error:
         return _refuse(error, str(place.rank))
+    if args.output.dry_run or args.parallel.fake_process_group:  # a recipe asks for it
+        return _dry_run(argv)
     for name, value in args.recipe_env.items():
         os.environ.setdefault(name, value)
 
@@ -71,6 +75,16 @@ def main(argv: list[str]) -> int:
         # a loss or gradient that is not finite: a fact about the run, which the message tells better than a traceback
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+def _dry_run(argv: list[str]) -> int:
+    """Plan instead of running. Nothing is imported that needs torch."""
+    from moe_trainer.planner.dry_run import run_dry_run
+
+    try:
+        return run_dry_run(argv, _recorded_flags(argv))
+    except ValueError as error:
+        return _refuse(error, "0")
 
 
 def _recorded_flags(argv: list[str]) -> Mapping[str, object] | None:

@@ -19,8 +19,13 @@ class OutputArgs:
     """Start from a recipe: a name of the model zoo, or a YAML file. Flags on the command line win."""
     validate_only: bool = False
     """Resolve and check the flags, print what they became, exit 0 or 2."""
+    dry_run: bool = False
+    """Print what a run with these flags would need and how fast it would be, without running it: memory of every pipeline stage, time of
+    an iteration by cause, the nearest published run. Exit 0 or 2. Needs --world-size."""
+    hardware: str | None = None
+    """What --dry-run plans for: a100, h100, h200, h800, b200, gb200, gb300, or a YAML file that describes a machine. Unset: h100."""
     report: str | None = None
-    """Write what --validate-only found to this JSON file."""
+    """Write what --validate-only or --dry-run found to this JSON file."""
     metrics_file: str | None = None
     """One JSON object per logged iteration goes here. Unset: under --save, else under --tensorboard-dir."""
     init_from: str | None = None

@@ -30,7 +30,7 @@ class ParallelArgs:
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
     world_size: int | None = None
-    """Number of ranks to check against with --validate-only; else the environment's WORLD_SIZE."""
+    """Number of ranks to check against with --validate-only and --dry-run; else the environment's WORLD_SIZE."""
     model_parallel_size: int | None = None
     """Old spelling of --tensor-model-parallel-size."""
     tensor_parallel_num_weight_shards: int | None = None
@@ -267,7 +267,7 @@ class ParallelArgs:
     use_gloo_process_groups: bool = flag(True, off=("--disable-gloo-process-groups",))
     """Make gloo groups beside the NCCL ones."""
     fake_process_group: bool = False
-    """Pretend to be one rank of many, without communication."""
+    """Pretend to be one rank of many, without communication: the same as --dry-run."""
     nccl_communicator_config_path: str | None = None
     """YAML file with options of NCCL communicators."""
     nccl_ub: bool = flag(False, "--use-nccl-ub")

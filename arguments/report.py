@@ -33,7 +33,7 @@ def run_validate_only(
 
         print_help()
         return 0
-    world_size, violations = _world_size(argv)
+    world_size, violations = world_size_of(argv)
     settings, found = understand(argv, world_size, checkpoint)
     violations += found
     violations += _waiting_batches(settings, violations, world_size, judge_batches)
@@ -71,7 +71,8 @@ def _waiting_batches(settings: Settings, violations: list[Violation], world_size
     return [Violation((settings.flag(about),), f"{settings.shown(about)}: {text}.") for text in judge(freeze(settings, world_size), facts.dp)]
 
 
-def _world_size(argv: list[str]) -> tuple[int | None, list[Violation]]:
+def world_size_of(argv: list[str]) -> tuple[int | None, list[Violation]]:
+    """The number of ranks to judge for: --world-size, else the environment's WORLD_SIZE, else None; and what is wrong with it."""
     from arguments.tokens import read
 
     typed = read(argv).last("world_size")

@@ -67,7 +67,6 @@ LATER = MappingProxyType(
         "fp4_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
         # ---- planning, launch and survival
-        "fake_process_group": Later("a dry run without other ranks", CLUSTER),
         "check_for_large_grads": Later("the check for large gradients", CLUSTER),
         "check_for_spiky_loss": Later("the check for loss spikes", CLUSTER),
         "check_weight_hash_across_dp_replicas_interval": Later("comparing weights across ranks", CLUSTER),
@@ -213,7 +212,8 @@ VALUES = MappingProxyType(
 """(destination, old value) -> the value it became."""
 
 NEEDS = (
-    (("validate_only",), "report world_size"),
+    (("validate_only", "dry_run", "fake_process_group"), "report world_size"),
+    (("dry_run", "fake_process_group"), "hardware"),
     (("mtp_num_layers",), "mtp_loss_scaling_factor"),
     (("moe_router_enable_expert_bias",), "moe_router_bias_update_rate"),
     (("group_query_attention",), "num_query_groups"),

@@ -1,0 +1,104 @@
+"""Fit the constants of layer_time.py to published runs, and tell honestly what that is worth: every run predicted by the others.
+
+The error of a run is predicted / published - 1 of TFLOP/s per GPU. The fit takes the constants with the least mean absolute logarithm of
+that ratio (large errors of odd runs then do not pull the others), one constant after the other, twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from arguments import parse_args
+from moe_trainer.planner.hardware import find_hardware
+from moe_trainer.planner.layer_time import Constants
+from moe_trainer.planner.plan import Plan, make_plan
+from moe_trainer.planner.published import ROWS, Published
+from moe_trainer.planner.step_time import plan_step
+from moe_trainer.shape.vocab import vocab_rows_from_flags
+
+GRID = (
+    ("products_bf16", tuple(step / 100 for step in range(48, 79, 2))), ("products_fp8", tuple(step / 100 for step in range(36, 65, 2))),
+    ("iteration", (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4)),
+)
+"""Values that are tried: round the fractions of their peaks that large products of cuBLAS and of block-scaled kernels reach."""
+
+
+START = Constants(0.7, 0.5, 0.0)
+"""Where every fit begins: it knows of no run."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """A run, what was predicted of it, and by which constants."""
+
+    row: Published
+    tflops: float
+    constants: Constants
+
+    @property
+    def relative(self) -> float:
+        """Predicted / published - 1."""
+        return self.tflops / self.row.tflops - 1
+
+
+def plan_of(row: Published, constants: Constants | None = None) -> Plan:
+    """The plan of a published run."""
+    return make_plan(parse_args(row.argv(), row.gpus), row.gpus, find_hardware(row.hardware), constants)
+
+
+class Calibration:
+    """Published runs, planned once; times are found again for other constants."""
+
+    def __init__(self, rows: Iterable[Published] = ROWS):
+        self.plans = {row.name: plan_of(row) for row in rows}
+        self.rows = {row.name: row for row in rows}
+        self._found: dict[tuple[str, Constants], float] = {}
+
+    def tflops(self, name: str, constants: Constants) -> float:
+        """Predicted for a run."""
+        plan = self.plans[name]
+        # the iteration is added below; each format sees its own fraction, the head and the router of an 8-bit run the usual one
+        field = "products_bf16" if plan.width == "bf16" else "products_fp8"
+        timed = replace(Constants(iteration=0.0), **{field: getattr(constants, field)})
+        key = name, timed
+        if key not in self._found:
+            args = plan.args
+            self._found[key] = plan_step(args, plan.world_size, vocab_rows_from_flags(args), plan.num_microbatches, plan.memory, plan.hardware,
+                                         timed).step
+        step = self._found[key] + constants.iteration
+        return plan.flops / step / plan.world_size / 1e12
+
+    def fit(self, names: Sequence[str]) -> Constants:
+        """The constants that tell these runs best."""
+        best = START
+        for _ in range(2):
+            for field, values in GRID:
+                best = min((replace(best, **{field: value}) for value in values),
+                           key=lambda constants: sum(abs(math.log(self.tflops(name, constants) / self.rows[name].tflops)) for name in names))
+        return best
+
+    def fitted(self) -> tuple[str, ...]:
+        """Names of the runs that constants are fitted to."""
+        return tuple(name for name, row in self.rows.items() if row.fits)
+
+    def leave_one_out(self) -> list[Error]:
+        """Every run by constants fitted to the others."""
+        names = self.fitted()
+        found = []
+        for name in names:
+            constants = self.fit([other for other in names if other != name])
+            found.append(Error(self.rows[name], self.tflops(name, constants), constants))
+        return found
+
+    def predicted(self, constants: Constants) -> list[Error]:
+        """The runs that nothing is fitted to."""
+        return [Error(row, self.tflops(name, constants), constants) for name, row in self.rows.items() if not row.fits]
+
+
+def median(errors: Sequence[Error]) -> float:
+    """Of the absolute errors."""
+    sizes = sorted(abs(error.relative) for error in errors)
+    middle = len(sizes) // 2
+    return sizes[middle] if len(sizes) % 2 else (sizes[middle - 1] + sizes[middle]) / 2

@@ -1,0 +1,74 @@
+"""--dry-run: judge a command line as --validate-only does, and print its plan instead of running it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+from arguments import ArgumentError, Arguments, parse_args
+from arguments.report import world_size_of
+from moe_trainer.planner.hardware import Hardware, find_hardware
+from moe_trainer.planner.plan import Plan, PlanError, make_plan
+from moe_trainer.planner.text import plan_json, plan_lines
+from moe_trainer.shape.batch_sizes import sizes_that_wait
+
+DEFAULT_HARDWARE = "h100"
+
+
+def judged(argv: list[str], world_size: int, checkpoint: Mapping[str, object] | None = None) -> Arguments:
+    """The flags, if a run on so many ranks would start with them.
+
+    Raises: ArgumentError with everything that is wrong; PlanError for batch sizes with which virtual stages would wait for ever.
+    """
+    args = parse_args(argv, world_size, checkpoint)
+    if args.unbuildable:
+        raise ArgumentError(args.unbuildable)
+    sizes = args.parallel
+    replicas = world_size // (sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size)
+    waiting = sizes_that_wait(args, replicas)
+    if waiting:
+        raise PlanError("; ".join(waiting))
+    return args
+
+
+def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> Plan:
+    """Plan a command line. Its --world-size or the environment's WORLD_SIZE says for how many ranks, --hardware for which.
+
+    Raises: ValueError (ArgumentError, HardwareError, PlanError) for what its user can mend.
+    """
+    world_size, violations = world_size_of(argv)
+    if violations:
+        raise ArgumentError(violations)
+    if world_size is None:
+        raise PlanError("a plan needs the number of ranks: give --world-size N")
+    args = judged(argv, world_size, checkpoint)
+    hardware: Hardware = find_hardware(args.output.hardware or DEFAULT_HARDWARE)
+    return make_plan(args, world_size, hardware)
+
+
+def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> int:
+    """Print the plan and, with --report FILE, write it. Returns the exit code: 0, also where the plan does not fit the device (it says so,
+    and the report's `fits` is false: the flags are legal, and it is a prediction); 2 where no plan can be made of the flags."""
+    if "--help" in argv or "-h" in argv:
+        from arguments.help import print_help
+
+        print_help()
+        return 0
+    try:
+        plan = plan_of_flags(argv, checkpoint)
+    except ValueError as error:
+        print(f"pretrain_moe.py: {error}", file=sys.stderr)
+        return 2
+    notes = [*plan.args.notes, *(() if plan.args.output.hardware else (f"--hardware is not given: {DEFAULT_HARDWARE}",))]
+    print("\n".join([*notes, *plan_lines(plan)]))
+    path = plan.args.output.report
+    if path is not None:
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(plan_json(plan), file, indent=1)
+                file.write("\n")
+        except OSError as error:
+            print(f"pretrain_moe.py: --report {path}: the file cannot be written ({error.strerror})", file=sys.stderr)
+            return 2
+    return 0

@@ -1,0 +1,258 @@
+"""Seconds of one layer, one microbatch and one rank: products, attention, traffic of memory, launches; and its communication.
+
+Products: 2 m n k operations at a fraction of the device's peak for their format, or the time to read and write their matrices, whichever
+is longer: that is what makes many small experts slow. Attention's core: its own fractions, which grow with the length, of
+measured kernels. Everything between products is bound by memory: in forward each kept tensor is written and read, in backward it is read,
+and a gradient of its size is written and read; tokens are permuted on their way out and back. Quantisation reads and writes the
+operands once more. A layer takes at least the time in which the host launches its kernels.
+
+Constants: fractions that no data sheet has. Those of `Constants` were fitted to published runs (scripts/plan.py
+calibrate prints the error of each run when it is left out of the fit); the others are measurements with source. None of them was
+measured on this program, which has not run on a cluster yet: the published runs are Megatron-LM's.
+
+Shapes: T tokens of this rank (whole over tp), R rows of its experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moe_trainer.planner.links import Links, exchange_seconds
+from moe_trainer.planner.memory import ChunkBytes
+from moe_trainer.shape.activations import captured_parts, recomputed_parts
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Fractions and times that are fitted: products_bf16, products_fp8 of the peak; iteration: seconds of an iteration in which the
+    device waits for the host, between the microbatches of one and of the next."""
+
+    products_bf16: float = 0.60
+    products_fp8: float = 0.46
+    iteration: float = 0.3
+
+
+LAUNCH = 8e-6
+"""Seconds of the host for one kernel of an eager program: PyTorch's usual 5 to 10 microseconds."""
+MEMORY = 0.8
+"""Of the memory's peak, by elementwise kernels."""
+ATTENTION = ((False, (0.679, 885), (0.574, 1421)), (True, (0.75, 1703), (0.556, 1161)))
+"""(Blackwell?, forward, backward) of attention's core: fraction of the bf16 peak at great length, and the length that reaches half of it.
+Through cuDNN's TFLOP/s of 4K and 16K tokens, forward and backward: Hopper 553, 638 and 422, 523; Blackwell 1324, 1698 and 1083, 1298
+(arXiv 2603.07685, section 6)."""
+BACKWARD_OF_ATTENTION = 2.5
+"""Operations of the core's backward for one of its forward: the scores are computed again."""
+KERNELS = (("attention", 22), ("latent attention", 38), ("feed-forward", 8), ("experts", 45), ("shared experts", 8))
+"""Kernels that a forward launches, by part, with the usual fusions; backward launches twice as many."""
+GRAPHED = (("attn", "attention"), ("attn", "latent attention"), ("mlp", "feed-forward"), ("moe", "experts"))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass through a layer. exchange: of tokens between expert ranks; compute: on the device, or of the host if longer."""
+
+    compute: float = 0.0
+    exchange: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.compute + other.compute, self.exchange + other.exchange, self.tensor + other.tensor, self.context + other.context)
+
+    def times(self, factor: float) -> Pass:
+        """So many of it."""
+        return Pass(*(factor * part for part in (self.compute, self.exchange, self.tensor, self.context)))
+
+    @property
+    def total(self) -> float:
+        """One after the other."""
+        return self.compute + self.exchange + self.tensor + self.context
+
+
+class LayerTime:
+    """Times of the layers of one command line. sizes: of what they keep, for the traffic of memory."""
+
+    def __init__(self, args: Arguments, links: Links, sizes: ChunkBytes, constants: Constants):
+        self.args, self.links, self.hardware, self.sizes, self.constants = args, links, links.hardware, sizes, constants
+        model, parallel, precision = args.model, args.parallel, args.precision
+        self.model, self.moe = model, args.moe
+        self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        self.etp, self.ep = parallel.expert_tensor_parallel_size or self.tp, parallel.expert_model_parallel_size
+        self.tokens, self.size = sizes.tokens, sizes.size
+        self.own = self.tokens // self.tp
+        self.width = "fp4" if precision.fp4 else "fp8" if precision.fp8 else "bf16"
+        self.memory = links.hardware.hbm_tb_s * 1e12 * MEMORY
+        self.recomputed = recomputed_parts(args.training)
+        self.gate = 2 if model.swiglu or model.quick_geglu else 1
+
+    def product(self, m: float, n: float, k: float, count: int = 1, plain: bool = False) -> float:
+        """Seconds of `count` products [m, k] x [k, n]. plain: in bf16 whatever the flags say."""
+        narrow = self.width != "bf16" and not plain and self.hardware.fp8 > 0
+        fraction = self.constants.products_fp8 if narrow else self.constants.products_bf16
+        peak = self.hardware.peak(self.width if narrow else "bf16") * fraction
+        if self.size == 4:
+            peak /= 2  # TF32
+        traffic = (m * k + n * k) * (1 if narrow else self.size) + m * n * self.size
+        seconds = count * max(2.0 * m * n * k / peak, traffic / self.memory)
+        if narrow:  # what is quantised is read, and written for both directions
+            seconds += count * m * k * (self.size + 2) / self.memory
+        return seconds
+
+    def _core(self) -> tuple[float, float]:
+        model, heads = self.model, self.model.num_attention_heads // self.tp
+        if model.multi_latent_attention:
+            widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+        else:
+            widths = 2 * model.kv_channels
+        operations = self.tokens * self.args.data.seq_length * heads * widths
+        length = self.args.data.seq_length / self.cp
+        _, forward, backward = next(row for row in ATTENTION if row[0] == self.hardware.is_blackwell)
+        peak = self.hardware.peak("bf16")
+        rates = [fraction * peak * length / (length + half) for fraction, half in (forward, backward)]
+        return operations / rates[0], BACKWARD_OF_ATTENTION * operations / rates[1]
+
+    def _up(self) -> float:
+        """The products that make heads of latents."""
+        model, heads = self.model, self.model.num_attention_heads // self.tp
+        key = model.qk_head_dim + model.qk_pos_emb_head_dim
+        seconds = self.product(self.tokens, heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank)
+        return seconds + (self.product(self.tokens, heads * key, model.q_lora_rank) if model.q_lora_rank else 0.0)
+
+    def _attention(self) -> float:
+        """Products of attention, forward."""
+        model, hidden = self.model, self.model.hidden_size
+        heads = model.num_attention_heads // self.tp
+        if not model.multi_latent_attention:
+            groups = max(1, model.query_groups // self.tp)
+            out = heads * model.kv_channels
+            return self.product(self.tokens, out + 2 * groups * model.kv_channels, hidden) + self.product(self.tokens, hidden, out)
+        seconds = self._up() + self.product(self.tokens, hidden, heads * model.v_head_dim)
+        if model.q_lora_rank is None:
+            seconds += self.product(self.tokens, heads * (model.qk_head_dim + model.qk_pos_emb_head_dim), hidden)
+        else:
+            seconds += self.product(self.sizes.rows, model.q_lora_rank, hidden)
+        return seconds + self.product(self.sizes.rows, model.kv_lora_rank + model.qk_pos_emb_head_dim, hidden)
+
+    def _feed_forward(self, width: int) -> float:
+        return self.product(self.tokens, self.gate * width // self.tp, self.model.hidden_size) + self.product(
+            self.tokens, self.model.hidden_size, width // self.tp)
+
+    def _shared(self) -> float:
+        width = self.moe.moe_shared_expert_intermediate_size
+        return self._feed_forward(width) if width else 0.0
+
+    def _routed(self) -> float:
+        moe, hidden, experts = self.moe, self.model.hidden_size, self.moe.num_experts // self.ep
+        width = (moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
+        each = self.sizes.received / experts
+        seconds = self.product(each, self.gate * width, hidden, experts) + self.product(each, hidden, width, experts)
+        return seconds + self.product(self.own, moe.num_experts, hidden, plain=True)
+
+    def _permuting(self) -> float:
+        """Tokens to the order of the experts and back: read and written, here and where they arrive."""
+        rows = self.sizes.sent + (self.sizes.received if self.ep * self.etp > 1 else 0)
+        return 4.0 * rows * self.model.hidden_size * self.size / self.memory
+
+    def _launches(self, is_moe: bool) -> float:
+        """Seconds in which the host launches a forward."""
+        parts = {"latent attention" if self.model.multi_latent_attention else "attention"}
+        parts |= {"experts"} if is_moe else {"feed-forward"}
+        parts |= {"shared experts"} if is_moe and self.moe.moe_shared_expert_intermediate_size else set()
+        graphs = captured_parts(self.args.training)
+        if "layer" in graphs or self.args.training.cuda_graph_impl == "full_iteration":
+            return 0.0
+        kernels = dict(KERNELS)
+        for module, part in GRAPHED:
+            if module in graphs and part in parts:
+                parts.discard(part)
+        count = sum(kernels[part] for part in parts) - (12 if is_moe and "moe_router" in graphs and "experts" in parts else 0)
+        return count * LAUNCH
+
+    def _tensor(self, is_moe: bool) -> float:
+        """Collectives of tensor parallelism in forward: a gather and a scatter round attention, and round a feed-forward."""
+        if self.tp == 1:
+            return 0.0
+        hidden, model = self.model.hidden_size, self.model
+        latents = model.multi_latent_attention and model.q_lora_rank is not None
+        into = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim if latents else hidden
+        shared = bool(self.moe.moe_shared_expert_intermediate_size)
+        widths = [into, hidden] + ([hidden, hidden] if not is_moe or shared else [])
+        return sum(self.links.ring(self.tokens * width * self.size, 1, self.tp) for width in widths)
+
+    def _context(self) -> tuple[float, float]:
+        """(what a forward sends to the other parts of the sequence, how much of it may run beside attention)."""
+        if self.cp == 1:
+            return 0.0, 0.0
+        model, heads = self.model, self.model.num_attention_heads // self.tp
+        if model.multi_latent_attention:
+            keys, queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim), heads * 192
+        else:
+            keys, queries = 2 * max(1, model.query_groups // self.tp) * model.kv_channels, 2 * heads * model.kv_channels
+        kind = self.args.parallel.cp_comm_type[0]
+        if kind == "a2a":
+            return self.links.ring(self.tokens * (keys + queries) * self.size, self.tp, self.cp), 0.0
+        seconds = self.links.ring(self.tokens * self.cp * keys * self.size, self.tp, self.cp)
+        return seconds, seconds if kind in ("p2p", "a2a+p2p") else 0.0
+
+    def passes(self, is_moe: bool) -> tuple[Pass, Pass]:
+        """Forward and backward of one layer, recompute included, with the exchange of tokens on its own."""
+        exchange = 2 * exchange_seconds(self.args, self.links, self.own, self.size) if is_moe else 0.0
+        feed = self._routed() + self._shared() if is_moe else self._feed_forward(self.model.ffn_hidden_size)
+        attention, (core, core_back) = self._attention(), self._core()
+        kept = self._kept(is_moe)
+        moves = self._permuting() if is_moe else 0.0
+        tensor, (context, beside) = self._tensor(is_moe), self._context()
+        forward = Pass(max(attention + feed + core + 2 * kept + moves, self._launches(is_moe)), exchange, tensor,
+                       context - min(beside, core))
+        # in backward the gather of the input again; collectives of a gradient run beside the product of the weight's
+        hidden_part = min(tensor, attention + (0.0 if is_moe else feed))
+        backward = Pass(max(2 * (attention + feed) + core_back + 3 * kept + 2 * moves, 2 * self._launches(is_moe)), exchange,
+                        1.5 * tensor - 0.5 * hidden_part, 2 * context - min(2 * beside, core_back))
+        if is_moe:
+            forward, backward = self._beside_exchange(forward, backward)
+        return forward, backward + self._again(is_moe, forward, attention, feed, core, exchange, moves, kept)
+
+    def _beside_exchange(self, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
+        """What shared experts and the experts' weight gradients hide of the exchange."""
+        if self.moe.moe_shared_expert_overlap:
+            forward = replace(forward, exchange=forward.exchange - min(forward.exchange, self._shared()))
+        if self.args.parallel.overlap_dispatch_backward_with_experts_wgrad:
+            backward = replace(backward, exchange=backward.exchange - min(backward.exchange / 2, self._routed()))
+        return forward, backward
+
+    def _kept(self, is_moe: bool) -> float:
+        """Seconds to write (or read) what a layer keeps when nothing is recomputed."""
+        return self.sizes.bare_layer(is_moe) / self.memory
+
+    def _again(self, is_moe: bool, forward: Pass, attention: float, feed: float, core: float, exchange: float, moves: float,
+               kept: float) -> Pass:
+        """What recompute adds to backward."""
+        if "full" in self.recomputed:
+            return forward
+        found = 0.0
+        found += core if "core_attn" in self.recomputed else 0.0
+        found += self._up() if "mla_up_proj" in self.recomputed else 0.0
+        small = self.sizes.rows * self.model.hidden_size * self.size / self.memory
+        found += 4 * small if "layernorm" in self.recomputed else 0.0
+        if is_moe:
+            found += self._shared() if "shared_experts" in self.recomputed else 0.0
+            if "moe" in self.recomputed:
+                return Pass(found + feed + moves + kept, exchange)
+        elif "mlp" in self.recomputed:
+            found += feed
+        return Pass(found)
+
+    def head(self) -> tuple[float, float]:
+        """Forward and backward of the output layer and its losses (of multi-token prediction, too)."""
+        columns, depths = self.sizes.vocab_rows // self.tp, 1 + (self.model.mtp_num_layers or 0)
+        product = self.product(self.tokens, columns, self.model.hidden_size, plain=not self.args.precision.fp8_output_proj)
+        logits = self.tokens * columns * self.size / self.memory
+        return depths * (product + 2 * logits), depths * (2 * product + 2 * logits)
+
+    def joining(self) -> float:
+        """The product that joins a depth of multi-token prediction with its embedding, forward."""
+        return self.product(self.tokens, self.model.hidden_size // self.tp, 2 * self.model.hidden_size)

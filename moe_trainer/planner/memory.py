@@ -1,0 +1,271 @@
+"""Memory of every pipeline rank, from flags alone: states, activations in flight, buffers, and what is left of the device.
+
+Weights, gradients and optimizer state: parameters of the rank (params.py) times bytes (shape/state_bytes.py). Activations: what every
+chunk keeps of one microbatch (shape/activations.py, with the loss's own tensors), times how many microbatches the chunk has in flight.
+That number is not chosen: the rank's order of work (shape/orders.py) is walked, forward adds, backward takes away, and the moment with
+most bytes counts. Where weight gradients are computed apart, W takes away.
+
+Buffers live only while something runs, and the largest counts: tokens that are sent and received with the experts' gradients; what
+recompute brings back, a layer at a time; with full sharding the gathered layer and the one that is gathered ahead.
+
+In 8 bits, TransformerEngine's layers (the default --transformer-impl) keep the inputs of their products as they were quantised; this
+program's own layers keep them whole, as shape/activations.py lists them.
+
+Rows of experts are an even share (forced balancing, as the published runs). `headroom` says how far from even the routing may be: the load
+of the rank with most rows, as a multiple of an even share, in all layers at once, at which the device is full.
+
+Not counted: what the allocator loses between blocks, NCCL's buffers, the CUDA context; RESERVE stands for them. Units: bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moe_trainer.planner.params import Held, LayerParams
+from moe_trainer.planner.state import stage_states
+from moe_trainer.shape import deferral
+from moe_trainer.shape.activations import INDEX, WIDE, Kept, chunk_activations, layer_activations
+from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
+from moe_trainer.shape.orders import orders
+from moe_trainer.shape.state_bytes import StateBytes
+from moe_trainer.shape.timetable import BACKWARD, FORWARD, WEIGHT, Order, actions_of
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.planner.hardware import Hardware
+
+GIB = 2.0**30
+QUANTIZED = ("normed", "q_latent", "kv_latent", "core_attn.y", "experts.x", "linear_fc2.x")
+"""Inputs of quantised products. TransformerEngine's layers keep them as they were quantised, with a scale for 32 elements at most."""
+QUANTIZED_BYTES = 1 + 1 / 32
+RESERVE = 3 * GIB
+"""Bytes of a device that tensors cannot have. An assumption: about 0.5 GiB for the context, the rest for NCCL's channels and workspaces."""
+_MODULES = (
+    ("logits", ("head.",)), ("norms", ("layernorm", "normed", "enorm", "hnorm", "joined")), ("shared experts", ("shared_experts",)), ("expert inputs", ("experts.x",)),
+    ("expert activations", ("experts.linear", "experts.probs")), ("routing", ("router", "routes", "own_rows", "experts.order")),
+    ("attention", ("core_attn", "q_", "kv_", "log_sum_exp", "probs")), ("feed-forward", ("mlp.",)),
+)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What ranks of one pipeline stage hold at their peak, in bytes.
+
+    held: parameters. optimizer: main parameters and moments on the device. activations: by module; in_flight: microbatches of each
+    chunk at that moment. dispatch: buffers of the token exchange; working: of what else runs only for a while. host: in host memory.
+    headroom: see the module's head; None without experts, or where no load would fill the device.
+    """
+
+    stage: int
+    held: Held
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: Mapping[str, float]
+    in_flight: tuple[int, ...]
+    dispatch: float
+    working: float
+    host: float
+    headroom: float | None = None
+
+    @property
+    def kept(self) -> float:
+        """All activations."""
+        return sum(self.activations.values())
+
+    @property
+    def total(self) -> float:
+        """Everything on the device."""
+        return self.weights + self.gradients + self.optimizer + self.kept + self.dispatch + self.working
+
+
+def _bare(name: str) -> str:
+    """A name without "decoder.layers.3." or "mtp.layers.0."."""
+    return (name.split(".", 3)[-1] if ".layers." in name else name).removeprefix("mtp_model_layer.")
+
+
+def module_of(name: str) -> str:
+    """The part of a model that a kept tensor belongs to."""
+    bare = _bare(name)
+    if bare in ("q", "k", "v", "out"):
+        return "attention"
+    return next((module for module, marks in _MODULES if any(mark in bare for mark in marks)), "other")
+
+
+class ChunkBytes:
+    """Bytes that chunks keep of one microbatch; layers of one kind are counted once. vocab_rows: of the padded vocabulary."""
+
+    def __init__(self, args: Arguments, vocab_rows: int, load: float = 1.0):
+        self.args, self.vocab_rows = args, vocab_rows
+        self.pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
+        self.tp = args.parallel.tensor_model_parallel_size
+        self.tokens = args.training.micro_batch_size * args.data.seq_length // args.parallel.context_parallel_size
+        self.rows = self.tokens // self.tp if args.parallel.sequence_parallel else self.tokens
+        self.etp = args.parallel.expert_tensor_parallel_size or self.tp
+        self.sent = self.tokens // self.tp * args.moe.moe_router_topk
+        self.received = math.ceil(self.sent * self.etp * load)
+        self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
+        precision = args.precision
+        self.quantized = bool(precision.fp8 or precision.fp4) and precision.transformer_impl == "transformer_engine"
+        self._found: dict[object, Counter[tuple[str, bool]]] = {}
+        self._layers: dict[tuple[bool, bool], float] = {}
+
+    def of(self, layout: ChunkLayout) -> Mapping[tuple[str, bool], float]:
+        """Bytes by (module, are they on the host) of one chunk and microbatch."""
+        kinds: object = tuple(self.pattern[number] for number in layout.layers)
+        if len(self.args.parallel.cp_comm_type) > 1:
+            kinds = layout.layers  # kinds of attention that differ by number
+        key = (kinds, layout.mtp, layout.has_loss, layout.has_final_norm)
+        if key not in self._found:
+            self._found[key] = found = Counter()
+            for entry in [*chunk_activations(self.args, layout, received=self.received), *self._ends(layout)]:
+                found[module_of(entry.name), entry.on_host] += self._kept(entry)
+        return self._found[key]
+
+    def _kept(self, entry: Kept) -> float:
+        leaf = _bare(entry.name)
+        quantized = self.quantized and not leaf.startswith("pre_mlp") and leaf.endswith(QUANTIZED)
+        return entry.num_bytes * (QUANTIZED_BYTES / self.size if quantized else 1)
+
+    def _ends(self, layout: ChunkLayout) -> list[Kept]:
+        """The final norm, and head with loss: of the model, and of every depth of multi-token prediction."""
+        hidden, found = self.args.model.hidden_size, []
+        if layout.has_final_norm:
+            found += [Kept("final_layernorm.x", (self.rows, hidden), self.size), Kept("final_layernorm.statistics", (self.rows,), WIDE)]
+        if layout.has_loss:
+            shape = (self.tokens, self.vocab_rows // self.tp)
+            size = {"fp32": 4, "bf16": 2}.get(self.args.precision.logit_dtype or "", self.size)
+            for _ in range(1 + (self.args.model.mtp_num_layers or 0)):
+                found += [Kept("head.logits", shape, size), Kept("head.normed", (self.rows, hidden), self.size),
+                          Kept("head.logits.labels", (self.tokens,), INDEX)]
+        return found
+
+    def layer(self, is_moe: bool) -> float:
+        """Device bytes of one layer."""
+        return self._layer(is_moe, self.args)
+
+    def bare_layer(self, is_moe: bool) -> float:
+        """The same if nothing were recomputed."""
+        training = replace(self.args.training, recompute_granularity=None, recompute_modules=None, recompute_method=None)
+        return self._layer(is_moe, replace(self.args, training=training))
+
+    def _layer(self, is_moe: bool, args: Arguments) -> float:
+        key = is_moe, args is self.args
+        if key not in self._layers:
+            entries = layer_activations(args, is_moe=is_moe, received=self.received)
+            self._layers[key] = sum(map(self._kept, (entry for entry in entries if not entry.on_host)))
+        return self._layers[key]
+
+
+def run_orders(args: Arguments, num_microbatches: int) -> list[Order]:
+    """The orders of work that these flags' schedule has, by pipeline rank."""
+    parallel = args.parallel
+    num_chunks = len(chunk_layouts(args.model, parallel)[0])
+    kind = parallel.pipeline_schedule or ("1f1b" if num_chunks == 1 else "interleaved")
+    return orders(kind, parallel.pipeline_model_parallel_size, num_chunks, num_microbatches,
+                  group_size=parallel.microbatch_group_size_per_vp_stage, pairs=parallel.overlap_moe_expert_parallel_comm,
+                  head_lag=parallel.wgrad_deferral_limit if deferral.of_the_head(parallel) else None)
+
+
+def few_microbatches(args: Arguments, num_microbatches: int) -> int:
+    """A number of microbatches with the same peak: the steady state repeats itself with every group."""
+    parallel = args.parallel
+    group = parallel.microbatch_group_size_per_vp_stage or parallel.pipeline_model_parallel_size
+    enough = 4 * max(group, parallel.pipeline_model_parallel_size)
+    return num_microbatches if num_microbatches <= enough + group else enough // group * group + num_microbatches % group + group
+
+
+def in_flight(order: Order, sizes: Sequence[float], frees: str = BACKWARD) -> tuple[int, ...]:
+    """Microbatches of each chunk at the moment with most bytes. sizes: of a microbatch, by chunk; frees: the action that takes away."""
+    count, best, most = [0] * len(sizes), (0,) * len(sizes), -1.0
+    for step in order:
+        # of a pair the backward lets a layer go for every layer that the forward makes
+        for action in reversed(actions_of(step)):
+            if action.kind == FORWARD:
+                count[action.chunk] += 1
+                now = sum(number * size for number, size in zip(count, sizes))
+                if now > most:
+                    best, most = tuple(count), now
+            elif action.kind == frees:
+                count[action.chunk] -= 1
+    return best
+
+
+def plan_memory(args: Arguments, world_size: int, vocab_rows: int, num_microbatches: int, hardware: Hardware | None = None,
+                ) -> tuple[StageMemory, ...]:
+    """Every pipeline stage, first to last. hardware: to say what headroom there is.
+
+    Raises: ValueError where the state of the optimizer is not known.
+    """
+    layouts = chunk_layouts(args.model, args.parallel)
+    even, crowded = ChunkBytes(args, vocab_rows), ChunkBytes(args, vocab_rows, load=2.0)
+    params = LayerParams(args, vocab_rows)
+    ways = run_orders(args, few_microbatches(args, num_microbatches))
+    found = []
+    for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows))):
+        now = _stage(args, stage, chunks, params, state, even, ways[stage])
+        if args.moe.num_experts and hardware is not None:
+            slope = _stage(args, stage, chunks, params, state, crowded, ways[stage]).total - now.total
+            margin = hardware.memory_gib * GIB - RESERVE - now.total
+            now = replace(now, headroom=max(0.0, 1 + margin / slope) if slope > 0 else None)
+        found.append(now)
+    return tuple(found)
+
+
+def _stage(args: Arguments, stage: int, chunks: Sequence[ChunkLayout], params: LayerParams, state: StateBytes, sizes: ChunkBytes,
+           order: Order) -> StageMemory:
+    held = sum((params.chunk(chunk) for chunk in chunks), Held(0, 0))
+    kept = [sizes.of(chunk) for chunk in chunks]
+    on_device = [sum(count for (_, on_host), count in each.items() if not on_host) for each in kept]
+    apart = args.parallel.pipeline_schedule == "zero-bubble"
+    counts = in_flight(order, on_device, WEIGHT if apart else BACKWARD)
+    modules: Counter[str] = Counter()
+    host = state.host
+    for number, each in zip(counts, kept):
+        for (module, on_host), count in each.items():
+            if on_host:
+                host += number * count
+            else:
+                modules[module] += number * count
+    return StageMemory(stage, held, state.weights, state.gradients, state.main_params + state.moments - state.host, dict(modules), counts,
+                       *_buffers(args, chunks, params, sizes), host)
+
+
+def _buffers(args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams, sizes: ChunkBytes) -> tuple[float, float]:
+    """Bytes that live for a while: (of the token exchange, of everything else)."""
+    moe, training, hidden = args.moe, args.training, args.model.hidden_size
+    kinds = {sizes.pattern[number] for chunk in chunks for number in chunk.layers}
+    kinds |= {mtp_is_moe(sizes.pattern)} if any(chunk.mtp for chunk in chunks) else set()
+    dispatch = 0.0
+    if True in kinds:
+        sent, received = sizes.sent, sizes.received
+        if moe.moe_token_dispatcher_type == "allgather":
+            sent = sizes.tokens // sizes.tp * sizes.etp * args.parallel.expert_model_parallel_size
+        rows = 2 * sent + 2 * received  # on the way there and back; of the experts' output and of its gradient
+        dispatch = float(rows * hidden * sizes.size)
+        width = (moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) // sizes.etp
+        dispatch += received * 3 * width * sizes.size  # gradients of what the activation reads and makes
+        dispatch *= 2 if args.parallel.overlap_moe_expert_parallel_comm else 1
+    span = training.recompute_num_layers if training.recompute_method == "uniform" and training.recompute_granularity == "full" else 1
+    # of a pair one layer is made before one is let go
+    working = max(map(sizes.layer, kinds), default=0.0) if args.parallel.overlap_moe_expert_parallel_comm else 0.0
+    if training.recompute_granularity is not None:
+        selective = training.recompute_granularity == "selective"
+        working += max(((span or 1) * (sizes.bare_layer(kind) - (sizes.layer(kind) if selective else 0)) for kind in kinds), default=0.0)
+    if args.parallel.use_torch_fsdp2 or args.parallel.use_megatron_fsdp and args.parallel.data_parallel_sharding_strategy == "optim_grads_params":
+        largest = max((params.layers[kind].total for kind in kinds), default=0)
+        working += largest * (2 * sizes.size + 4)  # the layer and the next one, and its gradients before they are reduced
+    return dispatch, working
+
+
+def microbatches(args: Arguments, world_size: int) -> int:
+    """Microbatches of an iteration on every data-parallel rank, at the full global batch size; at least one."""
+    sizes = mapping_sizes(args)
+    replicas = max(1, world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"]))
+    batch = args.training.global_batch_size or args.training.micro_batch_size * replicas
+    return max(1, batch // (args.training.micro_batch_size * replicas))

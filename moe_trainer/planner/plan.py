@@ -1,0 +1,145 @@
+"""A plan: what a command line will cost on given accelerators, all of it from flags. planner/text.py prints it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_trainer.planner.layer_time import Constants
+from moe_trainer.planner.memory import GIB, RESERVE, StageMemory, microbatches, plan_memory
+from moe_trainer.planner.published import BILLIONS, ROWS, Published
+from moe_trainer.planner.step_time import StepTime, plan_step
+from moe_trainer.shape.counts import ParamCounts, count_parameters
+from moe_trainer.shape.flops import training_flops
+from moe_trainer.shape.vocab import vocab_rows_from_flags
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.planner.hardware import Hardware
+
+DAY = 86400.0
+
+
+class PlanError(ValueError):
+    """Flags that are legal but say too little for a plan."""
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The published run that is most like this one. differs: in what; apart: how many steps it is away (see `nearest`)."""
+
+    row: Published
+    differs: tuple[str, ...]
+    apart: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need and how fast it will be. memory: by pipeline stage; flops: of an iteration, as Megatron-LM counts them."""
+
+    args: Arguments
+    world_size: int
+    hardware: Hardware
+    counts: ParamCounts
+    memory: tuple[StageMemory, ...]
+    time: StepTime
+    flops: float
+    num_microbatches: int
+    batch_size: int
+
+    @property
+    def peak(self) -> StageMemory:
+        """The stage that needs most."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+    @property
+    def margin(self) -> float:
+        """Bytes that the fullest device has left; negative: it does not fit."""
+        return self.hardware.memory_gib * GIB - RESERVE - self.peak.total
+
+    @property
+    def headroom(self) -> float | None:
+        """The least of all stages (memory.py)."""
+        return min((stage.headroom for stage in self.memory if stage.headroom is not None), default=None)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.batch_size * self.args.data.seq_length / self.time.step / self.world_size
+
+    @property
+    def tokens_per_day(self) -> float:
+        """Of the whole run."""
+        return self.tokens_per_second * self.world_size * DAY
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of one GPU."""
+        return self.flops / self.time.step / self.world_size / 1e12
+
+    @property
+    def width(self) -> str:
+        """Format of the products: "bf16" (or wider), "fp8" or "fp4"."""
+        return "fp4" if self.args.precision.fp4 else "fp8" if self.args.precision.fp8 else "bf16"
+
+    @property
+    def mfu(self) -> float:
+        """TFLOP/s as a fraction of the device's peak in the format of the products."""
+        return self.tflops * 1e12 / self.hardware.peak(self.width)
+
+
+def make_plan(args: Arguments, world_size: int, hardware: Hardware, constants: Constants | None = None) -> Plan:
+    """Plan legal flags for so many ranks.
+
+    Raises: PlanError when the flags do not say how large the vocabulary, the sequences or the batches are; ValueError for an optimizer
+    whose state is not known.
+    """
+    rows = vocab_rows_from_flags(args)
+    if rows is None:
+        raise PlanError("a plan needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
+    for dest, value in (("--seq-length", args.data.seq_length), ("--micro-batch-size", args.training.micro_batch_size)):
+        if not value:
+            raise PlanError(f"a plan needs {dest}")
+    count = microbatches(args, world_size)
+    memory = plan_memory(args, world_size, rows, count, hardware)
+    time = plan_step(args, world_size, rows, count, memory, hardware, constants)
+    sizes = args.parallel
+    replicas = max(1, world_size // (sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size))
+    batch = count * replicas * args.training.micro_batch_size
+    return Plan(args, world_size, hardware, count_parameters(args), memory, time,
+                training_flops(args, batch, args.data.seq_length, rows), count, batch)
+
+
+def nearest(plan: Plan) -> Nearest:
+    """The published run that is fewest steps away: doublings of sizes, another model, machine or format."""
+    return min((_compared(plan, row) for row in ROWS), key=lambda found: found.apart)
+
+
+def _compared(plan: Plan, row: Published) -> Nearest:
+    args, differs, apart = plan.args, [], 0.0
+    billions = (plan.counts.total + plan.counts.mtp) / 1e9
+    away = abs(math.log2(billions / BILLIONS[row.model]))
+    if away > 0.02:
+        differs.append(f"{billions:.1f} instead of {BILLIONS[row.model]:.1f} billion parameters")
+        apart += 1 + 2 * away
+    if plan.hardware.name != row.hardware:
+        differs.append(f"{plan.hardware.name} instead of {row.hardware}")
+        apart += 2
+    if plan.width != row.width:
+        differs.append(f"{plan.width} instead of {row.width} products")
+        apart += 1.5
+    sizes = args.parallel
+    for name, mine, theirs, weight in (
+            ("GPUs", plan.world_size, row.gpus, 0.3), ("TP", sizes.tensor_model_parallel_size, row.tp, 0.5),
+            ("PP", sizes.pipeline_model_parallel_size, row.pp, 0.3), ("EP", sizes.expert_model_parallel_size, row.ep, 0.3),
+            ("CP", sizes.context_parallel_size, 1, 0.7), ("micro-batch", args.training.micro_batch_size, row.mbs, 0.3),
+            ("global batch", plan.batch_size, row.gbs, 0.1), ("sequence", args.data.seq_length, row.seq, 0.7)):
+        if mine != theirs:
+            differs.append(f"{name} {mine} instead of {theirs}")
+            apart += weight * abs(math.log2(mine / theirs))
+    if sizes.overlap_moe_expert_parallel_comm != ("--overlap-moe-expert" in row.flags):
+        differs.append("with" if sizes.overlap_moe_expert_parallel_comm else "without")
+        differs[-1] += " overlapped token exchange"
+        apart += 0.3
+    return Nearest(row, tuple(differs), apart)

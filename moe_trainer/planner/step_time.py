@@ -1,0 +1,206 @@
+"""Seconds of one iteration: passes of all chunks in the schedule's order, then gradients, optimizer and parameters.
+
+Every action of a rank's order costs what its chunk's layers cost (layer_time.py); the timetable of all ranks (shape/timetable.py) gives
+the makespan, and what the busiest rank waits in it is the bubble. Where forward and backward run as a pair, most of the exchange of tokens runs beside
+the computation of the other, and takes multiprocessors from it. A steady state repeats itself, so a few microbatches are played and the
+rest is extrapolated, exactly.
+
+Reductions of gradients and gathers of parameters are hidden by the backward of the last microbatch and the forward of the first where the
+flags say so. The optimizer is traffic of memory: states are read and written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from moe_trainer.planner.layer_time import MEMORY, Constants, LayerTime, Pass
+from moe_trainer.planner.links import Links
+from moe_trainer.planner.memory import ChunkBytes, StageMemory, few_microbatches, run_orders
+from moe_trainer.shape.layers import mtp_is_moe
+from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
+from moe_trainer.shape.state_bytes import StateBytes, state_bytes
+from moe_trainer.shape.timetable import BACKWARD, FORWARD, Action, actions_of, timetable
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.planner.hardware import Hardware
+
+HIDDEN = 0.93
+"""Of the exchange of tokens, beside the other pass of a pair (arXiv 2603.07685, section 4.2.2)."""
+EXCHANGE_SMS = 20
+"""Multiprocessors that the exchange takes while it runs, unless --moe-flex-dispatcher-num-sms says so (DeepEP's default)."""
+HOST_ADAM = 50e9
+"""Bytes/s at which a rank's share of the host updates offloaded states: an eighth of two sockets' memory bandwidth."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an iteration by cause, on the busiest pipeline rank. exchange, tensor, context, pipeline, data: exposed communication
+    of expert, tensor, context, pipeline and data parallelism; host: between iterations."""
+
+    compute: float
+    exchange: float
+    tensor: float
+    context: float
+    pipeline: float
+    data: float
+    bubble: float
+    optimizer: float
+    host: float
+
+    @property
+    def step(self) -> float:
+        """All of it."""
+        return (self.compute + self.exchange + self.tensor + self.context + self.pipeline + self.data + self.bubble + self.optimizer + self.host)
+
+
+@dataclass
+class Clock:
+    """Costs of actions by rank and chunk. passes: [rank][chunk] -> forward, backward. message: exposed, of a pass. taken: share of
+    multiprocessors that an exchange leaves less."""
+
+    passes: Sequence[Sequence[tuple[Pass, Pass]]]
+    message: float
+    taken: float
+    weight_apart: bool = False
+    _spent: dict[tuple, Pass] = field(default_factory=dict)
+
+    def spent(self, rank: int, actions: tuple[Action, ...]) -> Pass:
+        """What these actions cost by cause; a pair hides its exchange."""
+        key = (rank, *((action.kind, action.chunk) for action in actions))
+        if key not in self._spent:
+            total = Pass()
+            for action in actions:
+                forward, backward = self.passes[rank][action.chunk]
+                if self.weight_apart:  # half of a backward's products
+                    backward = backward.times(0.5) if action.kind != BACKWARD else Pass(
+                        backward.compute / 2, backward.exchange, backward.tensor, backward.context)
+                    backward = Pass(backward.compute) if action.kind not in (FORWARD, BACKWARD) else backward
+                total += forward if action.kind == FORWARD else backward
+            if len(actions) > 1:
+                hidden = min(HIDDEN * total.exchange, total.compute)
+                total = Pass(total.compute + hidden * self.taken, total.exchange - hidden, total.tensor, total.context)
+            self._spent[key] = total
+        return self._spent[key]
+
+    def of(self, rank: int, actions: tuple[Action, ...]) -> float:
+        """Seconds of these actions."""
+        return self.spent(rank, actions).total + self.message * len(actions)
+
+
+def chunk_passes(times: LayerTime, layout: ChunkLayout) -> tuple[Pass, Pass]:
+    """Forward and backward of a chunk."""
+    pattern, model = times.sizes.pattern, times.args.model
+    kinds = [pattern[number] for number in layout.layers] + [mtp_is_moe(pattern)] * (model.mtp_num_layers or 0 if layout.mtp else 0)
+    forward, backward = Pass(), Pass()
+    for kind in sorted(set(kinds)):
+        one, back = times.passes(kind)
+        forward, backward = forward + one.times(kinds.count(kind)), backward + back.times(kinds.count(kind))
+    if layout.mtp:
+        joining = model.mtp_num_layers * times.joining()
+        forward, backward = forward + Pass(joining), backward + Pass(2 * joining)
+    if layout.has_loss:
+        head, back = times.head()
+        forward, backward = forward + Pass(head), backward + Pass(back)
+    away = times.sizes.of(layout)
+    copies = sum(count for (_, on_host), count in away.items() if on_host) / (times.hardware.host_gb_s * 1e9)
+    return (Pass(max(forward.compute, copies), forward.exchange, forward.tensor, forward.context),
+            Pass(max(backward.compute, copies), backward.exchange, backward.tensor, backward.context))
+
+
+def plan_step(args: Arguments, world_size: int, vocab_rows: int, num_microbatches: int, memory: Sequence[StageMemory], hardware: Hardware,
+              constants: Constants | None = None) -> StepTime:
+    """The time of one iteration. memory: of all stages (planner/memory.py), for what each holds."""
+    parallel, links, sizes = args.parallel, Links(hardware), ChunkBytes(args, vocab_rows)
+    times = LayerTime(args, links, sizes, constants or Constants())
+    pp = parallel.pipeline_model_parallel_size
+    layouts = chunk_layouts(args.model, parallel)
+    kinds = {layout: chunk_passes(times, layout) for layout in {chunk for chunks in layouts for chunk in chunks}}
+    message = 0.0
+    if pp > 1 and not parallel.overlap_p2p_comm:
+        message = links.message(sizes.rows * args.model.hidden_size * sizes.size, world_size // pp)
+    sms = args.moe.moe_flex_dispatcher_num_sms or EXCHANGE_SMS
+    clock = Clock([[kinds[chunk] for chunk in chunks] for chunks in layouts], message, sms / (hardware.num_sms - sms),
+                  parallel.pipeline_schedule == "zero-bubble")
+    makespan, busy, spent = _play(args, clock, num_microbatches, len(layouts[0]))
+    rank = max(range(pp), key=lambda number: busy[number])
+    window = sum((forward + backward for forward, backward in clock.passes[rank]), Pass())
+    messages = 2 * len(layouts[0]) * num_microbatches * message
+    data = _data_parallel(args, world_size, memory[rank], links, clock.passes[rank], window, num_microbatches, sizes.size)
+    optimizer = max(_optimizer(args, world_size, stage, hardware) for stage in memory)
+    host = 0.0 if args.training.cuda_graph_impl == "full_iteration" else times.constants.iteration
+    return StepTime(spent[rank].compute, spent[rank].exchange, spent[rank].tensor, spent[rank].context, messages, data,
+                    max(0.0, makespan - busy[rank]), optimizer, host)
+
+
+def _play(args: Arguments, clock: Clock, num_microbatches: int, num_chunks: int) -> tuple[float, list[float], list[Pass]]:
+    """(makespan, seconds that each rank works, what it spends them on) of all microbatches."""
+    few = few_microbatches(args, num_microbatches)
+    first = _played(args, clock, few, num_chunks)
+    if few == num_microbatches:
+        return first
+    group = args.parallel.microbatch_group_size_per_vp_stage or args.parallel.pipeline_model_parallel_size
+    second = _played(args, clock, few + group, num_chunks)
+    rounds = (num_microbatches - few) / group
+    return (first[0] + rounds * (second[0] - first[0]), [a + rounds * (b - a) for a, b in zip(first[1], second[1])],
+            [a + (b + a.times(-1.0)).times(rounds) for a, b in zip(first[2], second[2])])
+
+
+def _played(args: Arguments, clock: Clock, num_microbatches: int, num_chunks: int) -> tuple[float, list[float], list[Pass]]:
+    ways = run_orders(args, num_microbatches)
+    ends = timetable(ways, num_chunks, clock)
+    busy, spent = [], []
+    for rank, way in enumerate(ways):
+        counts = Counter(tuple((action.kind, action.chunk) for action in actions_of(step)) for step in way)
+        kinds = {kind: tuple(Action(*each, 0) for each in kind) for kind in counts}
+        spent.append(sum((clock.spent(rank, kinds[kind]).times(count) for kind, count in counts.items()), Pass()))
+        busy.append(sum(clock.of(rank, kinds[kind]) * count for kind, count in counts.items()))
+    return max(end for each in ends for end in each.values()), busy, spent
+
+
+def _data_parallel(args: Arguments, world_size: int, stage: StageMemory, links: Links, passes: Sequence[tuple[Pass, Pass]], window: Pass,
+                   num_microbatches: int, size: int) -> float:
+    """Exposed seconds of reducing gradients and gathering parameters."""
+    parallel, mapping = args.parallel, mapping_sizes(args)
+    dense = max(1, world_size // (mapping["tp"] * mapping["pp"]))
+    edp = max(1, world_size // (mapping["etp"] * mapping["ep"] * mapping["pp"]))
+    narrow = parallel_bytes(args)
+    reduce = gather = 0.0
+    for held, stride, ranks in ((stage.held.dense, mapping["tp"], dense), (stage.held.expert, mapping["etp"] * mapping["ep"], edp)):
+        reduce += links.ring(held * narrow, stride, ranks)
+        gather += links.ring(held * size, stride, ranks)
+    if parallel.use_torch_fsdp2 or parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy != "no_shard":
+        whole = parallel.data_parallel_sharding_strategy == "optim_grads_params" or parallel.use_torch_fsdp2
+        each = reduce + (2 if whole else 0) * gather
+        return num_microbatches * max(0.0, each - window.compute)
+    if not parallel.use_distributed_optimizer:
+        gather = reduce  # the other half of an all-reduce
+    forward = sum(pair[0].compute for pair in passes)
+    backward = sum(pair[1].compute for pair in passes)
+    exposed = max(0.0, reduce - backward) if parallel.overlap_grad_reduce else reduce
+    return exposed + (max(0.0, gather - forward) if parallel.overlap_param_gather else gather)
+
+
+def parallel_bytes(args: Arguments) -> float:
+    """Bytes of a gradient's element on the wire."""
+    narrow = args.precision.grad_reduce_in_bf16 or args.optimizer.main_grads_dtype == "bf16"
+    return 2.0 if narrow and args.precision.bf16 else 4.0
+
+
+def _optimizer(args: Arguments, world_size: int, stage: StageMemory, hardware: Hardware) -> float:
+    """Seconds of the update: what it reads and writes, on the device and on the host."""
+    memory = hardware.hbm_tb_s * 1e12 * MEMORY
+    seconds = 0.0
+    for kind, held in (("dense", stage.held.dense), ("expert", stage.held.expert)):
+        each: StateBytes = state_bytes(args, world_size, kind)
+        states = each.main_params + each.moments
+        shard = states / (4.0 + 8.0) if states else 1.0  # of the parameters, roughly, that this rank updates
+        seconds += held * (2 * (states - each.host) + shard * (2 * each.gradients + each.weights) + each.gradients) / memory
+        if args.optimizer.optimizer_cpu_offload:
+            seconds += held * max(2.5 * each.host / HOST_ADAM, shard * 6.0 / (hardware.host_gb_s * 1e9))
+        elif each.host:
+            seconds += held * each.host / (hardware.host_gb_s * 1e9)  # there and back at the same time
+    return seconds

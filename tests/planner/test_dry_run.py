@@ -1,0 +1,47 @@
+"""pretrain_moe.py --dry-run: what it prints, writes and returns, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_trainer.planner.dry_run import run_dry_run
+
+ROOT = Path(__file__).parents[2]
+LINE = "--preset mixtral_8x7b --mock-data --expert-model-parallel-size 8 --world-size 64".split()
+
+
+def test_a_plan_without_torch(tmp_path):
+    code = ("import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy'))); import pretrain_moe; "
+            "sys.exit(pretrain_moe.main(sys.argv[1:]))")
+    report = tmp_path / "plan.json"
+    done = subprocess.run([sys.executable, "-c", code, *LINE, "--dry-run", "--hardware", "h100", "--report", str(report)], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s/GPU" in done.stdout and "stage" in done.stdout
+    assert json.loads(report.read_text())["hardware"] == "h100"
+
+
+@pytest.mark.parametrize("flags, code, says", [
+    ((), 0, "fits: the fullest device has"), (("--fake-process-group",), 0, "--fake-process-group"),
+    (("--hardware", "a100", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), 0, "a100"),
+    (("--micro-batch-size", "4"), 0, "does not fit: stage 0 needs"), (("--help",), 0, "--dry-run"),
+    (("--hardware", "abacus"), 2, "abacus"), (("--world-size", "63"), 2, "63 ranks"), (("--world-size", "0"), 2, "--world-size 0"),
+    (("--num-layers", "31", "--pipeline-model-parallel-size", "2"), 2, "--num-layers"), (("--no-such-flag",), 2, "--no-such-flag"),
+    (("--global-batch-size", "128", "--pipeline-model-parallel-size", "8", "--num-virtual-stages-per-pipeline-rank", "2",
+      "--micro-batch-size", "1", "--global-batch-size", "40"), 2, "microbatches"),
+    (("--report", "/nowhere/plan.json"), 2, "--report /nowhere/plan.json"),
+])
+def test_exit_codes(capsys, flags, code, says):
+    assert run_dry_run([*LINE, "--dry-run", *flags]) == code
+    out, err = capsys.readouterr()
+    assert says in (err if code else out), (out, err)
+
+
+def test_the_number_of_ranks_is_needed(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert run_dry_run([*LINE[:-2], "--dry-run"]) == 2 and "--world-size" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    assert run_dry_run([*LINE[:-2], "--dry-run"]) == 0

@@ -1,0 +1,41 @@
+"""The exchange of tokens against measured times, and the fractions of links that follow from them."""
+
+import pytest
+
+from arguments import parse_args
+from moe_trainer.planner.hardware import find_hardware
+from moe_trainer.planner.links import Links, distinct, domains_hit, exchange_seconds
+
+# arXiv 2603.07685, table 7: microseconds by (machine, dispatcher), dispatch and combine, of 8, 16, 32 and 64 ranks
+MEASURED = {
+    ("h100", "hybridep"): ((661, 1485, 3064, 4626), (624, 1688, 3088, 4398)),
+    ("h100", "alltoall"): ((1265, 5774, 8059, 9164), (1277, 5628, 7815, 8727)),
+    ("gb200", "hybridep"): ((391, 578, 612, 675), (353, 527, 646, 744)),
+    ("gb200", "alltoall"): ((735, 743, 769, 930), (741, 765, 758, 827)),
+}
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+
+
+@pytest.mark.parametrize("machine, dispatcher", MEASURED)
+def test_exchanges_take_what_was_measured(machine, dispatcher):
+    for number, ep in enumerate((8, 16, 32, 64)):
+        flags = f"--preset deepseek_v3 --mock-data --num-layers 61 --expert-model-parallel-size {ep} {FLEX if dispatcher == 'hybridep' else ''}"
+        args = parse_args([*flags.split(), "--global-batch-size", "8192"], ep)
+        told = 1e6 * exchange_seconds(args, Links(find_hardware(machine)), 4096, 2)
+        measured = sum(way[number] for way in MEASURED[machine, dispatcher]) / 2
+        assert told == pytest.approx(measured, rel=0.3), (ep, told, measured)
+
+
+def test_domains_that_are_hit():
+    assert distinct(1, 8) == 1 and distinct(1000, 1) == pytest.approx(1)
+    assert domains_hit(2, 8, None, None) == pytest.approx(2 * (1 - 0.5**8))
+    assert domains_hit(8, 8, 8, 4) == pytest.approx(4)  # one group in a domain: as many domains as groups
+    assert domains_hit(4, 8, 8, 8) == domains_hit(4, 8, None, None)
+    assert domains_hit(16, 8, 8, 4) == pytest.approx(4 * distinct(2, 2))
+
+
+def test_rings():
+    links = Links(find_hardware("h100"))
+    assert links.bandwidth(1, 8) == links.bandwidth(4, 2) >= links.bandwidth(1, 16) > links.bandwidth(8, 16)
+    assert links.bandwidth(1, 16) == pytest.approx(min(450e9 * 0.75, 8 * 50e9 * 0.87))
+    assert links.ring(1e9, 1, 1) == 0
