@@ -98,7 +98,10 @@ def round_stochastic(x: Tensor, fmt: Format, generator: torch.Generator | None) 
     x = x.clamp(-fmt.max, fmt.max)
     step = _step(x, fmt)
     noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-    return torch.floor(x / step + noise) * step
+    steps = x / step
+    low = torch.floor(steps)
+    # not floor(steps + noise): that sum may be rounded up to the next number, even where x is one, beyond the largest too
+    return (low + (steps - low + noise >= 1)) * step
 
 
 def _step(x: Tensor, fmt: Format) -> Tensor:

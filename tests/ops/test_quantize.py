@@ -82,6 +82,17 @@ def test_noise_is_that_of_its_generator():
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_largest_noise_moves_no_number_of_the_format(name, monkeypatch):
+    """6 of E2M1 is three steps: 3 + (1 - 2^-24) is 4 in fp32, which would make it 8."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1 - 2.0**-24))
+    numbers = torch.tensor(sorted(value for value, _ in table(name)))
+    assert torch.equal(round_stochastic(numbers, FORMATS[name][0], None), numbers)
+    between = torch.tensor([0.3, -0.3]) * FORMATS[name][0].max
+    rounded = round_stochastic(between, FORMATS[name][0], None)
+    assert (rounded > between).all() and torch.equal(rounded, round_nearest(rounded, FORMATS[name][0])), "up, to a neighbour"
+
+
 def test_powers_of_two():
     x = torch.tensor([1.0, 1.5, 2.0, 3.999, 0.7, 1e-40, 3e38, float("nan")])
     found = floor_power_of_two(x)
