@@ -178,6 +178,12 @@ def test_the_hadamard_transform_is_orthogonal_and_cancels_in_products():
     assert hadamard(spike).abs().max() == 4.0, "an outlier is spread over its block"
 
 
+def test_the_signs_come_before_the_transform():
+    """TransformerEngine's fixed signs, on the elements that are mixed: what has them becomes one spike. Signs behind it would change no rounding."""
+    signs = torch.tensor([[1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]], dtype=torch.float64)
+    assert hadamard(signs).tolist() == [[4.0, *[0.0] * 15]]
+
+
 def test_the_largest_of_blocks_with_ragged_ends():
     x = torch.arange(15.0).view(3, 5) - 7
     assert block_amax(x, 2, 3).tolist() == [[7.0, 4.0], [5.0, 7.0]]
