@@ -8,7 +8,7 @@ from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
 from moe_trainer.ops.fp8 import GRAD, WEIGHT, Delayed, QuantizedProducts, X, make_recipe
 from moe_trainer.ops.pointwise import Activation
-from moe_trainer.ops.quantize import quantize
+from moe_trainer.ops.quantize import FP32, POWER_OF_TWO, TWO_LEVEL, quantize
 from moe_trainer.parallel.rng import RoundingNoise
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
@@ -70,6 +70,20 @@ def test_what_each_recipe_means():
     assert nv.grad_t.hadamard and nv.x_t.hadamard and not nv.grad.hadamard and not nv.x.hadamard and not nv.weight_t.hadamard
     with pytest.raises(ValueError, match="no recipe"):
         make_recipe("fp6")
+
+
+@pytest.mark.parametrize(("name", "rows", "squares"), [
+    ("delayed", (0, 0, FP32), (0, 0, FP32)), ("tensorwise", (0, 0, FP32), (0, 0, FP32)),
+    ("blockwise", (1, 128, POWER_OF_TWO), (128, 128, POWER_OF_TWO)), ("mxfp8", (1, 32, POWER_OF_TWO), (1, 32, POWER_OF_TWO)),
+    ("nvfp4", (1, 16, TWO_LEVEL), (16, 16, TWO_LEVEL)),
+])
+def test_who_shares_a_scale_in_each_recipe(name, rows, squares):
+    """squares: the weight, both ways."""
+    recipe = make_recipe(name, hybrid=True)
+    for operand in ("x", "weight", "grad", "weight_t", "grad_t", "x_t"):
+        scaling = getattr(recipe, operand)
+        assert (scaling.rows, scaling.cols, scaling.scales) == (squares if operand.startswith("weight") else rows), operand
+    assert recipe.grad.fmt == recipe.grad_t.fmt and recipe.x.fmt == recipe.x_t.fmt == recipe.weight.fmt == recipe.weight_t.fmt
 
 
 def test_a_weight_in_squares_is_the_same_both_ways():
