@@ -1,6 +1,7 @@
 """Which layers are quantised, what their scales do between iterations and over ranks, padding of the routing."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,17 @@ from train.tiny import MOCK, TINY
 
 from arguments import parse_args
 from arguments.precision import PrecisionArgs
-from moe_trainer.layers.precision import LowPrecision, quantized_products, recipe_of, scaling_state, update_scales
+from moe_trainer.layers.precision import (
+    LowPrecision,
+    begin_iteration,
+    quantized_products,
+    recipe_of,
+    scaling_state,
+    update_scales,
+)
 from moe_trainer.model.build import build_chunks
 from moe_trainer.moe.padding import pad_routing
-from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.ops.fp8 import Delayed, QuantizedProducts
 from moe_trainer.parallel.rng import RoundingNoise
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.run import TrainState
@@ -44,6 +52,12 @@ def test_flags_choose_the_recipe(flags, name, wgrad):
     assert (recipe.grad.fmt.name == "e5m2") == (flags.get("fp8") == "hybrid")
     with pytest.raises(ValueError, match="custom"):
         recipe_of(PrecisionArgs(fp8="e4m3", fp8_recipe="custom"))
+
+
+def test_flags_of_delayed_scaling():
+    flags = {"fp8": "e4m3", "fp8_margin": 2, "fp8_amax_history_len": 7}
+    assert recipe_of(PrecisionArgs(**flags, fp8_amax_compute_algo="max")).delayed == Delayed(margin=2, history=7, largest=True)
+    assert recipe_of(PrecisionArgs(**flags, fp8_amax_compute_algo="most_recent")).delayed == Delayed(margin=2, history=7, largest=False)
 
 
 def test_layers_at_the_ends_stay():
@@ -110,6 +124,27 @@ def test_noise_is_of_the_iteration_and_of_the_draw():
     assert torch.equal(first, draw()) and torch.equal(second, draw()) and torch.equal(other, draw("input"))
     assert len({tuple(each.tolist()) for each in (first, second, other, later)}) == 4
     assert not torch.equal(torch.rand(4, generator=RoundingNoise(1, "layer", "tp 1").generator("weight", torch.device("cpu"))), first)
+
+
+def test_ranks_with_numbers_of_their_own_round_by_themselves():
+    """Replicas within tp draw the same noise; other data, other parts of a linear, and every holder of experts other noise."""
+    def noise(cut, expert, **ranks):
+        ps = SimpleNamespace(**{name: SimpleNamespace(rank=ranks.get(name, 0)) for name in ("dp_cp", "tp", "ep", "etp", "edp")})
+        products = replace(low(fp4="e2m1"), ps=ps).products("layer", cut=cut, expert=expert)
+        return tuple(torch.rand(4, generator=products.rounding.generator("weight", torch.device("cpu"))).tolist())
+
+    assert noise(False, False) == noise(False, False, tp=1) != noise(False, False, dp_cp=1)
+    assert len({noise(True, False), noise(True, False, tp=1), noise(True, False, dp_cp=1)}) == 3
+    assert len({noise(True, True), noise(True, True, ep=1), noise(True, True, etp=1), noise(True, True, edp=1)}) == 4
+
+
+def test_iterations_draw_other_noise():
+    precision = low(fp4="e2m1")
+    layer, seen = torch.nn.ModuleList([precision.products("layer", cut=True), precision.products("other", cut=True)]), []
+    for iteration in (3, 4, 3):
+        begin_iteration([layer], iteration)
+        seen.append([torch.rand(4, generator=products.rounding.generator("weight", torch.device("cpu"))).tolist() for products in layer])
+    assert seen[0] == seen[2] and len({tuple(draw) for draws in seen[:2] for draw in draws}) == 4
 
 
 def _maxima(rank: int, n: int) -> list[float]:
