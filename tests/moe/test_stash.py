@@ -49,6 +49,12 @@ def test_a_pool_grows_by_a_slab_for_every_user_and_no_further():
     assert pages.take(0, 8) == [], "an expert without tokens"
 
 
+def test_pages_of_two_slabs_are_no_neighbours():
+    pages = pool(factor=1.0)
+    pages.take(12, 12), pages.take(12, 12)  # a slab of three pages for each
+    assert [(piece.shape[0], start, stop) for piece, start, stop in pages.views([(0, 0), (1, 1), (1, 2)], 12)] == [(4, 0, 4), (8, 4, 12)]
+
+
 def layers_of(count, ps=None, stash=None, factor=FACTOR, dtype=torch.float64, device=CPU, **changes):
     """Layers behind each other, with the weights one process would have."""
     ps, single = ps or ParallelState.single(), ParallelState.single()
@@ -125,6 +131,35 @@ def test_full_pools_spill_to_the_host_or_grow_and_lose_nothing(device, host, cap
     assert (stash.overflows > 0) == ("--moe-paged-stash-buffer-size-factor-cuda" in caplog.text) == (device + host < 1.0)
     used_host = any(where == "host" and pages.num_pages for (where, *_), pages in stash._pools.items())
     assert used_host == (host > 0)
+
+
+def test_the_factor_that_the_log_names_is_enough(caplog):
+    stash = PagedStash(CPU, 1, 0.3)  # pages of a row: nothing is rounded up
+    with caplog.at_level(logging.WARNING):
+        gradients(layers_of(3, stash=stash))
+    assert stash.overflows
+    named = float(caplog.messages[-1].removesuffix(" would have been enough").split()[-1])
+    for factor, enough in ((named, True), (0.9 * named, False)):
+        stash = PagedStash(CPU, 1, factor)
+        gradients(layers_of(3, stash=stash))
+        assert (stash.overflows == 0) == enough
+
+
+def test_a_pass_brings_no_layer_of_another_pass_back():
+    stash = PagedStash(CPU, PAGE, 1.2)
+    layers = layers_of(2, stash=stash)
+    first = run(layers, tokens())
+    held = [pages.num_used for pages in stash.pools]
+    run(layers, tokens(seed=1)).sum().backward()
+    gc.collect()
+    assert [pages.num_used for pages in stash.pools] == held, "the first pass waits for its own backward"
+    first.sum().backward()
+
+
+def test_buffers_come_back_with_zeros_behind_their_rows():
+    stash = PagedStash(CPU, PAGE, 1.2)
+    x = torch.cat([torch.randn(13, 3), torch.zeros(27, 3)])
+    assert torch.equal(stash.open(40, 13, 13)(x)(), x)
 
 
 def test_pages_of_a_graph_that_is_dropped_are_free_again():
