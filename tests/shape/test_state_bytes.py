@@ -105,6 +105,9 @@ def test_the_tensors_of_a_run(n, monkeypatch):
     (f"--bf16 {ZERO} {NARROW}", (2, 4, 2 / 8, 4 / 8, 0)), (f"--bf16 {ZERO} {NARROW} --main-grads-dtype bf16", (2, 2, 2 / 8, 4 / 8, 0)),
     (f"--bf16 {ZERO} {AWARE} --main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", (2, 4, 2 / 8, 2 / 8, 0)),
     (f"--bf16 {ZERO} {NARROW} --optimizer-cpu-offload", (2, 4, 4 / 8, 4 / 8, 1)),
+    (f"--fp16 {ZERO} {AWARE}", (2, 4, 4 / 8, 1, 0)),  # an fp16 weight is no half of an fp32 one
+    (f"--bf16 {ZERO} --pipeline-model-parallel-size 2", (2, 4, 4 / 4, 2, 0)),
+    (f"--bf16 {FSDP} no_shard", (2, 4, 4, 8, 0)),
 ])
 def test_by_hand(flags, expected):
     found = state_bytes(parse_args([*MODEL, "--global-batch-size", "8", *flags.split()], 8), 8)
@@ -117,3 +120,9 @@ def test_weights_in_8_bits_by_hand():
     flags = [*MODEL, "--global-batch-size", "8", *f"--bf16 {ZERO} {NARROW} {STORED} --fp8-recipe tensorwise".split()]
     found = state_bytes(parse_args(flags, 8), 8, stored=True)
     assert (found.weights, found.gradients, found.main_params, found.moments, found.host) == (1, 4, 4 / 8, 4 / 8, 0)
+
+
+def test_experts_are_divided_over_ranks_that_hold_the_same_ones():
+    flags = f"--bf16 {ZERO} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8".split()
+    found = state_bytes(parse_args([*MODEL, *flags], 8), 8, "expert")
+    assert (found.weights, found.main_params, found.moments) == (2, 4 / 2, 8 / 2)
