@@ -92,6 +92,13 @@ def test_chunks_equal_the_whole(short_chunks, monkeypatch, dtype, tolerance):
         assert a.grad.dtype == dtype and (a.grad - b.grad).float().norm() <= tolerance * b.grad.float().norm()
 
 
+def test_the_weights_gradient_of_many_chunks_is_summed_in_fp32(short_chunks):
+    """512 chunks of four tokens that want the same: a sum in bf16 would stand still at 256 of them."""
+    x, weight = torch.ones(2048, 8, dtype=torch.bfloat16), torch.zeros(24, 8, dtype=torch.bfloat16, requires_grad=True)
+    linear_cross_entropy(x, weight, torch.zeros(2048, dtype=torch.int64), torch.ones(2048)).sum().backward()
+    torch.testing.assert_close(weight.grad[0].float(), torch.full((8,), -2048 * 23 / 24), rtol=1e-2, atol=0)
+
+
 def test_a_broken_promise_is_an_error(short_chunks):
     x, weight = torch.randn(78, 8, requires_grad=True), torch.randn(24, 8, requires_grad=True)
     loss = linear_cross_entropy(x, weight, torch.randint(24, (78,)), torch.ones(78))

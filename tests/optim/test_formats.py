@@ -75,7 +75,7 @@ def test_scale_of_extremes():
     assert scale_for(torch.tensor([448.0]), 448.0) == 1.0 and scale_for(torch.tensor([449.0]), 448.0) == 2.0
     for value in (3e38, 1e-38, 1e-45):
         stored, scale = encode(torch.tensor([value, -value]), FORMATS["fp8"])
-        assert torch.isfinite(stored.float()).all() and torch.isfinite(scale)
+        assert torch.isfinite(stored.float()).all() and torch.finfo(torch.float32).tiny <= scale.item() < math.inf, "devices flush what is smaller"
 
 
 def test_every_finite_fp8_number_is_read():
