@@ -172,13 +172,15 @@ def quantize(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None, genera
 def _two_level(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """Scales and their inverses: an E4M3 number per block times an fp32 number for all.
 
-    The tensor's number puts the largest block at E4M3's largest number; a block too small for any E4M3 number becomes zero.
+    The tensor's number puts the largest block at E4M3's largest number; a block too small for any E4M3 number, or whose scale would be
+    beyond fp32 (with 0 that would give NaN), becomes zero.
     """
     whole = amax.amax() if amax.numel() else amax.new_zeros(())
     tensor_scale = scale_of(whole, Format("", 0, 0, fmt.max * E4M3.max))
     stored = round_nearest(amax / fmt.max * tensor_scale, E4M3)
     inverse = stored / tensor_scale
-    return torch.where(stored == 0, torch.zeros_like(inverse), 1.0 / inverse), inverse
+    scale = 1.0 / inverse
+    return torch.where(torch.isinf(scale), torch.zeros_like(scale), scale), inverse
 
 
 def hadamard(x_RK: Tensor) -> Tensor:

@@ -155,6 +155,16 @@ def test_two_levels_of_scales(rows, cols):
 
 
 @pytest.mark.parametrize("scaling", [*SCALINGS.values(), Scaling(E2M1, 1, 16, TWO_LEVEL)], ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1e-34, 1e-38, 1e-40, 1e-44])
+def test_the_smallest_numbers_are_rounded_or_flushed(scaling, size):
+    """Beside zeros, and a block that is small beside the others."""
+    x = torch.zeros(2, 40)
+    x[0, 0], x[1, 0], x[1, 20] = size, size / 3, size * 1e-4
+    found = quantize(x, scaling).dequantized()
+    assert found.isfinite().all() and ((found - x).abs() <= 0.2 * size + 2e-38).all() and not found[x == 0].any()
+
+
+@pytest.mark.parametrize("scaling", [*SCALINGS.values(), Scaling(E2M1, 1, 16, TWO_LEVEL)], ids=str)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_not_hidden(scaling, bad):
     x = torch.ones(4, 40)
