@@ -108,3 +108,19 @@ def test_reduce_scatter_with_sums_in_fp32(n, instances, overlap, average):
         if n // instances > 2:  # a sum of two is rounded once in any case
             assert errors["wide"] < errors["plain"], "sums in bf16 are rounded more than once"
         assert errors["wide"] <= errors["plain"] < 0.05 * reference.numel()
+
+
+def _thirds(rank, n):
+    ps = ParallelState.create(n, rank)
+    model = Toy(torch.bfloat16)
+    grads, _ = machinery(model, ps=ps, precision=BF16)
+    grads.zero()
+    model.first.bias.sum().backward()
+    grads.finish()
+    return model.first.bias.main_grad
+
+
+def test_a_bf16_gradients_share_of_the_mean_is_taken_in_fp32():
+    """A third of it is no bf16 number: three of those that are nearest would be 1.002 times the gradient."""
+    for found in run_ranks(_thirds, 3):
+        torch.testing.assert_close(found, torch.ones(23), rtol=1e-6, atol=0)
