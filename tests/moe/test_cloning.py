@@ -149,8 +149,11 @@ def test_uneven_and_empty_ranks_and_experts_without_tokens(sizes):
     check(4, {"ep": 4}, sizes=sizes, skew="one", slots=1)
 
 
-def _alive(rank, n):
-    """Bytes of clones between forward and backward, and how often their weights travel."""
+def _alive(rank, n, keeps_anything):
+    """Bytes of clones between forward and backward, and how often their weights travel.
+
+    keeps_anything: would what the experts save stay until backward? Not in a region that runs again.
+    """
     ps = ParallelState.create(n, rank, ep=2)
     args = sections(moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.0, moe_clone_hot_experts=2)
     layer = shard_of(args, ps, torch.float64)
@@ -161,7 +164,7 @@ def _alive(rank, n):
     trips, make = [], layer.hot.trip
 
     def watched(redirect, keeps):
-        trips.append(make(redirect, keeps))
+        trips.append(make(redirect, keeps and keeps_anything))
         exchange, trips[-1].count = trips[-1].exchange, 0
 
         def counted(trip=trips[-1]):
@@ -189,8 +192,13 @@ def _alive(rank, n):
 
 
 def test_clones_are_dropped_after_use():
-    found = run_ranks(_alive, 2)
+    found = run_ranks(_alive, 2, True)
     assert sum(number for *_, number in found) > 0
     for between, travelled, in_all, held, _ in found:
         assert between == 0 and held == 0, "no weights of clones are kept for backward"
         assert (travelled, in_all) == (1, 2), "they come for forward and again for backward"
+
+
+def test_where_nothing_is_kept_clones_come_once():
+    for _, travelled, in_all, held, _ in run_ranks(_alive, 2, False):
+        assert (travelled, in_all, held) == (1, 1, 0)
