@@ -235,3 +235,28 @@ def test_fp16_main_parameters_remember_more_than_the_model():
     main = {held.param: held.values() for held in optimizer.tensors() if held.state_name == "fp32_param"}
     assert all(torch.equal(values.bfloat16(), param.detach().flatten()) for param, values in main.items())
     assert any(not torch.equal(values, values.bfloat16().float()) for values in main.values())
+
+
+def test_the_model_becomes_what_its_main_parameters_can_hold():
+    """From the start: a run that resumes from a checkpoint of iteration 0 has the model of the main parameters."""
+    model = Toy(torch.bfloat16)
+    with torch.no_grad():
+        model.first.weight[0, 0] = 1e-14  # fp16 beside numbers around 1 has none so small
+    _, optimizer = machinery(model, precision=BF16, **AWARE, main_params_dtype="fp16")
+    main = {held.param: held.values() for held in optimizer.tensors() if held.state_name == "fp32_param"}
+    assert all(torch.equal(values, param.detach().float().flatten()) for param, values in main.items())
+    assert model.first.weight[0, 0] == 0 and model.first.weight.any()
+
+
+def test_main_parameters_at_a_tie_survive_loading():
+    """A plain run's model has been rounded to even, remainders round away from zero: what is loaded must bring its own half along."""
+    model = Toy(torch.bfloat16)
+    _, optimizer = machinery(model, precision=BF16, **AWARE)
+    optimizer.begin_load()
+    main = [held.tensor for held in optimizer.tensors() if held.state_name == "fp32_param"]
+    with torch.no_grad():
+        for tensor, param in zip(main, model.parameters(), strict=True):
+            param.copy_(tensor.fill_(1 + 2.0**-8).view(param.shape))
+    assert all((param == 1.0).all() for param in model.parameters())
+    optimizer.after_load(params_changed=True, state_loaded=True)
+    assert all((held.values() == 1 + 2.0**-8).all() for held in optimizer.tensors() if held.state_name == "fp32_param")
