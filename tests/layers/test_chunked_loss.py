@@ -13,6 +13,7 @@ from moe_trainer.layers.vocab import OutputHead
 from moe_trainer.ops import cross_entropy
 from moe_trainer.parallel.rng import named_generator
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 S, B, H, V = 20, 2, 8, 24
 
@@ -64,6 +65,25 @@ def test_equals_the_whole_logits(short_chunks, n, sequence_parallel):
     for grad in [torch.cat(grads_x)] if sequence_parallel else grads_x:
         torch.testing.assert_close(grad, x.grad, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(torch.cat([grad for _, _, grad, *_ in found]), weight.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weights_gradient_that_may_wait(short_chunks, tied):
+    """It needs the gradient of whole logits, and so no chunks; a tied weight's does not wait."""
+    x, weight, labels, mask = _data()
+    queue, group = WeightGradQueue(), ParallelState.single().tp
+    head = OutputHead(H, V, name="head", group=group, init=Init("normal", 0.1), tied=tied, queue=queue)
+    table = torch.nn.Parameter(weight)
+    if not tied:
+        head.weight = table
+    queue.active = True
+    loss = head.loss_BS(x.requires_grad_(), labels, table if tied else None, mask)
+    (loss * mask).sum().backward()
+    assert (table.grad is None) != tied
+    queue.run()
+    exact = weight.clone().requires_grad_()
+    expected = F.cross_entropy((x @ exact.t()).flatten(0, 1), labels.t().flatten(), reduction="none").view(S, B).t()
+    torch.testing.assert_close(table.grad, torch.autograd.grad((expected * mask).sum(), exact)[0], rtol=1e-11, atol=1e-12)
 
 
 @functools.cache
