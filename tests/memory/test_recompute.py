@@ -86,6 +86,19 @@ def test_a_norm_runs_again_once_for_all_that_saved_its_output():
     assert calls == ["attention", "experts", "experts", "attention"]
 
 
+def test_a_part_of_what_is_discarded_comes_back_from_its_place():
+    activations = Activations(frozenset({"part"}))
+    x = torch.randn(4, 6, requires_grad=True)
+    y, inside = activations.discarding("part", lambda x: x * 2.0, x)
+    with inside:
+        z = y[1:, 2:].square() + y.t()[2:, 1:].square().t()
+    del y
+    z.sum().backward()
+    expected = torch.zeros(4, 6)
+    expected[1:, 2:] = 16 * x.detach()[1:, 2:]
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_full_recompute_takes_uniform_spans_and_whole_mtp_layers():
     chunk, = build(parsed(GROUPED, LATENT, f"{FULL} uniform --recompute-num-layers 2"))
     assert chunk.spans == ((0, 2, True), (2, 3, True)) and chunk.activations.recomputed == {"full", "mtp"}
