@@ -199,6 +199,23 @@ def test_memory_is_given_back_on_both_sides():
     assert copies.hosts[0].expired()
 
 
+def test_what_stays_keeps_no_graph_alive():
+    """A node that saves its own output would own itself, and wait for the garbage collector."""
+    activations, copies = offloading("a", min_numel=100)
+    activations.begin_pass()
+    x = torch.randn(64).requires_grad_()
+    gc.disable()
+    try:
+        with activations.offloading("a"):
+            y = x.exp()
+        kept = StorageWeakRef(y.untyped_storage())
+        y.sum().backward(retain_graph=True)
+        del y
+        assert kept.expired() and not copies.of("out")
+    finally:
+        gc.enable()
+
+
 def test_passes_in_any_order():
     """As pipeline schedules mix them: three forward, backward of the second, the first, the third."""
     def through(*hows):
