@@ -156,6 +156,20 @@ def test_what_is_saved_twice_goes_once_in_any_shape():
     y.sum().backward()
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_one_storage_go_apart(dim):
+    """Of the same size and strides, at other places; and another order of the same elements."""
+    activations, _ = offloading("a")
+    activations.begin_pass()
+    x = torch.randn(4, 6).requires_grad_()
+    with activations.offloading("a"):
+        first, second = (x * 1.0).chunk(2, dim)
+        whole = x * 1.0
+        y = first.square().sum() + second.square().sum() + whole.square().sum() + whole.t().square().sum()
+    y.backward()
+    torch.testing.assert_close(x.grad, 6 * x.detach())
+
+
 def test_what_was_written_to_goes_again():
     activations, copies = offloading("a", copies=CountedCopies())
     activations.begin_pass()
