@@ -140,9 +140,9 @@ def test_ranks_with_numbers_of_their_own_round_by_themselves():
 
 def test_iterations_draw_other_noise():
     precision = low(fp4="e2m1")
-    layer, seen = torch.nn.ModuleList([precision.products("layer", cut=True), precision.products("other", cut=True)]), []
+    layer, seen = [precision.products("layer", cut=True), precision.products("other", cut=True)], []
     for iteration in (3, 4, 3):
-        begin_iteration([layer], iteration)
+        begin_iteration([SimpleNamespace(quantized=layer)], iteration)
         seen.append([torch.rand(4, generator=products.rounding.generator("weight", torch.device("cpu"))).tolist() for products in layer])
     assert seen[0] == seen[2] and len({tuple(draw) for draws in seen[:2] for draw in draws}) == 4
 
