@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from moe_trainer.ops.mx_rows import pack, rounded, unpack
-from moe_trainer.parallel.collectives import InFlight, all_gather_rows, finish_all_to_all, reduce_scatter_rows, start_all_to_all
+from moe_trainer.parallel.collectives import (
+    InFlight,
+    all_gather_rows,
+    finish_all_to_all,
+    reduce_scatter_rows,
+    start_all_to_all,
+)
 from moe_trainer.parallel.state import Group
 
 
