@@ -371,6 +371,8 @@ def _note_changes(s: Settings, notes: list[str]) -> None:
     noise = [s.shown(dest) for dest, still in _NOISE.items() if s.values[dest] not in (still, 0.0, None, False)]
     if noise:
         notes.append(f"{', '.join(noise)}: off, since random numbers are drawn per rank")
+    if s.values["cuda_graph_impl"] != "none":
+        notes.append(f"{s.shown('cuda_graph_impl')}: left out, graphs repeat the operations of passes without them (tests/memory/test_cuda_graph.py)")
     if s.values["step_batch_size_schedule"] or s.values["rampup_batch_size"]:
         notes.append("the batch size is constant")
     notes.append(
