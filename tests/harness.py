@@ -25,7 +25,7 @@ class RanksFailed(AssertionError):
     """Some ranks raised, died or did not finish; the message carries every rank's traceback."""
 
 
-def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 60.0) -> list:
+def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 120.0) -> list:
     """Call `fn(rank, n, *args)` on n forked ranks with torch.distributed (gloo) initialized.
 
     Each rank uses one thread. The parent must not have used CUDA nor more than one OpenMP thread before.
@@ -54,7 +54,7 @@ def _join(ranks: list, timeout: float) -> set[int]:
     while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
         if not failed and any(process.exitcode not in (None, 0) for process in ranks):
             failed = True
-            deadline = min(deadline, time.monotonic() + 5.0)
+            deadline = min(deadline, time.monotonic() + 15.0)
         time.sleep(0.005)
     late = {rank for rank, process in enumerate(ranks) if process.is_alive()}
     for rank in late:
