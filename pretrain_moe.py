@@ -78,7 +78,9 @@ def main(argv: list[str]) -> int:
 
 
 def _dry_run(argv: list[str]) -> int:
-    """Plan instead of running. Nothing is imported that needs torch."""
+    """Plan instead of running. Nothing is imported that needs torch. Under a launcher the first rank tells it."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     from moe_trainer.planner.dry_run import run_dry_run
 
     try:
