@@ -34,7 +34,7 @@ NOT_NEGATIVE = (
     "profile_step_start", "profile_step_end", "dsa_indexer_loss_coeff", "wgrad_deferral_limit",
     "cuda_graph_warmup_steps", "num_experts", "optimizer_offload_fraction", "optimizer_state_offload_fraction",
     "optimizer_state_offload_chunk_size_mb", "activation_offload_fraction",
-    "start_eval_at_iter", "iterations_to_skip", "moe_clone_hot_experts", "moe_paged_stash_buffer_size_factor_cpu",
+    "min_offloaded_tensor_size", "start_eval_at_iter", "iterations_to_skip", "moe_clone_hot_experts", "moe_paged_stash_buffer_size_factor_cpu",
 )  # fmt: skip
 MOST_SAMPLES = 10**12
 MOST_SEED = 2**32 - 1

@@ -7,6 +7,8 @@ from arguments.settings import Settings, Violation
 
 FP8, FP4 = "fp8", "fp4"
 NARROW_STATE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+MOST_HISTORY = 1 << 20
+MOST_MARGIN = 64
 
 
 # Derived and normalised values.
@@ -79,6 +81,11 @@ def one_quantized_format(s: Settings, _f: Facts) -> Iterator[Violation]:
 def quantized_numbers_make_sense(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len < 1:
         yield broken(s, f"{say(s, 'fp8_amax_history_len')} must be at least 1: delayed scaling looks back.", "fp8_amax_history_len")
+    if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len > MOST_HISTORY:
+        yield broken(s, f"{say(s, 'fp8_amax_history_len')} must be at most {MOST_HISTORY:,}: every quantised linear keeps three such histories.",
+                     "fp8_amax_history_len")
+    if s.fp8 and s.fp8_recipe == "delayed" and abs(s.fp8_margin) > MOST_MARGIN:
+        yield broken(s, f"{say(s, 'fp8_margin')} must be from -{MOST_MARGIN} to {MOST_MARGIN}: scales are divided by 2 to its power, in fp32.", "fp8_margin")
     if not s.first_last_layers_bf16:
         return
     for dest in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
