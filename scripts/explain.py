@@ -25,9 +25,9 @@ from arguments.report import table, world_size_of
 from moe_trainer.parallel.grid import Layout, make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups
 from moe_trainer.planner.params import Held, LayerParams
+from moe_trainer.planner.vocabulary import planned_vocab_rows
 from moe_trainer.shape.layers import moe_layer_pattern
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
-from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 
 def main(words: list[str]) -> int:
@@ -100,7 +100,7 @@ def _chunk_text(args: Arguments, chunk: ChunkLayout) -> str:
 
 def stage_lines(args: Arguments) -> Iterator[str]:
     """What each pipeline stage holds, chunk by chunk."""
-    rows = vocab_rows_from_flags(args)
+    rows, _ = planned_vocab_rows(args)
     params = None if rows is None else LayerParams(args, rows)
     yield "pipeline stages:"
     for stage, chunks in enumerate(chunk_layouts(args.model, args.parallel)):

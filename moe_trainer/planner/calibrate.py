@@ -16,7 +16,6 @@ from moe_trainer.planner.layer_time import Constants
 from moe_trainer.planner.plan import Plan, make_plan
 from moe_trainer.planner.published import ROWS, Published
 from moe_trainer.planner.step_time import plan_step
-from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 GRID = (
     ("products_bf16", tuple(step / 100 for step in range(48, 79, 2))), ("products_fp8", tuple(step / 100 for step in range(36, 65, 2))),
@@ -65,7 +64,7 @@ class Calibration:
         key = name, timed
         if key not in self._found:
             args = plan.args
-            self._found[key] = plan_step(args, plan.world_size, vocab_rows_from_flags(args), plan.num_microbatches, plan.memory, plan.hardware,
+            self._found[key] = plan_step(args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, plan.hardware,
                                          timed).step
         step = self._found[key] + constants.iteration
         return plan.flops / step / plan.world_size / 1e12

@@ -60,7 +60,7 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
     except ValueError as error:
         print(f"pretrain_moe.py: {error}", file=sys.stderr)
         return 2
-    notes = [*plan.args.notes, *(() if plan.args.output.hardware else (f"--hardware is not given: {DEFAULT_HARDWARE}",))]
+    notes = [*plan.args.notes, *([plan.note] if plan.note else []), *(() if plan.args.output.hardware else (f"--hardware is not given: {DEFAULT_HARDWARE}",))]
     print("\n".join([*notes, *plan_lines(plan)]))
     path = plan.args.output.report
     if path is not None:

@@ -10,9 +10,9 @@ from moe_trainer.planner.layer_time import Constants
 from moe_trainer.planner.memory import GIB, RESERVE, StageMemory, microbatches, plan_memory
 from moe_trainer.planner.published import BILLIONS, ROWS, Published
 from moe_trainer.planner.step_time import StepTime, plan_step
+from moe_trainer.planner.vocabulary import planned_vocab_rows
 from moe_trainer.shape.counts import ParamCounts, count_parameters
 from moe_trainer.shape.flops import training_flops
-from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -36,7 +36,8 @@ class Nearest:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will need and how fast it will be. memory: by pipeline stage; flops: of an iteration, as Megatron-LM counts them."""
+    """What a run will need and how fast it will be. memory: by pipeline stage; flops: of an iteration, as Megatron-LM counts them.
+    vocab_rows: of the padded vocabulary; note: what was taken for granted."""
 
     args: Arguments
     world_size: int
@@ -47,6 +48,8 @@ class Plan:
     flops: float
     num_microbatches: int
     batch_size: int
+    vocab_rows: int
+    note: str = ""
 
     @property
     def peak(self) -> StageMemory:
@@ -95,7 +98,7 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, constants: C
     Raises: PlanError when the flags do not say how large the vocabulary, the sequences or the batches are; ValueError for an optimizer
     whose state is not known.
     """
-    rows = vocab_rows_from_flags(args)
+    rows, note = planned_vocab_rows(args)
     if rows is None:
         raise PlanError("a plan needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
     for dest, value in (("--seq-length", args.data.seq_length), ("--micro-batch-size", args.training.micro_batch_size)):
@@ -107,8 +110,8 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, constants: C
     sizes = args.parallel
     replicas = max(1, world_size // (sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size))
     batch = count * replicas * args.training.micro_batch_size
-    return Plan(args, world_size, hardware, count_parameters(args), memory, time,
-                training_flops(args, batch, args.data.seq_length, rows), count, batch)
+    return Plan(args, world_size, hardware, count_parameters(args, rows), memory, time,
+                training_flops(args, batch, args.data.seq_length, rows), count, batch, rows, note)
 
 
 def nearest(plan: Plan) -> Nearest:

@@ -34,9 +34,9 @@ from moe_trainer.planner.memory import GIB, RESERVE, ChunkBytes
 from moe_trainer.planner.params import Held, LayerParams
 from moe_trainer.planner.plan import Plan, PlanError, make_plan
 from moe_trainer.planner.step_time import EXCHANGE_SMS, HIDDEN
+from moe_trainer.planner.vocabulary import planned_vocab_rows
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.state_bytes import rank_state_bytes
-from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -94,7 +94,7 @@ def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, h
     begin = time.monotonic()
     base = without(argv)
     args = parse_args(base, None)
-    rows = vocab_rows_from_flags(args)
+    rows, _ = planned_vocab_rows(args)
     if rows is None:
         raise PlanError("a search needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
     if not args.training.global_batch_size:
@@ -235,7 +235,7 @@ class Estimator:
         if mapping.vpp == 1:
             number = min(microbatches, mapping.pp)
         else:
-            number = min(microbatches * mapping.vpp, 2 * (mapping.pp - 1) + (mapping.vpp - 1) * mapping.pp + 1 + mapping.overlap)
+            number = min(microbatches * mapping.vpp, 2 * (mapping.pp - 1) + (mapping.vpp - 1) * mapping.pp + 1)
         per_chunk = sum(layers[kind] for kind in self.pattern) / len(counts)
         logits = sizes.tokens * self.rows // mapping.tp * sizes.size * (1 + self.depths) if mapping.pp == 1 else 0
         return self._state(mapping, mapping.vpp)[0] + number * per_chunk + logits

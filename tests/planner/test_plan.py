@@ -1,16 +1,19 @@
 """Plans as a whole: published runs within their error, and what flags do to time."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from arguments import parse_args
 from moe_trainer.planner.calibrate import Calibration, median, plan_of
+from moe_trainer.planner.dry_run import judged
 from moe_trainer.planner.hardware import find_hardware
 from moe_trainer.planner.layer_time import Constants
 from moe_trainer.planner.plan import PlanError, make_plan, nearest
 from moe_trainer.planner.published import BILLIONS, ROWS
 from moe_trainer.planner.text import plan_json, plan_lines
+from moe_trainer.proof.random_layouts import draw_cases
 
 
 def plan(flags, world=64, machine="h100"):
@@ -120,9 +123,20 @@ def test_text_and_json_say_the_same():
     json.dumps(report)
 
 
+def test_drawn_layouts_are_planned():
+    """Whatever the rules let pass has a plan whose parts are sound."""
+    for case in draw_cases(40, 8, 5):
+        made = make_plan(judged(list(case.argv), case.world_size), case.world_size, find_hardware("gb300"))
+        assert made.time.step > 0 and all(value >= 0 for value in vars(made.time).values()), case.argv
+        assert all(stage.total > stage.weights > 0 and min(stage.in_flight) >= 0 for stage in made.memory), case.argv
+        assert plan_lines(made)
+
+
 def test_what_cannot_be_planned():
     args = parse_args("--preset mixtral_8x7b --mock-data --tokenizer-type NullTokenizer".split(), 8)
-    from dataclasses import replace
     bare = replace(args, data=replace(args.data, vocab_size=None, padded_vocab_size=None))
+    named = replace(bare, data=replace(bare.data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model="Mistralai/Mixtral-8x7B-v0.1"))
+    made = make_plan(named, 8, find_hardware("h100"))
+    assert made.vocab_rows == 32000 and "tokenizer's name" in made.note and made.counts.total == 46_702_792_704
     with pytest.raises(PlanError, match="--vocab-size"):
         make_plan(bare, 8, find_hardware("h100"))
