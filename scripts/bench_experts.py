@@ -20,7 +20,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from moe_trainer.ops import expert_mlp as module
+from moe_trainer.ops.expert_mlp import expert_mlp
+from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 
 # tokens, hidden, expert ffn width, experts, top-k
@@ -53,15 +54,15 @@ def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
     w1 = (torch.randn(num_experts, 2 * ffn, hidden) * 0.02).to(dtype).requires_grad_()
     w2 = (torch.randn(num_experts, hidden, ffn) * 0.02).to(dtype).requires_grad_()
     grad = torch.randn(tokens * topk, hidden).to(dtype)
-    block = module.choose_block(Activation("silu", gated=True))
+    activation = Activation("silu", gated=True)
     skew = torch.randn(num_experts) * 0.15
-    times = {False: [], True: []}
+    ways, times = {False: {"allow_grouped": False}, True: {"products": GROUPED_MM}}, {False: [], True: []}
     for _ in range(rounds + rounds // 3):
         for grouped, taken in times.items():
             chosen = (torch.rand(tokens, num_experts) + skew).topk(topk)[1]
             counts = tuple(torch.bincount(chosen.flatten(), minlength=num_experts).tolist())
             start = time.perf_counter()
-            y = module._ExpertMLP.apply(x, p, w1, None, w2, None, counts, block, grouped, None)
+            y = expert_mlp(x, p, w1, w2, counts, activation, **ways[grouped])
             torch.autograd.grad(y, (x, p, w1, w2), grad)
             taken.append(time.perf_counter() - start)
     return tuple(statistics.median(taken[rounds // 3:]) for taken in times.values())
