@@ -158,7 +158,7 @@ class Experts(nn.Module):
                 return quantized_expert_mlp(
                     x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
                     tuple(self.quantized), b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(self.linear_fc2.bias), queue=self.queue,
-                    unused=unused)
+                    block=self.block, unused=unused)
             return expert_mlp(
                 x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
                 b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(self.linear_fc2.bias), allow_grouped=self.allow_grouped, queue=self.queue,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.ops.expert_mlp import choose_block, now_or_later
+from moe_trainer.ops.expert_mlp import Block, choose_block, now_or_later
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.ops.grouped_gemm import spans
 from moe_trainer.ops.pointwise import Activation
@@ -92,7 +92,7 @@ def _stacked(weight: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
 def quantized_expert_mlp(
     x_RH: Tensor, probs_R: Tensor | None, w1_eGH: Tensor, w2_eHF: Tensor, counts: Sequence[int], activation: Activation,
     products: tuple[QuantizedProducts, QuantizedProducts], *, b1_eG: Tensor | None = None, b2_eH: Tensor | None = None, queue: Any = None,
-    unused: int = 0,
+    block: Block | None = None, unused: int = 0,
 ) -> Tensor:
     """Run every expert on its rows; products: those of fc1 and fc2. Everything else as expert_mlp.expert_mlp.
 
@@ -102,5 +102,5 @@ def quantized_expert_mlp(
     if sum(counts) != num_rows:
         raise ValueError(f"quantized_expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")
     probs_R = None if probs_R is None else probs_R.contiguous()
-    return _QuantizedExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), choose_block(activation),
-                                     products, queue)
+    return _QuantizedExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts),
+                                     block or choose_block(activation), products, queue)

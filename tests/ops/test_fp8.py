@@ -4,12 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_trainer.ops.expert_mlp import expert_mlp
+from arguments.model import ModelArgs
+from arguments.moe import MoEArgs
+from moe_trainer.layers.kernels import Kernels
+from moe_trainer.moe.experts import Experts
+from moe_trainer.ops.expert_mlp import Block, choose_block, expert_mlp
 from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
 from moe_trainer.ops.fp8 import GRAD, WEIGHT, Delayed, QuantizedProducts, X, make_recipe
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.ops.quantize import FP32, POWER_OF_TWO, TWO_LEVEL, quantize
 from moe_trainer.parallel.rng import RoundingNoise
+from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 NAMES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
@@ -217,6 +222,23 @@ def test_quantised_experts_are_near_the_exact_ones_and_may_wait_for_weight_gradi
     assert torch.equal(y[:23], results[1][0]), "rows that belong to no expert are not looked at"
     with pytest.raises(ValueError, match="add up to 4"):
         quantized_expert_mlp(x, p, w1, w2, (4,), activation, (products_of("mxfp8"), products_of("mxfp8")))
+
+
+def test_quantised_experts_run_the_activation_that_they_are_given():
+    """Kernels that stand in for torch's (--triton-kernels activation)."""
+    activation, called = Activation("silu", gated=True), []
+    values, counts = experts()
+    plain = choose_block(activation)
+    block = Block(lambda *given: (called.append("forward"), plain.forward(*given))[1], lambda *given: (called.append("backward"), plain.backward(*given))[1])
+    model = ModelArgs(num_layers=1, hidden_size=values["x"].shape[1], ffn_hidden_size=values["w2"].shape[2], swiglu=True, add_bias_linear=False)
+    layer = Experts(model, MoEArgs(num_experts=len(counts)), ParallelState.single(), "experts",
+                    quantize=lambda *_, **__: products_of("mxfp8"), kernels=Kernels(activations=((activation, None, block),)))
+    with torch.no_grad():
+        layer.linear_fc1.weight.copy_(values["w1"])
+        layer.linear_fc2.weight.copy_(values["w2"])
+    layer(values["x"], values["p"], counts).square().sum().backward()
+    held = sum(count > 0 for count in counts)
+    assert called == ["forward"] * held + ["backward"] * held
 
 
 def test_padding_with_rows_of_zeros_changes_nothing():
