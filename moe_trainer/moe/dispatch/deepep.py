@@ -267,9 +267,17 @@ class DeepEPDispatcher(TokenDispatcher):
         return y_RH
 
 
-def problem() -> str | None:
-    """What stands in the way of using the library; None if nothing does."""
-    return None if importlib.util.find_spec("deep_ep") else "the package deep_ep is not installed"
+def problem(name: str = "") -> str | None:
+    """What stands in the way of using the library, or a class of it, for which it is imported; None if nothing does."""
+    if importlib.util.find_spec("deep_ep") is None:
+        return "the package deep_ep is not installed"
+    if not name:
+        return None
+    try:
+        library = importlib.import_module("deep_ep")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        return f"the installed deep_ep cannot be imported ({type(error).__name__}: {error})"
+    return None if hasattr(library, name) else f"the installed deep_ep has no {name}"
 
 
 def make_dispatcher(ps: ParallelState, *, topk: int, hidden_size: int, max_tokens: int, num_sms: int | None,
