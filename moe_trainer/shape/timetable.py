@@ -49,7 +49,7 @@ class Costs:
 
 
 class Clock(Protocol):
-    """Whatever knows how long one rank takes for one step of its order: a `Costs`, or costs by rank and chunk (planner/step.py)."""
+    """Whatever knows how long one rank takes for one step of its order: a `Costs`, or costs by rank and chunk (planner/step_time.py)."""
 
     def of(self, rank: int, actions: tuple[Action, ...]) -> float: ...
 
