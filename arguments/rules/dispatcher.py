@@ -223,10 +223,9 @@ def paged_stash_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{s.flag(dest)} cannot be combined with {s.flag('offload_modules')} {' '.join(offloaded)}: the same tensors cannot "
                      "go into pages and to the host; give the pages room there instead (--moe-paged-stash-buffer-size-factor-cpu).",
                      dest, "offload_modules")  # fmt: skip
-    for other, why in (("cpu_offloading_num_layers", "whole layers go to the host"),
-                       ("moe_clone_hot_experts", "clones compute in parts of the buffers")):
-        if getattr(s, other):
-            yield broken(s, f"{s.flag(dest)} cannot be combined with {say(s, other)}: {why}.", dest, other)
+    if s.cpu_offloading_num_layers:
+        yield broken(s, f"{s.flag(dest)} cannot be combined with {say(s, 'cpu_offloading_num_layers')}: whole layers go to the host.", dest,
+                     "cpu_offloading_num_layers")
 
 
 def lone_rank_clones_nothing(s: Settings, f: Facts) -> None:

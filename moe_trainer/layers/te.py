@@ -117,6 +117,7 @@ class FusedPermutation(Permutation):
     """Permutation by one kernel for rows and probabilities, one for the way back."""
 
     NAMES = ("moe_permute_with_probs", "moe_unpermute")
+    takes_order = False
 
     def __init__(self) -> None:
         self.library = importlib.import_module("transformer_engine.pytorch.permutation")

@@ -89,12 +89,12 @@ class HotExperts:
                       *[(0, 0)] * idle]
         return experts, spans
 
-    def trip(self, redirect: Redirect, keeps: bool) -> "Trip":
-        """The way of the clones' weights in one pass; see Trip."""
-        return Trip(self.ep, redirect.clones, self.num_experts // self.ep.size, keeps)
+    def trip(self, redirect: Redirect, keeps: bool) -> "CloneTrip":
+        """The way of the clones' weights in one pass; see CloneTrip."""
+        return CloneTrip(self.ep, redirect.clones, self.num_experts // self.ep.size, keeps)
 
 
-class Trip:
+class CloneTrip:
     """The way of the clones' weights in one pass: here and, for their gradients, back.
 
     num_clones: on this rank. weights: stacks of the local experts' tensors, [e, ...]; what is fetched are stacks [num_clones, ...].
@@ -168,7 +168,7 @@ def _address(x: Tensor) -> int:
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, trip: Trip, x_RH: Tensor, *weights: Tensor):
+    def forward(ctx, trip: CloneTrip, x_RH: Tensor, *weights: Tensor):
         ctx.trip = trip
         return x_RH.view_as(x_RH), *trip.exchange()
 
@@ -179,7 +179,7 @@ class _Fetch(torch.autograd.Function):
 
 class _FetchAgain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, trip: Trip, y_RH: Tensor):
+    def forward(ctx, trip: CloneTrip, y_RH: Tensor):
         ctx.trip = trip
         return y_RH.view_as(y_RH)
 

@@ -24,7 +24,7 @@ from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import Activations
-from moe_trainer.moe.cloning import Trip
+from moe_trainer.moe.cloning import CloneTrip
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
 from moe_trainer.ops.expert_mlp import choose_block, expert_mlp
 from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
@@ -100,11 +100,12 @@ class Experts(nn.Module):
                 self.quantized = nn.ModuleList(HighPrecision() if products is None else products for products in made)
 
     def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int], unused: int = 0,
-                trip: Trip | None = None) -> Tensor:
+                trip: CloneTrip | None = None) -> Tensor:
         """Run the experts on their rows; the result is multiplied by the probabilities.
 
         Shapes: x_RH sorted by expert; probs_R floating; tokens_per_expert_e host integers. unused: zero rows behind them, for which
-        what is returned means nothing. trip: brings clones of other ranks' experts, whose rows stand behind those of the local ones.
+        what is returned means nothing (not together with a trip). trip: brings clones of other ranks' experts, whose rows stand behind
+        those of the local ones.
         Returns: y_RH.
         """
         if self.probs_on_input:
@@ -116,12 +117,12 @@ class Experts(nn.Module):
         x_RH, cloned = trip.fetch(x_RH, self._tensors())
         at_home, away = tokens_per_expert_e[:home], tokens_per_expert_e[home:home + trip.num_clones]
         if not away:
-            return trip.fetch_again(self._run(x_RH, probs_R, at_home, unused))
+            return trip.fetch_again(self._run(x_RH, probs_R, at_home, 0))
         rows = sum(at_home)
         probs_of_home, probs_of_clones = (None, None) if probs_R is None else (probs_R[:rows], probs_R[rows:])
         y_RH = self._run(x_RH[:rows], probs_of_home, at_home, 0)
         with trip.dropping(cloned):
-            clones_RH = self._run_clones(x_RH[rows:], probs_of_clones, away, cloned, unused)
+            clones_RH = self._run_clones(x_RH[rows:], probs_of_clones, away, cloned)
         return trip.fetch_again(torch.cat([y_RH, clones_RH]))
 
     def _grouped_linears(self, make: Callable[..., nn.Module | None] | None) -> nn.ModuleList | None:
@@ -140,10 +141,10 @@ class Experts(nn.Module):
         tensors = (self.linear_fc1.weight, self.linear_fc2.weight, self.linear_fc1.bias, self.linear_fc2.bias)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
-    def _run_clones(self, x_RH: Tensor, probs_R: Tensor | None, counts: Sequence[int], cloned: Sequence[Tensor], unused: int) -> Tensor:
+    def _run_clones(self, x_RH: Tensor, probs_R: Tensor | None, counts: Sequence[int], cloned: Sequence[Tensor]) -> Tensor:
         w1, w2, b1, b2 = (*cloned, None, None)[:4]
         return expert_mlp(x_RH, probs_R, w1, w2, counts, self.activation, b1_eG=b1, b2_eH=self._own_bias(b2),
-                          allow_grouped=self.allow_grouped, block=self.block, products=self.products, unused=unused)
+                          allow_grouped=self.allow_grouped, block=self.block, products=self.products)
 
     def _run(self, x_RH: Tensor, probs_R: Tensor | None, tokens_per_expert_e: Sequence[int], unused: int) -> Tensor:
         if self.grouped is not None and len(x_RH) > unused:

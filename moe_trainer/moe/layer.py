@@ -18,7 +18,7 @@ from arguments.moe import MoEArgs
 from moe_trainer.layers.kit import Kit
 from moe_trainer.moe.budget import ReceiveBudget, place
 from moe_trainer.moe.cloning import HotExperts, Redirect
-from moe_trainer.moe.dispatch.base import Dispatched, Known, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, Known, TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
 from moe_trainer.moe.padding import pad_routing
 from moe_trainer.moe.router import TopKRouter, expert_capacity
@@ -95,10 +95,10 @@ class MoELayer(nn.Module):
             redirect = None if self.hot is None else self.activations.once(lambda: self.hot.plan(routing_TE))
             if redirect is not None:
                 probs_TE, routing_TE = redirect.apply(probs_TE, routing_TE)
-            order = () if redirect is None else (redirect.expert_V,)
             own_TH = routed.own_SBH.reshape(-1, routed.shape[-1])
             known = self._known(routed.shape, self.graphs.captures("moe", "layer", "iteration"))
-            sent = dispatcher.preprocess(own_TH, probs_TE, routing_TE, *order, **known)
+            hints = Hints(None if redirect is None else redirect.expert_V, known)
+            sent = dispatcher.preprocess(own_TH, probs_TE, routing_TE, hints)
         sent = dispatcher.start_exchange(sent)
         if self.overlap_shared:
             shared_SBH = self._run_shared(x_SBH)
@@ -119,8 +119,8 @@ class MoELayer(nn.Module):
         routed = self._routed(x_SBH, grad_scale)
         if self.graphs.captures("moe_preprocess") and self.dispatcher.takes_known:
             own_TH = routed.own_SBH.reshape(-1, routed.shape[-1])
-            known = self._known(routed.shape, True)
-            sent = self.dispatcher.preprocess(own_TH, routed.probs_TE, routed.routing_TE, **known)
+            hints = Hints(known=self._known(routed.shape, True))
+            sent = self.dispatcher.preprocess(own_TH, routed.probs_TE, routed.routing_TE, hints)
             routed = Routed(routed.shape, None, None, None, sent)
         if self.shared_experts is not None and not self.overlap_shared:
             routed = replace(routed, shared_SBH=self._run_shared(x_SBH))
@@ -139,28 +139,28 @@ class MoELayer(nn.Module):
             routing_TE = pad_routing(routing_TE, self.row_multiple)
         return Routed(own_SBH.shape, own_SBH, probs_TE, routing_TE)
 
-    def _known(self, shape: torch.Size, wanted: bool) -> dict[str, Known]:
-        """What can be told of the rows beforehand, as an argument of dispatchers that use it: captured parts must not ask."""
+    def _known(self, shape: torch.Size, wanted: bool) -> Known | None:
+        """What can be told of the rows beforehand, to dispatchers that use it: captured parts must not ask."""
         padded = self.row_multiple > 1 and self.dispatcher.takes_padding
         if not wanted or not self.dispatcher.takes_known or padded or self.hot is not None:
-            return {}
+            return None
         num_tokens = shape[0] * shape[1]
         if self.capacity is not None:
             rows = expert_capacity(num_tokens, self.router.topk, self.router.num_experts, self.capacity)
-            return {"known": Known(rows * self.router.num_experts, rows)}
-        return {} if self.drops else {"known": Known(num_tokens * self.router.topk)}
+            return Known(rows * self.router.num_experts, rows)
+        return None if self.drops else Known(num_tokens * self.router.topk)
 
     def _run_experts(self, sent: Dispatched, num_tokens: int, redirect: Redirect | None) -> Tensor:
         """The routed experts, and clones of others, on the rows that have arrived. num_tokens: this rank's own."""
         x_RH, probs_R, counts_e = sent.x_RH, sent.probs_R, sent.tokens_per_expert_e
-        trip = None if redirect is None else self.hot.trip(redirect, self.activations.keeping)
         if self.budget is None:
+            trip = None if redirect is None else self.hot.trip(redirect, self.activations.keeping)
             return self.experts(x_RH, probs_R, counts_e, trip=trip)
         received = x_RH.shape[0]
         # the budget may have grown when a region runs again
         rows = self.activations.once(lambda: self.budget.rows(num_tokens, received))
         with self.activations.stashing(rows, received, self.budget.even):
-            return self.experts(place(x_RH, rows), place(probs_R, rows), counts_e, rows - received, trip)[:received]
+            return self.experts(place(x_RH, rows), place(probs_R, rows), counts_e, rows - received)[:received]
 
     def _run_shared(self, x_SBH: Tensor) -> Tensor:
         return self.activations.region("shared_experts", self.shared_experts, x_SBH)

@@ -160,6 +160,8 @@ class Permutation:
     """Tokens into expert order and back, as a pair of calls. This one is made of the functions above; layers/te.py has one made of
     fused kernels."""
 
+    takes_order = True  # does `permute` take expert_E? Fused kernels sum a token's rows in the order of the columns
+
     def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None,
                 num_rows: int | None = None) -> tuple[Tensor, Tensor, Any]:
         """Returns: x_RH and probs_R, differentiable, and what `unpermute` needs, which has rows per expert as `counts_E`.

@@ -192,6 +192,8 @@ def unpermute(y_RH: Tensor, routes: PermuteMap) -> Tensor:
 class TritonPermutation(Permutation):
     """Permutation by the kernels of this file."""
 
+    takes_order = False
+
     def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, num_rows: int | None = None) -> tuple[Tensor, Tensor, PermuteMap]:
         """As Permutation.permute. The number of rows reaches the host here if it is not given: the dispatchers want the counts there anyway."""
         routes = make_permute_map(routing_TE, num_rows=num_rows)

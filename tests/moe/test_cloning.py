@@ -22,7 +22,6 @@ KINDS = {
     "shared, sigmoid, bias": {"moe_shared_expert_intermediate_size": 20, "moe_router_score_function": "sigmoid", "moe_router_topk": 4,
                               "moe_router_enable_expert_bias": True},
     "drops": {"moe_expert_capacity_factor": 1.5},
-    "budget": {"moe_expert_rank_capacity_factor": 1.1},
     "probabilities on the input": {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
 EXACT = {f"exact, top {topk}": {"moe_grouped_gemm": True, "moe_router_topk": topk, "swiglu": False} for topk in (2, 5)}

@@ -2,7 +2,7 @@
 
 from proof.test_prove import EP, MODEL, MTP, PP, TP, verdict
 
-from moe_trainer.moe.cloning import Redirect, Trip
+from moe_trainer.moe.cloning import CloneTrip, Redirect
 from moe_trainer.proof.pool import Pool
 from moe_trainer.proof.prove import prove
 from moe_trainer.proof.shrink import as_is
@@ -28,12 +28,12 @@ def test_the_ranks_really_clone(monkeypatch):
     def refuse(*_args):
         raise RuntimeError("a clone is on its way")
 
-    monkeypatch.setattr(Trip, "exchange", refuse)
+    monkeypatch.setattr(CloneTrip, "exchange", refuse)
     assert "a clone is on its way" in verdict(*EP, *CLONES).failure
 
 
 def test_gradients_of_clones_that_do_not_come_home_are_found(monkeypatch):
-    monkeypatch.setattr(Trip, "_at_home", lambda self, weight, arrived: arrived.new_zeros(weight.shape))
+    monkeypatch.setattr(CloneTrip, "_at_home", lambda self, weight, arrived: arrived.new_zeros(weight.shape))
     found = verdict(*EP, *CLONES)
     assert not found.equal and any("linear_fc" in str(difference) for difference in found.differences)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, TokenDispatcher, ep_ranks
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, TokenDispatcher, ep_ranks
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all, reduce_scatter_rows
 from moe_trainer.parallel.state import ParallelState
@@ -51,7 +51,7 @@ class AllGatherDispatcher(TokenDispatcher):
         self.num_parts = ps.ep.size
         self.part_of = ep_ranks(ps)
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None) -> Dispatched:
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
         """Tell every rank how many tokens it will get: they may differ, in an evaluation's last batch for one."""
         size = torch.tensor([x_TH.shape[0]], device=x_TH.device)
         sizes_S = size.new_empty(self.group.size)

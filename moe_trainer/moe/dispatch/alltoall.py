@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, Known, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, TokenDispatcher
 from moe_trainer.moe.dispatch.eight_bits import EightBits, finish_rows, gather_rows, scatter_rows, start_rows
 from moe_trainer.ops.permute import Permutation, block_order, reorder
 from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all_flat
@@ -54,15 +54,14 @@ class AllToAllDispatcher(TokenDispatcher):
     def __init__(self, ps: ParallelState, permutation: Permutation, eight_bits: EightBits = EightBits()):
         self.ep, self.etp, self.permutation, self.eight_bits = ps.ep, ps.etp, permutation, eight_bits
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None,
-                   known: Known | None = None) -> Dispatched:
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
         """Order the local tokens by expert; meanwhile tell every rank how many rows it will get (later, if this rank's number is known:
         then nothing is under way when this returns). Fused kernels sum a token's rows in the order of the columns."""
-        order = () if expert_E is None or type(self.permutation) is not Permutation else (expert_E,)
-        if known is not None:
-            x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, *order, num_rows=known.num_rows)
-            return Dispatched(x_RH, probs_R, [], _Trip(routes, per_expert=known.per_expert))
-        x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, *order)
+        order = {"expert_E": hints.expert_E} if hints.expert_E is not None and self.permutation.takes_order else {}
+        if hints.known is not None:
+            x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, num_rows=hints.known.num_rows, **order)
+            return Dispatched(x_RH, probs_R, [], _Trip(routes, per_expert=hints.known.per_expert))
+        x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, **order)
         return Dispatched(x_RH, probs_R, [], self._announced(_Trip(routes)))
 
     def _announced(self, trip: _Trip) -> _Trip:

@@ -59,6 +59,18 @@ class Known:
 
 
 @dataclass(frozen=True)
+class Hints:
+    """What is known besides the routing. Every dispatcher takes it and uses what it can.
+
+    expert_E: with clones of experts the expert that each column stands for, int64: where a token's rows are summed one by one, they are
+    summed in the order of these. known: of the rows; for dispatchers that have takes_known.
+    """
+
+    expert_E: Tensor | None = None
+    known: Known | None = None
+
+
+@dataclass(frozen=True)
 class Dispatched:
     """What this rank's experts get, and what combine needs to bring the results home."""
 
@@ -75,15 +87,8 @@ class TokenDispatcher(ABC):
     takes_known = False  # does it use what is known of the rows, so that preprocess waits for nothing and gives tensors alone?
 
     @abstractmethod
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None,
-                   known: Known | None = None) -> Dispatched:
-        """Order the local tokens for sending.
-
-        known: of the rows, for dispatchers that use it.
-
-        expert_E: with clones of experts (alltoall and allgather only) the expert that each column stands for, int64: a token's rows are
-        summed in their order, where they are summed one by one.
-        """
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
+        """Order the local tokens for sending. Hints change no number beyond the last bits, so a dispatcher may ignore them."""
 
     def exchange(self, sent: Dispatched) -> Dispatched:
         """Communicate to the ranks that hold the experts. Nothing to do on one rank."""

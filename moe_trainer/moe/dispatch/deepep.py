@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, Members, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, TokenDispatcher
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import Group, ParallelState
@@ -225,7 +225,7 @@ class DeepEPDispatcher(TokenDispatcher):
         self.topk = topk * ps.etp.size
         self.buffer = buffer
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
         """Write the routing down as choices."""
         routing_TV = self.members.columns(routing_TE)
         idx_TK, weights_TK = choices(self.members.columns(probs_TE), routing_TV, self.topk)
@@ -233,9 +233,9 @@ class DeepEPDispatcher(TokenDispatcher):
 
     def start_exchange(self, sent: Dispatched) -> Dispatched:
         """Send the tokens off. Counts reach the host in here."""
-        trip: _Sent = sent.handle
-        x_NH, weights_NK = _StartDispatch.apply(trip.way, sent.x_RH, sent.probs_R, trip.idx_TK)
-        return Dispatched(x_NH, weights_NK, trip.way.counts_e, trip)
+        record: _Sent = sent.handle
+        x_NH, weights_NK = _StartDispatch.apply(record.way, sent.x_RH, sent.probs_R, record.idx_TK)
+        return Dispatched(x_NH, weights_NK, record.way.counts_e, record)
 
     def finish_exchange(self, sent: Dispatched) -> Dispatched:
         """Receive the tokens."""
@@ -244,11 +244,11 @@ class DeepEPDispatcher(TokenDispatcher):
 
     def postprocess(self, sent: Dispatched) -> Dispatched:
         """Copy every token into the rows of its local experts."""
-        trip: _Sent = sent.handle
+        record: _Sent = sent.handle
         counts_e = sent.tokens_per_expert_e
-        probs_Ne, routing_Ne = dense(trip.way.idx_NK, sent.probs_R, len(counts_e))
+        probs_Ne, routing_Ne = dense(record.way.idx_NK, sent.probs_R, len(counts_e))
         x_RH, probs_R, routes = self.permutation.permute(sent.x_RH, probs_Ne, routing_Ne)
-        return Dispatched(x_RH, probs_R, counts_e, replace(trip, routes=routes))
+        return Dispatched(x_RH, probs_R, counts_e, replace(record, routes=routes))
 
     def regroup(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Add the local experts' rows of every received token."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, Members, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, TokenDispatcher
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
@@ -87,7 +87,7 @@ class HybridEPDispatcher(TokenDispatcher):
         self.members = Members(ps)
         self.buffer, self.fused, self.pad_uneven = buffer, fused, pad_uneven
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
         """Bring routing and probabilities into the library's form; fill up to the longest rank if asked to."""
         num_tokens = x_TH.shape[0]
         probs_TV, routing_TV = self.members.columns(probs_TE).float(), self.members.columns(routing_TE)
@@ -99,9 +99,9 @@ class HybridEPDispatcher(TokenDispatcher):
 
     def finish_exchange(self, sent: Dispatched) -> Dispatched:
         """Send, receive and sort. Counts reach the host in here."""
-        trip: _Sent = sent.handle
-        x_RH, probs_R = _Dispatch.apply(trip.way, sent.x_RH, sent.probs_R, trip.routing_TV)
-        return Dispatched(x_RH, probs_R, trip.way.counts_e, trip)
+        record: _Sent = sent.handle
+        x_RH, probs_R = _Dispatch.apply(record.way, sent.x_RH, sent.probs_R, record.routing_TV)
+        return Dispatched(x_RH, probs_R, record.way.counts_e, record)
 
     def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
         """Bring the rows home; those of one token are added."""

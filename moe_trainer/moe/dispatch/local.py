@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, Known, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, TokenDispatcher
 from moe_trainer.moe.dispatch.eight_bits import EightBits
 from moe_trainer.ops.permute import Permutation
 
@@ -21,9 +21,11 @@ class LocalDispatcher(TokenDispatcher):
 
     takes_known = True
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, known: Known | None = None) -> Dispatched:
+    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
         """Order tokens by expert. On a GPU this waits for the device if the number of rows is not known."""
-        x_RH, probs_R, routes = self.permutation.permute(self.eight_bits.dispatched(x_TH), probs_TE, routing_TE, **({} if known is None else {"num_rows": known.num_rows}))
+        known = hints.known
+        told = {} if known is None else {"num_rows": known.num_rows}
+        x_RH, probs_R, routes = self.permutation.permute(self.eight_bits.dispatched(x_TH), probs_TE, routing_TE, **told)
         even = [] if known is None or known.per_expert is None else [known.per_expert] * routing_TE.shape[1]
         return Dispatched(x_RH, probs_R, even, routes)
 
