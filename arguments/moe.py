@@ -99,7 +99,8 @@ class MoEArgs:
     """Experts a rank takes in when others have too many rows: clones of hot experts, planned anew for every microbatch (ECHO); the
     same numbers, an even load. 0: none. A flag of this program."""
     moe_per_layer_logging: bool = False
-    """Write balancing losses of every layer to TensorBoard."""
+    """Write balancing losses of every layer to TensorBoard, and the health of routing to metrics.jsonl and the dashboard: loads, entropy,
+    dead experts, drops, bias drift."""
 
     # ---- dispatch
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"

@@ -59,6 +59,7 @@ from moe_trainer.report.profiler import Profiler
 from moe_trainer.report.timers import Timers
 from moe_trainer.shape import deferral
 from moe_trainer.shape.batch_sizes import sizes_that_wait
+from moe_trainer.shape.flops import routed_layer_share
 from moe_trainer.shape.vocab import vocab_rows
 
 logger = logging.getLogger(__name__)
@@ -418,5 +419,7 @@ def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
         run.train_iters,
         metrics_file=output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None),
         moe_per_layer_logging=args.moe.moe_per_layer_logging,
+        expert_ranks=run.ps.ep.size,
+        layer_share=routed_layer_share(args, args.data.seq_length, run.padded_vocab_size),
     )
     return MetricsLogger(options, place.world_size, state.iteration, args.as_dict())

@@ -213,6 +213,7 @@ def train_iteration(run: Run, state: TrainState) -> None:
             num_zeros=result.num_zeros,
             params_norm=params_norm,
             per_layer=result.per_layer,
+            loads=result.loads,
         )
         run.metrics.record(record)
     report_timers(run, number)

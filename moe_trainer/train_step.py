@@ -21,6 +21,7 @@ from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import gather_named
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.moe.health import collect_loads
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.feed import MicrobatchFeed
@@ -32,7 +33,7 @@ from moe_trainer.run import Run, TrainState
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one iteration produced; `losses` by the name the log line gives them."""
+    """What one iteration produced; `losses` by the name the log line gives them. loads: of collect_loads, if they are counted."""
 
     losses: dict[str, float]
     updated: bool
@@ -40,6 +41,7 @@ class StepResult:
     num_zeros: int | None
     dropped_tokens: int
     per_layer: dict[str, list[float]]
+    loads: Tensor | None = None
 
 
 def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult:
@@ -72,6 +74,9 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     # loss that is not finite must not reach the weights.
     update_expert_bias(run.chunks, ps)
     num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
+    loads = None
+    if args.moe.num_experts and args.moe.moe_per_layer_logging:
+        loads = collect_loads(run.chunks, ps, args.moe.num_experts, num_layers, run.runtime.device)
     moe = collect_moe_metrics(run.chunks, ps, num_microbatches, args.moe, num_layers, run.runtime.device)
     losses = {"lm loss": loss_sum / max(tokens, 1.0), **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
     if args.training.check_for_nan_in_loss_and_grad:
@@ -82,7 +87,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
             decoupled_lr=run.learning_rate.decoupled_lr(state.scheduled_samples),
             weight_decay=run.weight_decay.weight_decay(state.scheduled_samples),
         )
-    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer)
+    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer, loads)
 
 
 def train_microbatches(run: Run, num_microbatches: int, grad_scale: float, record: bool) -> list[Tensor]:

@@ -201,7 +201,8 @@ class TopKRouter(nn.Module):
     """Route tokens to experts.
 
     Buffers: expert_bias [E] fp32 (persistent) and local_tokens_per_expert [E] with --moe-router-enable-expert-bias;
-    global_tokens_per_expert [E] and ga_steps with global_aux_loss. `recorder`: None, or a list that receives the logits, probs
+    global_tokens_per_expert [E] and ga_steps with global_aux_loss; tokens_per_expert [E], what was chosen before drops, with
+    --moe-per-layer-logging. `recorder`: None, or a list that receives the logits, probs
     and map of every forward pass.
     """
 
@@ -238,6 +239,10 @@ class TopKRouter(nn.Module):
         if self.coefficients["global_load_balancing_loss"]:
             counts("global_tokens_per_expert")
             counts("ga_steps", shape=())
+        if self.moe.moe_per_layer_logging:
+            counts("tokens_per_expert")
+        else:
+            self.register_buffer("tokens_per_expert", None)
         counts("loss_sums", shape=(len(LOSS_NAMES),))
         counts("dropped", shape=())
         self.fixed_bias, self.bias_stream = None, None
@@ -269,6 +274,8 @@ class TopKRouter(nn.Module):
             grad_TE = self.activations.once(lambda: self._losses(unaided_TE, x_SBH.shape))
             logits_TE = attach_gradient(logits_TE, grad_TE, grad_scale)
         probs_TE, routing_TE = self._route(logits_TE)
+        if self.tokens_per_expert is not None and active and not self.activations.replaying:
+            self.tokens_per_expert += routing_TE.sum(0)
         if self._drops():
             probs_TE, routing_TE = self._drop(probs_TE, routing_TE)
         if not self.activations.replaying:

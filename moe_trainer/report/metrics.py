@@ -26,9 +26,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from arguments.output import OutputArgs
 from moe_trainer.errors import InputError
 from moe_trainer.report.console import IterationLine, ProgressBar, perplexity, validation_line
+from moe_trainer.report.routing import routing_health
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class IterationRecord:
     """Everything one iteration has to say.
 
     Units: elapsed_s seconds; flops model FLOPs of the whole global batch; max_memory_mb MiB (device memory on CUDA,
-    resident set on CPU). `learning_rate` was used in this step, `next_learning_rate` is the next step's.
+    resident set on CPU); loads: the table that report/routing.py describes. `learning_rate` was used in this step, `next_learning_rate` is the next step's.
     """
 
     iteration: int
@@ -57,6 +60,7 @@ class IterationRecord:
     num_zeros: int | None = None
     params_norm: float | None = None
     per_layer: Mapping[str, list[float]] = field(default_factory=dict)
+    loads: Tensor | None = None
 
     @property
     def is_nan(self) -> bool:
@@ -68,13 +72,16 @@ class IterationRecord:
 class LogOptions:
     """What is logged where: the section of flags, and what follows from other ones.
 
-    metrics_file: where metrics.jsonl goes, None for nowhere; moe_per_layer_logging: the flag of that name.
+    metrics_file: where metrics.jsonl goes, None for nowhere; moe_per_layer_logging: the flag of that name; expert_ranks,
+    layer_share: see routing.routing_health.
     """
 
     output: OutputArgs
     train_iters: int
     metrics_file: str | None = None
     moe_per_layer_logging: bool = False
+    expert_ranks: int = 1
+    layer_share: float = 0.0
 
 
 class MetricsLogger:
@@ -181,6 +188,8 @@ class MetricsLogger:
             values["num_zeros"] = record.num_zeros
         if record.params_norm is not None:
             values["params_norm"] = record.params_norm
+        if record.loads is not None:
+            values["routing"] = routing_health(record.loads, self._options.expert_ranks, self._options.layer_share)
         self._append(values)
         self._reset_record_counters()
 

@@ -67,3 +67,12 @@ def training_flops(args: Arguments, batch_size: int, seq_length: int, padded_voc
     logits = model.hidden_size * padded_vocab_size * (1 + num_mtp)
     macs = ffn + num_layers * _attention_macs(args, seq_length) + mtp + logits
     return 6.0 * batch_size * seq_length * macs
+
+
+def routed_layer_share(args: Arguments, seq_length: int, padded_vocab_size: int) -> float:
+    """The share of one MoE layer's routed experts in the model's FLOPs; 0 without experts."""
+    model, moe = args.model, args.moe
+    if not moe.num_experts:
+        return 0.0
+    width = moe.moe_router_topk * (moe.moe_ffn_hidden_size or model.ffn_hidden_size)
+    return 6.0 * seq_length * model.hidden_size * width * (3 if model.swiglu else 2) / training_flops(args, 1, seq_length, padded_vocab_size)

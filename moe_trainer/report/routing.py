@@ -1,0 +1,52 @@
+"""Routing health: what a table of loads says about each MoE layer, under the names of metrics.jsonl.
+
+    layers              the MoE layers, counted from 0; multi-token-prediction layers follow the decoder's. All lists below are in this order
+    tokens_per_expert   per layer, tokens that chose each expert in this iteration (global batch), before drops
+    load_max_over_mean  of the fullest expert; 1 is balanced, num_experts / topk the worst
+    load_entropy        entropy of the loads over its largest value log(num_experts); 1 is balanced
+    dead_experts        experts that no token chose
+    drop_rate           share of the chosen (token, expert) pairs that were dropped
+    bias_drift          largest distance of an expert bias from their mean, after this iteration's update; 0 without expert bias
+    rank_max_over_mean  of the fullest expert-parallel rank; 1 without expert parallelism
+    straggler_cost      one number: by which share of itself the iteration's arithmetic is longer because every layer waits for its fullest
+                        rank, sum over layers of (rank_max_over_mean - 1) * share of the layer's routed experts in the model's FLOPs
+
+straggler_cost is an expectation from sums over the iteration: single microbatches are less even than their sum, so it is a lower bound;
+and hot experts that --moe-clone-hot-experts evens out count as if they had stayed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+PER_LAYER = ("load_max_over_mean", "load_entropy", "dead_experts", "drop_rate", "bias_drift", "rank_max_over_mean")
+
+
+def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict[str, object]:
+    """Describe a table of moe/health.py: fp64 [layers, experts + 3], the last columns drops, bias drift, is this an MoE layer.
+
+    expert_ranks: size of expert parallelism. layer_share: of one layer's routed experts in the model's FLOPs.
+    """
+    num_experts = table.shape[1] - 3
+    table = table.cpu()
+    layers = [index for index, row in enumerate(table[:, -1].tolist()) if row > 0.5]
+    rows = table[layers]
+    loads_LE = rows[:, :num_experts]
+    chosen_L = loads_LE.sum(1).clamp(min=1.0)
+    share_LE = loads_LE / chosen_L[:, None]
+    entropy_L = -(share_LE * share_LE.clamp(min=1e-300).log()).sum(1) / math.log(max(num_experts, 2))
+    ranks_LR = loads_LE.reshape(len(layers), expert_ranks, num_experts // expert_ranks).sum(2)
+    fullest_L = ranks_LR.amax(1) * expert_ranks / chosen_L
+    return {
+        "layers": layers,
+        "load_max_over_mean": (share_LE.amax(1) * num_experts).tolist(),
+        "load_entropy": entropy_L.tolist(),
+        "dead_experts": (loads_LE == 0).sum(1).tolist(),
+        "drop_rate": (rows[:, num_experts] / chosen_L).tolist(),
+        "bias_drift": rows[:, num_experts + 1].tolist(),
+        "rank_max_over_mean": fullest_L.tolist(),
+        "straggler_cost": float((fullest_L - 1.0).clamp(min=0.0).sum()) * layer_share,
+        "tokens_per_expert": [[int(count) for count in row] for row in loads_LE.tolist()],
+    }
