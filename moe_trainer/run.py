@@ -30,7 +30,7 @@ from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import InputError, user_input
 from moe_trainer.guard.places import name_layers
 from moe_trainer.initialize import Runtime
-from moe_trainer.layers.precision import store_weights, stores_weights
+from moe_trainer.layers.precision import store_weights
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.build import DTYPES, build_chunks
@@ -60,6 +60,7 @@ from moe_trainer.report.timers import Timers
 from moe_trainer.shape import deferral
 from moe_trainer.shape.batch_sizes import sizes_that_wait
 from moe_trainer.shape.flops import routed_layer_share
+from moe_trainer.shape.stored_weights import keeps_8_bits
 from moe_trainer.shape.vocab import vocab_rows
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
         logger.info("one data-parallel rank: there is nothing to shard")
     if parallel.use_megatron_fsdp and strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
-    if stores_weights(args.precision) and parallel.use_distributed_optimizer:
+    if keeps_8_bits(args):
         count = store_weights(chunks)
         logger.info("--fp8-param-gather: %s parameters of this rank are kept and gathered in 8 bits", f"{count:,}")
     return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token,

@@ -9,6 +9,7 @@ then know, the stream of random numbers for tensors that are cut over the tensor
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,14 +26,17 @@ from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.precision import LowPrecision, recipe_of, stores_weights
+from moe_trainer.layers.precision import LowPrecision, recipe_of
 from moe_trainer.memory.activations import Activations
 from moe_trainer.memory.cuda_graph import Graphs
-from moe_trainer.ops.fp8 import QuantizedProducts, Recipe
+from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.shape import library_products
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,10 @@ LOCAL = Kit("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, 
 
 def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends = Backends(),
            kernels: Kernels = Kernels(), *, model: ModelArgs = ModelArgs(), moe: MoEArgs = MoEArgs(),
-           precision: PrecisionArgs = PrecisionArgs(), defers: bool = False) -> Kit:
+           precision: PrecisionArgs = PrecisionArgs(), defers: bool = False, stores: bool = False) -> Kit:
     """Return the kit for --transformer-impl, and for --cp-comm-type over the groups of `ps`.
 
-    model, moe, precision: of the layers to come. defers: weight gradients may wait.
+    model, moe, precision: of the layers to come. defers: weight gradients may wait. stores: weights are kept in 8 bits.
     Where TransformerEngine (Megatron's default) cannot be used and may be done without, it is the local kit, and the log says why,
     once; so it does for layers that stay local in its kit. Raises: MissingBackend where it may not.
     """
@@ -109,7 +113,7 @@ def choose(transformer_impl: str, ps: ParallelState, cp_comm_types: Sequence[str
         core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)))
     if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
         return local
-    return _fused(local, ps, cp_comm_types, backends, model, moe, precision, defers)
+    return _fused(local, ps, cp_comm_types, backends, model, moe, precision, defers, stores)
 
 
 def _has_transformer_engine(transformer_impl: str, backends: Backends) -> bool:
@@ -121,7 +125,7 @@ def _has_transformer_engine(transformer_impl: str, backends: Backends) -> bool:
 
 
 def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends: Backends, model: ModelArgs, moe: MoEArgs,
-           precision: PrecisionArgs, defers: bool) -> Kit:
+           precision: PrecisionArgs, defers: bool, stores: bool) -> Kit:
     """The kit of TransformerEngine, with the local layers where it does not do what the flags ask for."""
 
     def fits(what: str, problem: str | None) -> bool:
@@ -130,7 +134,7 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
                             remedy="Use --transformer-impl local", instead=f"the local layers for {what}")
 
     recipe, stream = recipe_of(precision), None
-    low = recipe is not None and fits(f"linears with {recipe.name} scaling", _recipe_problem(recipe, precision))
+    low = recipe is not None and fits(f"linears with {recipe.name} scaling", library_products.recipe_problem(precision, stores) or te.recipe_problem(recipe))
     attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
     fits("linears", "it puts off all weight gradients or none, and the schedule decides pass by pass" if defers else None)
     if attends and ps.cp.size > 1:
@@ -142,9 +146,16 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
 
         quantized = low and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment))
         plain = precision.params_dtype_name != "bf16" and fits(f"experts in {precision.params_dtype_name}", experts_problem(1))
+        if precision.params_dtype_name == "bf16":
+            # torch's one product for all experts keeps less for backward (ops/expert_mlp.py), so nothing is missing: not for `fits`
+            logger.info("experts in bf16 are computed by this program's own grouped products, not by TransformerEngine's")
         experts = {"quantized_experts": quantized, "plain_experts": plain, "row_multiple": te.row_multiple(recipe) if quantized else 1}
+    _tell_idle_kernels(local.kernels, low, **experts)
     layers = te_layers.FusedLayers(te.load(), ps, tuple(cp_comm_types), te.autocast(recipe) if low else None, attends, stream, **experts)
-    norms_fit = local.kernels.rms_norm is Kernels.rms_norm and fits(
+    named = local.kernels.rms_norm is not Kernels.rms_norm and model.normalization == "RMSNorm"
+    if named:  # whoever names a kernel wants that one
+        logger.info("norms are those of --triton-kernels norm, not TransformerEngine's")
+    norms_fit = not named and fits(
         "norms", "it rounds the residual stream before the norm, not behind it (--fp32-residual-connection)"
         if model.fp32_residual_connection else None)
     return replace(
@@ -153,9 +164,9 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
         core_attention=layers.core_attention)
 
 
-def _recipe_problem(recipe: Recipe, precision: PrecisionArgs) -> str | None:
-    if stores_weights(precision):
-        return "it would keep their weights in bf16 (--fp8-param-gather)"
-    if precision.te_precision_config_file is not None:
-        return "it is asked for one recipe, and these have several (--te-precision-config-file)"
-    return te.recipe_problem(recipe)
+def _tell_idle_kernels(kernels: Kernels, low: bool, quantized_experts: bool = False, plain_experts: bool = False, **_: object) -> None:
+    """Kernels of --triton-kernels that the library's layers displace, wholly or in part."""
+    if kernels.quantize is not Kernels.quantize and low:
+        logger.info("--triton-kernels quantize: not in TransformerEngine's linears, which quantise by themselves")
+    if kernels.products is not None and (quantized_experts or plain_experts):
+        logger.info("--triton-kernels grouped-gemm: not in experts that TransformerEngine computes")

@@ -9,7 +9,7 @@ share a model replica or its data (ps.tp_dp_cp, Megatron-Core's amax reduction g
 their scales. So the state is the same on all these ranks and for every mapping, and a checkpoint keeps it under the layer's name.
 
 With --fp8-param-gather the weights of quantised layers are kept in 8 bits from the moment the optimizer takes them over
-(optim/stored_state.py). A recipe can be stored if one set of bytes serves the output and the gradient of x; MXFP8, whose blocks lie along
+(optim/stored_state.py) wherever shape/stored_weights.py says so. A recipe can be stored if one set of bytes serves the output and the gradient of x; MXFP8, whose blocks lie along
 the contracted dimension of each, keeps and gathers bf16, as Megatron-LM gathers it.
 """
 
@@ -24,7 +24,7 @@ from arguments.precision import PrecisionArgs
 from moe_trainer.layers.precision_file import Formats, PrecisionFile, PrecisionFileError
 from moe_trainer.ops.fp8 import Delayed, QuantizedProducts, Recipe, make_recipe
 from moe_trainer.ops.quantize import Quantized, quantize
-from moe_trainer.ops.stored_weight import StoredWeight, can_store
+from moe_trainer.ops.stored_weight import StoredWeight
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.rng import RoundingNoise
 from moe_trainer.parallel.state import ParallelState
@@ -62,13 +62,13 @@ class LowPrecision:
     file: PrecisionFile | None = None
 
     @staticmethod
-    def of(precision: PrecisionArgs, model: ModelArgs, seed: int, ps: ParallelState) -> "LowPrecision | None":
-        """What the flags ask for; None in high precision. Raises: PrecisionFileError."""
+    def of(precision: PrecisionArgs, model: ModelArgs, seed: int, ps: ParallelState, stores: bool = False) -> "LowPrecision | None":
+        """What the flags ask for; None in high precision. stores: weights are kept in 8 bits. Raises: PrecisionFileError."""
         recipe, file, path = recipe_of(precision), None, precision.te_precision_config_file
         if recipe is None:
             return None
         if path is not None:
-            if stores_weights(precision):
+            if stores:
                 raise PrecisionFileError("--te-precision-config-file does not go with --fp8-param-gather: weights are stored in one format")
             file = PrecisionFile.load(path, recipe)
         ends = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
@@ -95,12 +95,6 @@ class LowPrecision:
         products = QuantizedProducts(formats.training, name, RoundingNoise(self.seed, name, *place), quantizer)
         products.evaluation = formats.evaluation
         return products
-
-
-def stores_weights(precision: PrecisionArgs) -> bool:
-    """Whether the weights of quantised layers are kept in 8 bits where the optimizer is sharded."""
-    recipe = recipe_of(precision)
-    return recipe is not None and bool(precision.fp8) and precision.fp8_param_gather and can_store(recipe.weight, recipe.weight_t)
 
 
 def store_weights(chunks: Iterable[nn.Module]) -> int:

@@ -66,12 +66,7 @@ RECIPES = MappingProxyType({
 
 
 def recipe_problem(recipe: Recipe) -> str | None:
-    """What stands in the way of the library's computing a recipe; None if nothing does."""
-    if recipe.name == "delayed":
-        return ("it renews delayed scales with every microbatch and keeps them to itself; here they are those of an iteration, the same "
-                "for every mapping and with recompute, and stand in checkpoints")
-    if not recipe.wgrad:
-        return "it has no gradients of weights in high precision (--no-fp8-wgrad)"
+    """What in the package or the device stands in the way of a recipe that flags allow (shape/library_products.py); None if nothing does."""
     kind, available = RECIPES[recipe.name]
     if missing := problem("", "autocast", available):
         return missing

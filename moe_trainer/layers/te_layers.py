@@ -39,6 +39,7 @@ from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, Ro
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.te_experts import FusedGroupedLinear
 from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.shape import library_products
 
 NAMES = ("Linear", "RMSNorm", "LayerNorm", "DotProductAttention")
 """What the layers take from transformer_engine.pytorch."""
@@ -161,10 +162,8 @@ def experts_problem(library: ModuleType, model: ModelArgs, moe: MoEArgs, ps: Par
     """What keeps the library's grouped linear from computing the experts, None if nothing does. alignment: of widths; 1: any."""
     if not hasattr(library, "GroupedLinear"):
         return f"the installed transformer_engine has no {library.__name__}.GroupedLinear"
-    if moe.moe_clone_hot_experts and ps.ep.size > 1:
-        return "it has a fixed number of experts, and clones of others come and go (--moe-clone-hot-experts)"
-    if moe.moe_paged_stash:
-        return "what it keeps for backward does not go into pages (--moe-paged-stash)"
+    if problem := library_products.experts_problem(moe, ps.ep.size):
+        return problem
     ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
     if model.hidden_size % alignment or ffn % (ps.etp.size * alignment):
         return f"its units take widths in multiples of {alignment}, and these are {model.hidden_size} and {ffn} over {ps.etp.size} ranks"

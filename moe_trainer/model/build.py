@@ -30,6 +30,7 @@ from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape import deferral
 from moe_trainer.shape.activations import captured_parts, offloaded_parts, recomputed_parts
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, embedding_stages
+from moe_trainer.shape.stored_weights import keeps_8_bits
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     backends = Backends(args.parallel.on_missing_backend, args.typed, device.type == "cuda", missing=[])
     kernels = choose_kernels(args.parallel.triton_kernels, backends)
     kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type, backends, kernels, model=args.model,
-                 moe=args.moe, precision=args.precision, defers=deferral.of_all_layers(args.parallel))
+                 moe=args.moe, precision=args.precision, defers=deferral.of_all_layers(args.parallel), stores=keeps_8_bits(args))
     layouts = chunk_layouts(args.model, args.parallel)
     assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
     shared = len(embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights)) > 1

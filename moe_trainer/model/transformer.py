@@ -38,6 +38,7 @@ from moe_trainer.shape import deferral
 from moe_trainer.shape.activations import recomputed_spans
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout
+from moe_trainer.shape.stored_weights import keeps_8_bits
 
 LOGIT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
@@ -113,7 +114,7 @@ class Transformer(nn.Module):
         self.activations = Activations() if activations is None else activations(self.stream)
         self.graphs = graphs or Graphs()
         kit = kit.for_chunk(None if deferral.of_the_head(args.parallel) else queue, self.stream, baton, self.activations,
-                            LowPrecision.of(args.precision, model, args.training.seed, ps), self.graphs)
+                            LowPrecision.of(args.precision, model, args.training.seed, ps, keeps_8_bits(args)), self.graphs)
         self.spans = recomputed_spans(args.training, len(layout.layers))
         self.offloaded_layers = args.training.cpu_offloading_num_layers
         self.sequence = SequenceShard(ps.cp)

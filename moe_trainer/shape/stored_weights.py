@@ -1,4 +1,4 @@
-"""How many weights a model keeps in 8 bits (--fp8-param-gather), from flags alone; layers/precision.py decides, these sums follow it."""
+"""Whether a model keeps weights in 8 bits (--fp8-param-gather), and how many, from flags alone: for its builder, who does it, and for sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ SCALE_BYTES = 12
 
 
 def keeps_8_bits(args: Arguments) -> bool:
-    """Whether the weights of quantised layers are kept so."""
+    """Whether the weights of quantised layers are kept so.
+
+    Not those that are fully sharded, on however many ranks: then one process computes with the same weights. MXFP8's blocks cannot be
+    stored for both products (ops/stored_weight.py: can_store).
+    """
     precision, parallel = args.precision, args.parallel
     sharded = parallel.use_torch_fsdp2 or parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy != "optim"
     return bool(precision.fp8 and precision.fp8_param_gather and precision.fp8_recipe not in ("mxfp8", "custom")

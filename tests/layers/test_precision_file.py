@@ -131,6 +131,7 @@ def test_weights_that_are_kept_in_8_bits_have_one_format(tmp_path):
     flags = f"{FP8} --bf16 --fp8-param-gather --use-distributed-optimizer"
     with pytest.raises(ValueError, match="does not go with --fp8-param-gather"):
         chunk_of(write(tmp_path, []), flags)
+    assert chunk_of(write(tmp_path, []), f"{FP8} --bf16 --fp8-param-gather --use-torch-fsdp2"), "sharded weights are not kept so"
 
 
 def test_evaluation_has_its_own_recipe():

@@ -21,6 +21,7 @@ from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.linear import ColumnParallelLinear
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.precision import recipe_of
+from moe_trainer.layers.te_layers import FusedNorm
 from moe_trainer.model import build
 from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.state import Group, ParallelState
@@ -167,9 +168,20 @@ def test_recomputed_linears_compute_by_the_recipe_again(double):
     assert len(again) > 1.5 * len(once) and all(again)
 
 
+STORED = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
+
+
+@pytest.mark.parametrize("flags", ["--use-torch-fsdp2", "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy no_shard"])
+def test_sharded_weights_are_not_in_8_bits_and_nobody_says_so(double, caplog, flags):
+    with caplog.at_level(logging.INFO):
+        fused = FirstLayers(double, "--bf16", f"{STORED} {flags}")
+    assert "--fp8-param-gather" not in caplog.text and fused.linears == ["FusedRowLinear"] * 4
+
+
 @pytest.mark.parametrize(("flags", "reason"), [
     ("--fp8-format hybrid --fp8-recipe delayed", "renews delayed scales with every microbatch"),
     ("--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad", "--no-fp8-wgrad"),
+    (f"{STORED} --use-distributed-optimizer", "would keep their weights in bf16 (--fp8-param-gather)"),
     ("--fp4-format e2m1 --fp4-recipe nvfp4", "this device has no nvfp4"),
 ])
 def test_recipes_that_the_local_linears_compute(double, caplog, flags, reason):
@@ -222,7 +234,12 @@ def test_norms_that_stay_local(double, caplog):
         kit = chosen(**options("--bf16 --fp32-residual-connection"))
     assert "--fp32-residual-connection" in caplog.text and type(kit.norm(8, options()["model"], name="norm")) is Norm
     caplog.clear()
-    assert type(chosen(kernels=Kernels(rms_norm=print)).norm(8, options()["model"], name="norm")) is Norm and not caplog.messages
+    model = replace(options()["model"], normalization="RMSNorm")
+    with caplog.at_level(logging.INFO):
+        assert type(chosen(kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is Norm
+    assert caplog.messages == ["norms are those of --triton-kernels norm, not TransformerEngine's"]
+    model = replace(model, normalization="LayerNorm")  # for which there is no kernel
+    assert type(chosen(kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is FusedNorm
 
 
 def test_documents_and_masks_go_to_the_local_attention(double):

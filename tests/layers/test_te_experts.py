@@ -16,8 +16,10 @@ from arguments import parse_args
 from moe_trainer.backends import Backends, MissingBackend
 from moe_trainer.layers import kit as kits
 from moe_trainer.layers import te, te_layers
+from moe_trainer.layers.init import Init
 from moe_trainer.layers.precision import recipe_of
 from moe_trainer.layers.te_experts import FusedGroupedLinear, stacked
+from moe_trainer.layers.te_layers import FusedColumnLinear
 from moe_trainer.memory.activations import Activations
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
 from moe_trainer.moe.padding import RowPadding
@@ -25,6 +27,9 @@ from moe_trainer.ops.expert_mlp import choose_block, expert_mlp
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.shape import deferral
+from moe_trainer.shape.library_products import quantised_by_library
+from moe_trainer.shape.stored_weights import keeps_8_bits
 
 COUNTS = (9, 0, 16, 3)
 WIDE = ("--hidden-size 32 --ffn-hidden-size 32 --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
@@ -206,6 +211,23 @@ def chosen(flags, caplog, backends=Backends(cuda=True)):
     return kit.grouped_linear(4, 32, 32), [message for message in caplog.messages if "for experts" in message]
 
 
+@pytest.mark.parametrize("flags", [
+    "--fp8-recipe blockwise", "--fp8-recipe tensorwise", "--fp8-recipe delayed", "--fp8-recipe blockwise --no-fp8-wgrad",
+    "--fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer", "--fp8-recipe blockwise --fp8-param-gather --use-torch-fsdp2",
+    "--fp8-recipe blockwise --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", f"--fp8-recipe blockwise {BUDGET} --moe-paged-stash",
+    "--fp8-recipe blockwise --te-precision-config-file formats.yaml",
+])
+def test_flags_alone_tell_what_the_kit_chooses(double, flags):
+    """Where the package, the device and the widths allow all of it: what plans of memory go by."""
+    args = parse_args(fused(f"--bf16 --fp8-format e4m3 {flags}"), 2)
+    defers = deferral.of_all_layers(args.parallel)
+    kit = kits.choose("transformer_engine", ParallelState.single(), ["p2p"], Backends(cuda=True), model=args.model, moe=args.moe,
+                      precision=args.precision, defers=defers, stores=keeps_8_bits(args)).for_chunk(WeightGradQueue() if defers else None)
+    kit = replace(kit, **kit._linears(quantize=lambda *_, **__: None))
+    linear = kit.column_linear(32, 32, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
+    assert (type(linear) is FusedColumnLinear, kit.grouped_linear(4, 32, 32) is not None) == quantised_by_library(args)
+
+
 def groups(args):
     single = ParallelState.single()
     return replace(single, ep=Group("ep", (0, 1), 0, 2)) if args.parallel.expert_model_parallel_size == 2 else single
@@ -224,6 +246,7 @@ def test_experts_that_stay_local(double, caplog, flags, reason):
 
 def test_experts_in_bf16_are_torchs_grouped_products(double, caplog):
     assert chosen("--bf16", caplog) == (None, [])
+    assert "experts in bf16 are computed by this program's own grouped products, not by TransformerEngine's" in caplog.messages
     made, told = chosen("", caplog)
     assert type(made) is FusedGroupedLinear and not told
 

@@ -6,15 +6,19 @@ from harness import run_ranks
 from train.layouts import argv_of, groups_of, make_run
 from train.resuming import assert_alike, load_and_save, run_steps, train_and_save
 
+from arguments import parse_args
 from moe_trainer.checkpoint.checkpoint import load
 from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.options import LoadOptions
+from moe_trainer.layers.precision import recipe_of
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.ops.quantize import quantize
+from moe_trainer.ops.stored_weight import can_store
 from moe_trainer.optim.loss_scale import DynamicLossScale
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import is_stored
 from moe_trainer.run import TrainState
+from moe_trainer.shape.stored_weights import keeps_8_bits
 from moe_trainer.train_step import run_microbatches, train_step
 
 GATHER = "--fp8-param-gather"
@@ -46,6 +50,23 @@ def _stored(run):
     found = [pair for module in chunk.modules() for pair in getattr(module, "quantized_weights", tuple)() if is_stored(pair[0])]
     assert len(found) == sum(is_stored(param) for param in chunk.parameters())
     return found
+
+
+@pytest.mark.parametrize(("flags", "keeps"), [
+    ("--use-distributed-optimizer", True),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim", True),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy no_shard", False),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params", False),
+    ("--use-torch-fsdp2", False),
+    ("--use-distributed-optimizer --fp8-recipe mxfp8", False),
+])
+def test_flags_tell_whether_weights_are_kept_in_8_bits(flags, keeps):
+    """On one rank, where nothing is sharded whatever the flags say: many ranks and one compute with the same weights."""
+    argv = argv_with("--bf16", RECIPES["blockwise"], GATHER, flags)
+    args = parse_args(argv, 1)
+    recipe = recipe_of(args.precision)
+    assert keeps_8_bits(args) == keeps and (can_store(recipe.weight, recipe.weight_t) or not keeps)
+    assert bool(_stored(_run(0, 1, argv))) == keeps
 
 
 def _losses(rank, n, argv):
