@@ -2,7 +2,8 @@
 
 The door and nothing more: read the flags, check them against this machine, hand over to `moe_trainer.train.pretrain`.
 Exit codes: 0 done, 2 something the user can mend (flags, files, folders), 3 another rank ended or is stuck (message: who
-waited where), 1 anything else: a loss that is not finite (message), an error of ours (traceback).
+waited where), 75 saved because of a signal or the clock and to be started again (with --auto-resume; without it 0, as in
+Megatron-LM), 1 anything else: a loss that is not finite (message), an error of ours (traceback).
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import NoReturn
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NoReturn
 
 import arguments
-from moe_trainer.place import find_place
+from moe_trainer.place import Place, find_place
+
+if TYPE_CHECKING:
+    from moe_trainer.guard.signals import ExitSignal
 
 
 def main(argv: list[str]) -> int:
@@ -50,6 +55,13 @@ def main(argv: list[str]) -> int:
     for name, value in args.recipe_env.items():
         os.environ.setdefault(name, value)
 
+    from moe_trainer.guard.signals import exit_signal
+
+    with exit_signal(args.training, args.output) or nullcontext() as listening:
+        return _train(args, place, listening)
+
+
+def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | None) -> int:
     # The store's C++ side tells every lost connection with a stack of frames; guard/watchdog.py tells it in a line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported after the flags are known to be good: torch takes seconds, a typo should not.
@@ -59,7 +71,7 @@ def main(argv: list[str]) -> int:
     from moe_trainer.train import pretrain
 
     try:
-        return pretrain(args, place)
+        return pretrain(args, place, exit_signal)
     except InputError as error:
         if error.told is None and place.rank != 0:
             # the ranks have not met, and the first one may not have this error: one line holds all of it

@@ -106,6 +106,9 @@ class OutputArgs:
         ),
     )
     """Take the tokenizer from the checkpoint (with --use-checkpoint-args)."""
+    auto_resume: bool = False
+    """Go on from the newest complete checkpoint under --save where there is one, else start as the other flags say. SIGTERM, SIGUSR1, --exit-signal
+    and --exit-duration-in-mins then save and end the run with exit code 75: to be started again."""
     exit_on_missing_checkpoint: bool = False
     """Stop when --load has no checkpoint."""
     override_ckpt_iteration: int | None = None

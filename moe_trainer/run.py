@@ -420,6 +420,8 @@ def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
         run.train_iters,
         metrics_file=output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None),
         moe_per_layer_logging=args.moe.moe_per_layer_logging,
+        own=output.auto_resume or (state.iteration > 0 and output.save is not None and output.load == output.save),
+        start_samples=state.consumed_train_samples,
         expert_ranks=run.ps.ep.size,
         layer_share=routed_layer_share(args, args.data.seq_length, run.padded_vocab_size),
     )

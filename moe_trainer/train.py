@@ -15,7 +15,6 @@ import gc
 import logging
 import resource
 import time
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import told_once, user_input
 from moe_trainer.guard.bulletin import Bulletin
 from moe_trainer.guard.patience import Patience
-from moe_trainer.guard.signals import ExitSignal
+from moe_trainer.guard.signals import AGAIN, ExitSignal
 from moe_trainer.guard.watchdog import Watchdog
 from moe_trainer.initialize import Runtime, counter_of_words, initialize
 from moe_trainer.memory.host_allocator import keep_freed_memory
@@ -52,16 +51,18 @@ from moe_trainer.run import (
     resume,
 )
 from moe_trainer.shape.flops import training_flops
-from moe_trainer.train_agreement import agree
+from moe_trainer.train_agreement import Agreement, agree
 from moe_trainer.train_export import export_weights
+from moe_trainer.train_resume import find_own_checkpoint
 from moe_trainer.train_step import run_microbatches, shared_sums, train_step
 
 logger = logging.getLogger(__name__)
 
 
-def pretrain(args: Arguments, place: Place) -> int:
+def pretrain(args: Arguments, place: Place, exit_signal: ExitSignal | None = None) -> int:
     """Run the whole job of one process: build, resume, train, evaluate, save. Returns the exit code.
 
+    exit_signal: listens already; a signal that it remembers ends the run, saved, after the iteration under way.
     Raises: InputError for whatever the user can mend.
     """
     started = time.time()
@@ -71,7 +72,7 @@ def pretrain(args: Arguments, place: Place) -> int:
         keep_freed_memory()
     print_rank_0(runtime, f"time to initialize megatron (seconds): {time.time() - started:.3f}")
     with watch(args, runtime) as watchdog, told_once(counter_of_words(runtime.store)):
-        return run_job(args, runtime, watchdog, started)
+        return run_job(args, runtime, watchdog, started, exit_signal)
 
 
 def watch(args: Arguments, runtime: Runtime) -> Watchdog:
@@ -80,8 +81,9 @@ def watch(args: Arguments, runtime: Runtime) -> Watchdog:
     return Watchdog(runtime.ps.trace, runtime.place.world_size, bulletin, args.parallel.distributed_timeout_minutes * 60.0)
 
 
-def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: float) -> int:
+def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: float, exit_signal: ExitSignal | None) -> int:
     """Everything between joining the other ranks and leaving them. Returns the exit code."""
+    args = find_own_checkpoint(args, runtime.ps)
     announce(args, runtime)
     parallel = args.parallel
     patience = Patience(runtime.ps, watchdog, runtime.device, parallel.distributed_timeout_minutes * 60.0,
@@ -94,13 +96,13 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
     run = open_data(run, state, tokenizer)
     run = open_metrics(run, state)
     print_rank_0(runtime, f"done with setup ... ({time.time() - started:.1f} s)")
-    reason = None
+    leaving = None
     if args.training.skip_train:
         print_rank_0(runtime, "skipping training (--skip-train is on) ...")
     else:
         print_rank_0(runtime, "training ...")
-        reason = train(run, state, started, patience)
-    if reason is None:
+        leaving = train(run, state, started, patience, exit_signal)
+    if leaving is None:
         print_datetime(runtime, "after training is done")
         with patience.longer():
             finish(run, state)
@@ -108,10 +110,11 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
         run.saver.finish()
     if run.metrics is not None:
         run.metrics.close()
-    if reason is not None:
-        print_datetime(runtime, reason)
+    if leaving is not None:
+        print_datetime(runtime, leaving.reason)
     close_groups(runtime.ps)
-    return 0
+    # Megatron-LM's launchers expect 0 of a run that a signal has ended; whoever asks for --auto-resume wants it started again
+    return AGAIN if leaving is not None and leaving.interrupted and args.output.auto_resume else 0
 
 
 def announce(args: Arguments, runtime: Runtime) -> None:
@@ -126,10 +129,10 @@ def print_datetime(runtime: Runtime, text: str) -> None:
     print_rank_0(runtime, f"[{text}] datetime: {datetime.datetime.now().strftime('%Y-%m-%d %H:%M:%S')} ")
 
 
-def train(run: Run, state: TrainState, started: float, patience: Patience) -> str | None:
+def train(run: Run, state: TrainState, started: float, patience: Patience, exit_signal: ExitSignal | None) -> Agreement | None:
     """Train until the last iteration or an exit condition.
 
-    Returns: None at the end, else the reason for leaving early, as the log prints it.
+    Returns: None at the end, else why the run leaves early.
     """
     training = run.args.training
     if training.manual_gc:
@@ -137,29 +140,25 @@ def train(run: Run, state: TrainState, started: float, patience: Patience) -> st
         gc.collect()
     set_training(run.chunks, True)
     first = True
-    with ExitStack() as stack:
-        exit_signal = None
-        if training.exit_signal_handler:
-            exit_signal = stack.enter_context(ExitSignal(training.exit_signal))
-        while state.iteration < run.train_iters:
-            train_iteration(run, state)
-            if first:
-                patience.shorten()
-            first = False
-            if evaluation_is_due(run, state):
-                with patience.longer():
-                    validate(run, state, f"iteration {state.iteration}")
-            if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
-                gc.collect()
-            saving, reason = agree(run, state, started, exit_signal)
-            if run.saver.under_way and not saving:
-                with patience.longer(), user_input("--save"):
-                    run.saver.finish()
-            if run.args.output.save is not None and (save_is_due(run, state) or reason is not None):
-                with patience.longer():
-                    save_checkpoint(run, state)
-            if reason is not None:
-                return reason
+    while state.iteration < run.train_iters:
+        train_iteration(run, state)
+        if first:
+            patience.shorten()
+        first = False
+        if evaluation_is_due(run, state):
+            with patience.longer():
+                validate(run, state, f"iteration {state.iteration}")
+        if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
+            gc.collect()
+        agreed = agree(run, state, started, exit_signal)
+        if run.saver.under_way and not agreed.saving:
+            with patience.longer(), user_input("--save"):
+                run.saver.finish()
+        if run.args.output.save is not None and (save_is_due(run, state) or agreed.reason is not None):
+            with patience.longer():
+                save_checkpoint(run, state)
+        if agreed.reason is not None:
+            return agreed
     return None
 
 
@@ -307,6 +306,8 @@ def save_checkpoint(run: Run, state: TrainState) -> None:
         num_floating_point_operations_so_far=state.total_flops,
         scheduler=schedule_record(run.learning_rate, run.weight_decay, state.scheduled_samples),
     )
+    if run.metrics is not None:
+        run.metrics.flush()  # a run killed after this goes on from here: nothing logged until now may be lost
     with run.timers("save-checkpoint"), user_input(f"--save {output.save}"):
         run.optimizer.wait_params()
         run.saver.finish()

@@ -7,6 +7,7 @@ that only where a flag asks for it or a checkpoint is being written.
 from __future__ import annotations
 
 import time
+from signal import Signals
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from moe_trainer.run import Run, TrainState
 
 class Agreement(NamedTuple):
     """The same on every rank. saving: some rank still writes its share of a checkpoint. reason: why to save and leave now, in
-    Megatron-LM's words, or None."""
+    Megatron-LM's words, or None. interrupted: it was the machine that asked for it (a signal, the clock), not the plan."""
 
     saving: bool
     reason: str | None
+    interrupted: bool = False
 
 
 def agree(run: Run, state: TrainState, started: float, exit_signal: ExitSignal | None) -> Agreement:
@@ -30,16 +32,17 @@ def agree(run: Run, state: TrainState, started: float, exit_signal: ExitSignal |
     Communication: three float32 to a maximum over the world, if anything depends on the ranks.
     """
     training = run.args.training
-    signalled, minutes, saving = False, 0.0, False
+    signalled, minutes, saving = 0, 0.0, False
     if exit_signal is not None or training.exit_duration_in_mins is not None or run.saver.under_way:
-        mine = [exit_signal is not None and exit_signal.received, (time.time() - started) / 60.0, run.saver.writing]
+        received = None if exit_signal is None else exit_signal.received
+        mine = [received or 0, (time.time() - started) / 60.0, run.saver.writing]
         facts = torch.tensor(mine, dtype=torch.float32, device=run.runtime.device)
         # one signal is enough, the slowest clock decides, and so does the slowest disk
         signalled, minutes, saving = collectives.all_reduce(facts, run.ps.world, op="max").tolist()
     if signalled:
-        return Agreement(bool(saving), f"exiting program after receiving {exit_signal.name}.")
+        return Agreement(bool(saving), f"exiting program after receiving {Signals(int(signalled)).name}.", True)
     if training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins:
-        return Agreement(bool(saving), f"exiting program after {minutes} minutes")
+        return Agreement(bool(saving), f"exiting program after {minutes} minutes", True)
     if training.exit_interval is not None and state.iteration % training.exit_interval == 0:
         return Agreement(bool(saving), f"exiting program at iteration {state.iteration}")
     return Agreement(bool(saving), None)

@@ -37,6 +37,11 @@ def saving_is_scheduled(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{say(s, INTERVAL)} must be at least 1.", INTERVAL)
 
 
+def own_checkpoints_are_somewhere(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.auto_resume and s.save is None:
+        yield broken(s, f"{s.flag('auto_resume')} needs --save: the folder whose newest checkpoint it goes on from.", "auto_resume", SAVE)
+
+
 def retained_saves_are_saves(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.save_retain_interval is None:
         return
@@ -132,6 +137,7 @@ def old_flags(s: Settings, _f: Facts) -> Iterator[Violation]:
 RESOLVE = (async_save_needs_worker, upcycling_starts_fresh)
 CHECKS = (
     saving_is_scheduled,
+    own_checkpoints_are_somewhere,
     retained_saves_are_saves,
     conversion_knows_its_ends,
     gloo_free_shards_need_new_format,

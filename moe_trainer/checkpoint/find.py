@@ -98,6 +98,28 @@ def latest_iteration(directory: str | Path) -> int | None:
     return 0 if folder.name == "release" else int(folder.name.removeprefix("iter_"))
 
 
+def newest_whole(directory: Path, hashes: bool = False) -> int | None:
+    """The newest iteration whose checkpoint is complete and undamaged, whatever the tracker says; None where there is none.
+
+    Every newer one that is passed over is named in a warning. hashes: as in `check`.
+    """
+    try:
+        tracker = read_tracker(directory)
+    except CheckpointError as error:
+        tracker = None
+        logger.warning("WARNING: %s", error)
+    if isinstance(tracker, int):
+        take_back(directory, tracker)
+    for iteration in reversed(complete_iterations(directory)):
+        problems = check(directory / folder_name(iteration), hashes)
+        if not problems:
+            if isinstance(tracker, int) and tracker != iteration:
+                logger.warning("WARNING: %s says %d; the newest whole checkpoint is that of iteration %d", directory / TRACKER, tracker, iteration)
+            return iteration
+        logger.warning("WARNING: the checkpoint %s is passed over, it is damaged: %s", directory / folder_name(iteration), problems[0])
+    return None
+
+
 def saved_vocab_rows(directory: str | Path, ckpt_step: int | None = None) -> int | None:
     """Rows of the token embedding (the padded vocabulary) of the checkpoint that would be loaded; None when there is none to tell.
 

@@ -1,29 +1,49 @@
-"""A signal that asks a run to save and leave (`--exit-signal-handler`)."""
+"""Signals that ask a run to save and leave (`--exit-signal-handler`, `--auto-resume`)."""
 
 import signal
 from types import FrameType
+from typing import Any
 
 from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
+
+from arguments.output import OutputArgs
+from arguments.training import TrainingArgs
+
+AGAIN = 75  # exit code of a run that has saved and wants to be started again: EX_TEMPFAIL of sysexits.h
+BATCH_SYSTEM = ("SIGTERM", "SIGUSR1")  # preemption and `scancel`; `sbatch --signal=USR1@120`
 
 
 class ExitSignal:
     """Remembers that a signal arrived at this rank; all ranks must agree before anybody acts on it (train_agreement.py).
 
-    received: whether it has. Use as a context manager: the previous handler comes back afterwards.
+    received: the first of the named signals that has arrived, or None. Use as a context manager, in the main thread: the
+    previous handlers come back afterwards.
     """
 
-    def __init__(self, name: str):
-        self.name = name
-        self._number = signal.Signals[name]
-        self.received = False
-        self._previous = None
+    def __init__(self, *names: str):
+        self._numbers = sorted({signal.Signals[name] for name in names})
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._previous = signal.signal(self._number, self._handle)
+        self._previous = {number: signal.signal(number, self._handle) for number in self._numbers}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        signal.signal(self._number, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        if self.received is None:
+            self.received = signal.Signals(number)
+
+
+def exit_signal(training: TrainingArgs, output: OutputArgs) -> ExitSignal | None:
+    """What these flags listen to, None for nothing.
+
+    With --auto-resume that is also what batch systems send, and from the very start: a signal during a start-up of minutes
+    then ends the run after its first iteration, saved, instead of killing it.
+    """
+    if output.auto_resume:
+        return ExitSignal(training.exit_signal, *BATCH_SYSTEM)
+    return ExitSignal(training.exit_signal) if training.exit_signal_handler else None

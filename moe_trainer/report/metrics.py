@@ -8,8 +8,9 @@ choice: the last pipeline stage has the loss). From it come
     count since the last record, and `learning_rate` is the one used in the step;
   * TensorBoard scalars under Megatron-LM's names, and the same names for Weights & Biases.
 
-A resumed run continues the files: records of iterations that are going to be repeated are dropped, so that no iteration
-stands twice. A run that starts from iteration 0 beside an old metrics file keeps that file under a numbered name.
+A resumed run continues the files, TensorBoard's (event_files.py) where it goes on with its own checkpoints: what was logged of
+iterations that are going to be repeated is dropped, so that no iteration stands twice. A run that starts from iteration 0
+beside an old metrics file keeps that file under a numbered name.
 
 Rejected: logging through callbacks. One product, one loop, one place to read.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import math
 import os
 import time
@@ -30,8 +32,11 @@ from torch import Tensor
 
 from arguments.output import OutputArgs
 from moe_trainer.errors import InputError
+from moe_trainer.report import event_files
 from moe_trainer.report.console import IterationLine, ProgressBar, perplexity, validation_line
 from moe_trainer.report.routing import routing_health
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,16 @@ class LogOptions:
     """What is logged where: the section of flags, and what follows from other ones.
 
     metrics_file: where metrics.jsonl goes, None for nowhere; moe_per_layer_logging: the flag of that name; expert_ranks,
-    layer_share: see routing.routing_health.
+    layer_share: see routing.routing_health. own: the run is one with what is already in
+    --tensorboard-dir, which it has logged up to `start_samples` samples and perhaps further.
     """
 
     output: OutputArgs
     train_iters: int
     metrics_file: str | None = None
     moe_per_layer_logging: bool = False
+    own: bool = False
+    start_samples: int = 0
     expert_ranks: int = 1
     layer_share: float = 0.0
 
@@ -265,6 +273,12 @@ class MetricsLogger:
             if self._options.output.log_validation_ppl_to_tensorboard:
                 self._scalar(f"{name} {suffix} ppl", perplexity(value), iteration, samples)
 
+    def flush(self) -> None:
+        """Hand over to the system whatever is still held back."""
+        if self._tensorboard is not None:
+            with _writes("--tensorboard-dir", self._options.output.tensorboard_dir):
+                self._tensorboard.flush()
+
     def close(self) -> None:
         """Flush and close every file."""
         self._bar.clear()
@@ -347,6 +361,8 @@ def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mappi
     from torch.utils.tensorboard import SummaryWriter
 
     with _writes("--tensorboard-dir", options.output.tensorboard_dir):
+        if options.own:
+            _own_events(Path(options.output.tensorboard_dir), start_iteration, options.start_samples)
         writer = SummaryWriter(
             log_dir=options.output.tensorboard_dir,
             # no purge_step: it would count the "vs samples" curves, whose steps are samples, as expired
@@ -355,6 +371,13 @@ def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mappi
         for name in sorted(settings):
             writer.add_text(name, str(settings[name]), global_step=start_iteration)
     return writer
+
+
+def _own_events(folder: Path, iteration: int, samples: int) -> None:
+    if iteration == 0:
+        event_files.move_aside(folder)
+    elif dropped := event_files.drop_after(folder, iteration, samples):
+        logger.info("%d TensorBoard events after iteration %d are dropped from %s: they are going to be logged again", dropped, iteration, folder)
 
 
 def _open_wandb(options: LogOptions, settings: Mapping[str, object]):

@@ -11,7 +11,7 @@ from tests.arguments.recorded import load, megatron_flags, megatron_parser
 FLAGS = megatron_flags()
 OWN = {
     "preset", "validate_only", "report", "metrics_file", "init_from", "export_weights", "dump_step", "world_size",
-    "dry_run", "hardware", "on_missing_backend", "triton_kernels", "print_groups", "pipeline_schedule", "moe_clone_hot_experts",
+    "dry_run", "hardware", "auto_resume", "on_missing_backend", "triton_kernels", "print_groups", "pipeline_schedule", "moe_clone_hot_experts",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip
 

@@ -293,6 +293,7 @@ BROKEN = (
     # checkpoints and old flags
     ("--save out", "", "--save-interval"),
     ("--save out --save-interval 0", "", "--save-interval"),
+    ("--auto-resume", "", "--auto-resume"),
     ("--save out --save-interval 10 --save-retain-interval 25", "", "--save-retain-interval"),
     ("--ckpt-convert-format torch_dist --load x", "", "--ckpt-convert-save"),
     ("--use-distributed-optimizer --disable-gloo-process-groups --ckpt-format torch", "", "--disable-gloo-process-groups"),

@@ -1,5 +1,6 @@
 """Timeouts that shorten after the start and lengthen where one rank works for all, and what ranks agree on between iterations."""
 
+import signal
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -63,17 +64,17 @@ def settle(rank, n):
         training = SimpleNamespace(exit_duration_in_mins=duration, exit_interval=interval)
         run = SimpleNamespace(args=SimpleNamespace(training=training), saver=SimpleNamespace(under_way=writing is not None, writing=bool(writing)),
                               runtime=SimpleNamespace(device=CPU), ps=ps)
-        return agree(run, SimpleNamespace(iteration=6), started, SimpleNamespace(received=signalled, name="SIGTERM"))
+        return agree(run, SimpleNamespace(iteration=6), started, SimpleNamespace(received=signal.SIGTERM if signalled else None))
 
     one = rank == 1
-    assert ask() == (False, None)
-    assert ask(writing=one) == (True, None)
-    assert ask(signalled=one) == (False, "exiting program after receiving SIGTERM.")
-    saving, reason = ask(duration=5, started=time.time() - 600 * one)
-    assert not saving and reason.startswith("exiting program after 10.0")
-    assert ask(duration=5) == (False, None)
-    assert ask(writing=one, interval=3) == (True, "exiting program at iteration 6")
-    assert ask(interval=4) == (False, None)
+    assert ask() == (False, None, False)
+    assert ask(writing=one) == (True, None, False)
+    assert ask(signalled=one) == (False, "exiting program after receiving SIGTERM.", True)
+    saving, reason, interrupted = ask(duration=5, started=time.time() - 600 * one)
+    assert interrupted and not saving and reason.startswith("exiting program after 10.0")
+    assert ask(duration=5) == (False, None, False)
+    assert ask(writing=one, interval=3) == (True, "exiting program at iteration 6", False)
+    assert ask(interval=4) == (False, None, False)
 
 
 def test_what_one_rank_knows_all_act_upon():
