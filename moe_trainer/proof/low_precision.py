@@ -8,7 +8,7 @@ in which order - is that of the user's recipe in any case.
 
 Rounding to 8 bits turns a difference in the last digit into one of several per cent, now and then. So these proofs compute in fp64,
 router included, and the weights stay as they are: a step as small as fp32 allows for would turn roundings, too. Steps of the optimizer are
-proven without fp8. No torch here.
+proven by a further case without 8 bits. No torch here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def provable(values: MappingOf[str, object], mapping: Mapping, num_layers: int) 
         flags, without = ", ".join(f"--{dest.replace('_', '-')}" for dest in rows), dict.fromkeys(rows)
         others, notes = provable({**values, **without}, mapping, num_layers)
         if values.get("fp4") or any(values.get(dest) for dest in _SHARDED):
-            return {**others, **without}, [*notes, f"{flags}: left out; rows in 8 bits are proven in fp64"]
+            return {**others, **without}, [*notes, f"{flags}: left out; rows in 8 bits are proven in fp64, which {'--fp4-format' if values.get('fp4') else 'full sharding'} does not allow"]
         return {**others, "lr": STILL, "decoupled_lr": None, "moe_router_dtype": "fp64"}, [*notes, _ROWS_HOW.format(flags)]
     if values.get("fp4"):
         return {**NONE, "fp4": None, "fp4_recipe": None}, ["--fp4-format: left out; gradients are rounded at random, on every rank otherwise"]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moe_trainer.proof.prove import Verdict
 
 _SHOWN = 8
+_REFUSED = "pretrain_moe.py refuses this command line for what is left out here; the proof is of the rest"
 
 
 def command(case: Case) -> str:
@@ -28,6 +29,8 @@ def shrunk_lines(shrunk: Shrunk) -> Iterator[str]:
         yield f"  - {note}"
     for text in shrunk.left_out:
         yield f"  - left out: {text}"
+    if shrunk.left_out:
+        yield f"  {_REFUSED}"
     for number, case in enumerate(shrunk.cases, start=1):
         yield f"small command line {number} of {len(shrunk.cases)} ({case.mapping}):"
         yield f"  {command(case)}"
@@ -57,16 +60,16 @@ def markdown(verdicts: Sequence[Verdict], shrunk: Shrunk | None, asked: str) -> 
     """A page with the verdict first, then what was compared, what was left out, and the command lines."""
     parted = [verdict for verdict in verdicts if not verdict.equal]
     total = sum(verdict.seconds for verdict in verdicts)
-    head = f"{len(parted)} of {len(verdicts)} mappings part from one process" if parted else f"All {len(verdicts)} mappings equal one process"
+    head = f"{len(parted)} of {len(verdicts)} mappings part from one process" if parted else f"{len(verdicts)} of {len(verdicts)} mappings equal one process"
     lines = [f"# {head}", "", f"`{asked}`", ""]
-    lines += [f"torch {version('torch')}, gloo on {platform.machine()} CPU, fp32, {total:.0f} s.", ""]
+    lines += [f"torch {version('torch')}, gloo on {platform.machine()} CPU, fp32 (fp64 where 8 bits are proven), {total:.0f} s.", ""]
     lines += ["| mapping | verdict |", "|---|---|"]
     for verdict in verdicts:
         first = verdict.closeness if verdict.equal else str((verdict.differences or [verdict.failure.splitlines()[-1]])[0])
         lines.append(f"| {verdict.case.mapping} | {'equal: ' if verdict.equal else '**parts**: '}{first.replace('|', '/')} |")
     if shrunk is not None:
         lines += ["", f"The user's mapping: {shrunk.original}.", "", *(f"* {note}" for note in shrunk.notes)]
-        lines += [f"* left out: {text}" for text in shrunk.left_out]
+        lines += [*(f"* left out: {text}" for text in shrunk.left_out), *([f"* {_REFUSED}"] if shrunk.left_out else [])]
     for verdict in parted:
         lines += ["", f"## {verdict.case.mapping}", "", "```", *verdict_lines(verdict, "case"), "```"]
     lines += ["", "<details><summary>Small command lines</summary>", "", "```"]

@@ -146,9 +146,12 @@ def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Sh
     original = _mapping(settings, world_size)
     notes: list[str] = []
     mappings = _choose(settings, original, ranks, notes)
-    cases = tuple(_case(settings, original, mapping, notes) for mapping in mappings)
+    cases = [_case(settings, original, mapping, notes) for mapping in mappings]
+    if any(low_precision.is_how(note) for note in notes):
+        cases.append(_case(settings, original, mappings[0], [], quantized=False))
+        notes.append("the last case is the first mapping without 8 bits: there the weights move, and steps and formats of the optimizer are proven")
     _note_changes(settings, notes)
-    return Shrunk(original, cases, tuple(dict.fromkeys(notes)), tuple(left_out))
+    return Shrunk(original, tuple(cases), tuple(dict.fromkeys(notes)), tuple(left_out))
 
 
 def as_is(argv: list[str], world_size: int | None = None) -> Case:
@@ -250,9 +253,9 @@ def _choose(s: Settings, original: Mapping, ranks: int, notes: list[str]) -> lis
     return mappings
 
 
-def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str]) -> Case:
+def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str], quantized: bool = True) -> Case:
     """One small command line for one mapping."""
-    values = _carried(s)
+    values = _carried(s) if quantized else {**_carried(s), **low_precision.NONE, **dict.fromkeys(low_precision.ROWS)}
     values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
     layers = values["num_layers"]
     values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers) | _steady(s)
@@ -376,8 +379,8 @@ def _note_changes(s: Settings, notes: list[str]) -> None:
     if s.values["step_batch_size_schedule"] or s.values["rampup_batch_size"]:
         notes.append("the batch size is constant")
     notes.append(
-        f"data are random tokens, initial weights have a deviation of 0.2, the learning rate is {LEARNING_RATE} throughout and Adam's "
-        "epsilon 1e-5: three small steps shall move the weights, and rounding shall not"
+        f"data are random tokens, initial weights have a deviation of 0.2, the learning rate is {LEARNING_RATE} throughout (but "
+        "where 8 bits are proven) and Adam's epsilon 1e-5: three small steps shall move the weights, and rounding shall not"
     )
     dropped = [s.flag(dest) for dest in s.given_dests() if OPTIONS[dest].section == "output"]
     if dropped:

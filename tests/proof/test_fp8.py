@@ -181,3 +181,12 @@ def test_a_users_flags_keep_their_recipe():
     assert "--fp8-format" in argv and "blockwise" in argv and "--no-fp8-wgrad" in argv and "--moe-router-padding-for-quantization" in argv
     assert "--fp8-param-gather" in argv and "--fp8-format" in (reference := shrunk.cases[0].reference) and "--fp8-param-gather" not in reference
     assert any("--no-fp8-wgrad" in note for note in shrunk.notes)
+
+
+def test_a_further_case_without_8_bits_proves_the_optimizers_steps():
+    line = ("--preset mixtral_8x7b --world-size 16 --mock-data --bf16 --expert-model-parallel-size 8 --use-distributed-optimizer --fp8-format e4m3 "
+            "--fp8-recipe blockwise --fp8-param-gather --moe-dispatch-fwd-dtype mxfp8 --use-precision-aware-optimizer --exp-avg-dtype bf16")
+    *cases, last = shrink(line.split(), ranks=2).cases
+    assert all("1e-12" in case.argv and "--fp8-format" in case.argv for case in cases) and cases
+    assert last.mapping == cases[0].mapping and not {"--fp8-format", "--fp8-param-gather", "--moe-dispatch-fwd-dtype", "1e-12"} & set(last.argv)
+    assert last.argv[last.argv.index("--exp-avg-dtype") + 1] == "fp16"
