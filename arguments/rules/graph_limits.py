@@ -26,8 +26,9 @@ def _asked(s: Settings) -> str:
     return next((s.flag(old) for old in ("enable_cuda_graph", "external_cuda_graph") if s.given(old)), say(s, IMPL))
 
 
-def _later(s: Settings, reason: str, *dests: str) -> Violation:
-    return broken(s, f"{_asked(s)}: {reason}", *dests, IMPL, kind="later")
+def _later(s: Settings, reason: str, dest: str) -> Violation:
+    with_what = "" if dest == MODULES else f" with {say(s, dest)}"
+    return broken(s, f"{_asked(s)}{with_what} is not possible: {reason} Leave one of the two out.", dest, IMPL, kind="later")
 
 
 def _pads(s: Settings) -> bool:
@@ -96,10 +97,9 @@ def random_numbers_have_one_stream(s: Settings, f: Facts) -> Iterator[Violation]
     ) if inside and getattr(s, dest) and (s.num_experts or not dest.startswith("moe"))]
     for dest in noise:
         if f.tp > 1 and (dest != "hidden_dropout" or s.sequence_parallel):
-            yield _later(s, f"random numbers of {say(s, dest)} come from a stream of each tensor-parallel rank.", dest)
+            yield _later(s, "random numbers come from a stream of each tensor-parallel rank.", dest)
         if s.recompute_granularity is not None:
-            yield _later(s, f"with {say(s, 'recompute_granularity')} random numbers of {say(s, dest)} are drawn twice, from a state that "
-                         "the host keeps.", dest)
+            yield _later(s, f"with {say(s, 'recompute_granularity')} its random numbers are drawn twice, from a state that the host keeps.", dest)
     if f.cp > 1 and "attention_dropout" in noise:
         yield _later(s, "attention dropout over context-parallel ranks draws a seed on the host.", "attention_dropout")
     if captured and s.fp4:
@@ -120,7 +120,7 @@ def activations_stay_inside(s: Settings, _f: Facts) -> Iterator[Violation]:
         return
     if s.recompute_granularity == "selective" and "moe" in as_list(s.recompute_modules) and captured & {"moe_router", "moe_preprocess"} \
             and "layer" not in captured:
-        yield _later(s, f"a graph of moe_router cannot run again inside {s.flag('recompute_modules')} moe.", "recompute_modules")
+        yield _later(s, "a graph of moe_router cannot run again inside moe.", "recompute_modules")
     if s.cpu_offloading_num_layers:
         yield _later(s, "layers whose activations go to the host are not captured.", "cpu_offloading_num_layers")
     if not s.fine_grained_activation_offloading:
@@ -138,7 +138,7 @@ def parameters_stay_in_place(s: Settings, _f: Facts) -> Iterator[Violation]:
     if _captured(s) and s.fp8_param_gather:
         yield _later(s, "parameters that are kept in 8 bits are not captured.", "fp8_param_gather")
     if "mamba" in _captured(s):
-        yield _later(s, "there are no Mamba layers.", MODULES)
+        yield broken(s, f"{_asked(s)}: there are no Mamba layers; leave mamba out of {s.flag(MODULES)}.", MODULES, IMPL, kind="later")
 
 
 def whole_iteration_runs_on_one_stage(s: Settings, f: Facts) -> Iterator[Violation]:
@@ -148,7 +148,7 @@ def whole_iteration_runs_on_one_stage(s: Settings, f: Facts) -> Iterator[Violati
         ("pipeline_model_parallel_size", f.pp > 1, "messages between pipeline stages are waited for by the host."),
         ("overlap_grad_reduce", s.overlap_grad_reduce, "which bucket of gradients is complete is counted by the host."),
         ("overlap_param_gather", s.overlap_param_gather, "gathered parameters are waited for by the host."),
-        ("context_parallel_size", f.cp > 1, "not with context parallelism."),
+        ("context_parallel_size", f.cp > 1, "context-parallel ranks exchange keys and values by the host's doing."),
     ):
         if is_on:
             yield _later(s, reason, dest)
