@@ -258,6 +258,18 @@ NEEDS = (
 )
 """(any of these must be on, for these to have an effect)."""
 
+NEEDS_VALUE = (
+    ("fp8_recipe", "delayed", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
+    ("moe_token_dispatcher_type", "flex", "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),
+    (
+        "moe_flex_dispatcher_backend",
+        "hybridep",
+        "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
+        "moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep",
+    ),
+)
+"""(destination, value, flags that have an effect only with that value)."""
+
 ARCHITECTURE = (
     "attention_output_gate",
     "experimental_attention_variant",
@@ -284,15 +296,3 @@ def standing_of(dest: str) -> tuple[str, str]:
     if dest in OTHER and dest not in OTHER_VALUES:
         return "refused", OTHER[dest]
     return "acts", ""
-
-NEEDS_VALUE = (
-    ("fp8_recipe", "delayed", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
-    ("moe_token_dispatcher_type", "flex", "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),
-    (
-        "moe_flex_dispatcher_backend",
-        "hybridep",
-        "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
-        "moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep",
-    ),
-)
-"""(destination, value, flags that have an effect only with that value)."""

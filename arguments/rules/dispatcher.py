@@ -1,4 +1,9 @@
-"""Rules 70-86: what happens to tokens between router and experts, and what experts are made of."""
+"""Rules 70-86: what happens to tokens between router and experts, and what experts are made of.
+
+Four families: capacity and padding, by expert and by rank; dispatchers with the flags that only one of them or one backend knows, old
+spellings included; shared experts, biases and projections of the experts; clones of hot experts, which are ours. Numbers: those of
+Megatron-LM's demands (commit d98e8a64, validate_args and TransformerConfig).
+"""
 
 from collections.abc import Iterator
 

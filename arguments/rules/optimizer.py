@@ -1,4 +1,9 @@
-"""Rules 45-46, 90, 102 and 114-115: the optimizer, its rates, and the ways to shard it."""
+"""Rules 45-46, 90, 102 and 114-115: the optimizer, its rates, and the ways to shard it.
+
+Three families: rates and weight decay, whose schedules must be complete and ordered; optimizers besides Adam and SGD, which deal out whole
+layers instead of slices; the two FSDPs, each with what it excludes. Numbers: those of Megatron-LM's demands (commit d98e8a64, validate_args
+and TransformerConfig).
+"""
 
 from collections.abc import Iterator
 

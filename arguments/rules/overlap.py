@@ -1,4 +1,9 @@
-"""Rules 87-91: hiding communication behind computation."""
+"""Rules 87-91: hiding communication behind computation.
+
+Two families: the exchange of tokens behind another microbatch or behind weight gradients, which needs a schedule with something to hide
+behind and whole backward passes; parameter gathers behind forward passes or the optimizer's step, which need sharded state. Numbers: those
+of Megatron-LM's demands (commit d98e8a64, validate_args and TransformerConfig). Where there is nothing to hide, the flag is a note.
+"""
 
 from collections.abc import Iterator
 

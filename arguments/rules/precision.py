@@ -1,4 +1,9 @@
-"""Rules 52-54 and 99-104: number formats of parameters, gradients and quantized GEMMs, fused losses, determinism."""
+"""Rules 52-54 and 99-104: number formats of parameters, gradients and quantized GEMMs, fused losses, determinism.
+
+Three families: formats that exclude each other or need one (half precision, fp8, fp4, what is gathered in 8 bits); state of the
+optimizer in fewer bits, which only the precision-aware one keeps; features that make results depend on the order of sums, against --deterministic-mode.
+Numbers: those of Megatron-LM's demands (commit d98e8a64, validate_args and TransformerConfig). Ranges of numbers are ours.
+"""
 
 from collections.abc import Iterator
 
