@@ -37,6 +37,13 @@ def dynamic_scale_skips_nan_check(s: Settings, _f: Facts) -> None:
         s.set_derived("check_for_nan_in_loss_and_grad", False, "dynamic loss scale")
 
 
+def layers_that_stay_wide(s: Settings, _f: Facts) -> None:
+    ends = (s.num_layers_at_start_in_bf16 or 0) + (s.num_layers_at_end_in_bf16 or 0)
+    if (s.fp8 or s.fp4) and s.first_last_layers_bf16 and s.num_layers and ends >= s.num_layers:
+        s.note(f"{s.flag('first_last_layers_bf16')}: all of {s.shown('num_layers')} are first or last layers, so {s.flag(FP8 if s.fp8 else FP4)} "
+               "quantises none of them.")
+
+
 def weights_that_stay_wide(s: Settings, _f: Facts) -> None:
     if not (s.fp8 and s.fp8_param_gather):
         return
@@ -210,7 +217,7 @@ def deterministic_mode_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
             )
 
 
-RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, weights_that_stay_wide, main_params_of_their_own, sharded_grads_of_their_own)
+RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, layers_that_stay_wide, weights_that_stay_wide, main_params_of_their_own, sharded_grads_of_their_own)
 CHECKS = (
     one_half_precision,
     fp32_accumulation_needs_fp32_grads,

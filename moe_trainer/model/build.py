@@ -73,6 +73,8 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     backends.check()
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info("model: %s parameters on this rank (%s) in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
+    if device.type == "cpu" and any(chunk.quantized for chunk in chunks):
+        logger.info("8 and 4 bits: a CPU has no such products; they are computed in fp32 from quantised operands (slower, the same numbers)")
     return chunks
 
 
