@@ -13,6 +13,7 @@ from arguments.rules import (
     dispatcher,
     graph_limits,
     graphs,
+    kernels,
     kinder,
     numbers,
     optimizer,
@@ -34,7 +35,7 @@ __all__ = ["AREAS", "check", "derived", "resolve"]
 
 AREAS = (
     numbers, sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs,
-    graph_limits,
+    graph_limits, kernels,
     training, data, checkpoint,
 )  # fmt: skip
 

@@ -49,6 +49,13 @@ def deepep_probabilities(s: Settings, f: Facts) -> None:
         s.note("DeepEP sends router probabilities in fp32: --moe-router-dtype fp32 avoids the cast.")
 
 
+def deepep_fills_no_rows_up(s: Settings, f: Facts) -> None:
+    if f.experts and _deepep(s) and s.moe_router_padding_for_quantization and f.ep * f.etp > 1:
+        dest = "moe_router_padding_for_quantization"
+        s.note(f"{s.flag(dest if s.given(dest) else 'moe_router_padding_for_fp8')}: DeepEP sends a token to as many experts as the router "
+               "chooses, so no further tokens fill the experts' rows up; products that need it fill them up with zeros.")
+
+
 def deepep_sms(s: Settings, _f: Facts) -> None:
     if _deepep(s) and s.moe_flex_dispatcher_num_sms is None and all(getattr(s, dest) is None for dest in OLD_SMS):
         s.set_derived("moe_flex_dispatcher_num_sms", DEEPEP_SMS, "DeepEP's default")
@@ -313,7 +320,8 @@ def router_padding_needs_quantization(s: Settings, _f: Facts) -> Iterator[Violat
         )
 
 
-RESOLVE = (negative_capacity, old_deepep_flag, old_sm_counts, old_router_padding, deepep_probabilities, deepep_sms, lone_rank_clones_nothing)
+RESOLVE = (negative_capacity, old_deepep_flag, old_sm_counts, old_router_padding, deepep_probabilities, deepep_fills_no_rows_up, deepep_sms,
+           lone_rank_clones_nothing)
 CHECKS = (
     capacity_needs_loss_balancing,
     padding_needs_capacity,

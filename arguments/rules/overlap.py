@@ -18,6 +18,9 @@ def nothing_to_hide(s: Settings, f: Facts) -> None:
     """Say where an exchange cannot be started apart from its end: the flag costs there and hides nothing."""
     hybridep = s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "hybridep"
     why = "one call of HybridEP sends and receives" if hybridep else None
+    if s.moe_shared_expert_overlap and f.experts is not None and f.ep == f.etp == 1:
+        s.note(f"{s.flag('moe_shared_expert_overlap')}: with all experts on every rank there is no exchange to compute beside.")
+        why = None
     for dest in (OVERLAP, "moe_shared_expert_overlap"):
         if getattr(s, dest) and why:
             s.note(f"{s.flag(dest)}: {why}, so that nothing is computed meanwhile; alltoall or deepep can hide it.")

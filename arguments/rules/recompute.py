@@ -56,12 +56,31 @@ def selective_modules(s: Settings, _f: Facts) -> None:
         )
 
 
-def what_happens_anyway(s: Settings, _f: Facts) -> None:
+def what_happens_anyway(s: Settings, f: Facts) -> None:
     """Parts whose activations are never kept, with or without a flag; parts of which nothing is left to send."""
-    if s.recompute_granularity == "selective" and "moe_act" in as_list(s.recompute_modules):
-        s.note(f"{s.flag(MODULES)} moe_act: the experts never keep the output of their activation, with or without it.")
+    if s.recompute_granularity == "selective" and "moe_act" in as_list(s.recompute_modules) and f.experts is not None:
+        s.note(f"{s.flag(MODULES)} moe_act: this program's own experts never keep the output of their activation, with or without it; "
+               "TransformerEngine's do.")
     if s.recompute_granularity == "full" and s.fine_grained_activation_offloading:
         s.note(f"{s.flag('offload_modules')}: a recomputed layer keeps its input only, and nothing of its parts goes to the host.")
+
+
+def parts_that_are_not_there(s: Settings, f: Facts) -> None:
+    """Parts that no layer of this model has."""
+    has_experts = f.experts is not None and (f.moe_layers is None or any(f.moe_layers))
+    has_dense = f.experts is None or f.moe_layers is None or not all(f.moe_layers)
+    lacking = {}
+    if not has_experts:
+        lacking = dict.fromkeys(("moe", "moe_act", "shared_experts", "expert_fc1", "fused_group_mlp"), "experts")
+    elif s.moe_shared_expert_intermediate_size is None:
+        lacking["shared_experts"] = "shared experts"
+    if not has_dense:
+        lacking["mlp"] = "dense feed-forward"
+    for dest, acts in ((MODULES, s.recompute_granularity == "selective"), ("offload_modules", s.fine_grained_activation_offloading)):
+        for module in as_list(getattr(s, dest)) if acts else ():
+            if module in lacking:
+                s.note(f"{s.flag(dest)} {module}: no layer of this model has {lacking[module]}, so there is nothing to "
+                       f"{'recompute' if dest == MODULES else 'send to the host'}.")
 
 
 # Checks.
@@ -238,7 +257,7 @@ def optimizer_offloading_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
-RESOLVE = (recompute_activations_flag, moe_layer_recompute_flag, selective_modules, what_happens_anyway)
+RESOLVE = (recompute_activations_flag, moe_layer_recompute_flag, selective_modules, what_happens_anyway, parts_that_are_not_there)
 CHECKS = (
     full_recompute_is_complete,
     selective_recompute_takes_modules,

@@ -13,6 +13,7 @@ from tests.arguments.rule_lines import base_line, changed, findings, flags_of
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 DENSE = "--num-experts --moe-router-topk --moe-token-dispatcher-type"
 STASH = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DELTA = "--experimental-attention-variant gdn"
 
@@ -430,6 +431,51 @@ def test_resolving_twice_changes_nothing():
         assert settings.values == before, added
 
 
+OFFLOAD = "--fine-grained-activation-offloading --transformer-impl transformer_engine --offload-modules"
+
+
+@pytest.mark.parametrize(("added", "removed", "told"), [
+    (f"{SELECTIVE} moe shared_experts core_attn", DENSE, ["--recompute-modules moe: ", "--recompute-modules shared_experts: "]),
+    (f"{OFFLOAD} expert_fc1 moe_act attn_norm", DENSE, ["--offload-modules expert_fc1: ", "--offload-modules moe_act: "]),
+    (f"{SELECTIVE} shared_experts moe", "", ["--recompute-modules shared_experts: "]),
+    (f"{SELECTIVE} shared_experts --moe-shared-expert-intermediate-size 64", "", []),
+    (f"{SELECTIVE} mlp", "", ["--recompute-modules mlp: "]),
+    (f"{SELECTIVE} mlp --moe-layer-freq 2", "", []),
+    (f"{SELECTIVE} mlp", DENSE, []),
+    (f"{OFFLOAD} expert_fc1 moe_act", "", []),
+])
+def test_parts_that_no_layer_has(added, removed, told):
+    settings, _ = understand(changed(added, removed), 8)
+    notes = [note for note in settings.notes if "no layer of this model has" in note]
+    assert [note.split(": ")[0] + ": " for note in notes] == told
+
+
+TRITON = "--triton-kernels"
+
+
+@pytest.mark.parametrize(("added", "removed", "told"), [
+    (f"{TRITON} permute router grouped-gemm rope", DENSE, {"permute", "router", "grouped-gemm"}),
+    (f"{TRITON} all", DENSE, set()),
+    (f"{TRITON} permute router grouped-gemm activation --moe-grouped-gemm", "", set()),
+    (f"{TRITON} grouped-gemm", "--moe-grouped-gemm", {"grouped-gemm"}),
+    (f"{TRITON} grouped-gemm quantize --moe-grouped-gemm --fp8-format e4m3", "", {"grouped-gemm"}),
+    (f"{TRITON} grouped-gemm --moe-grouped-gemm --fp8-format e4m3 --first-last-layers-bf16", "", set()),
+    (f"{TRITON} quantize", "", {"quantize"}),
+    (f"{TRITON} quantize --fp4-format e2m1", "", set()),
+    (f"{TRITON} router --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "", {"router"}),
+    (f"{TRITON} router --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-z-loss-coeff 1e-3", "", set()),
+    (f"{TRITON} permute --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --expert-model-parallel-size 2",
+     "--moe-token-dispatcher-type", {"permute"}),
+    (f"{TRITON} permute --moe-token-dispatcher-type flex --expert-model-parallel-size 2", "--moe-token-dispatcher-type", set()),
+    (f"{TRITON} norm --normalization LayerNorm", "--normalization", {"norm"}),
+    (f"{TRITON} norm --normalization RMSNorm", "--normalization", set()),
+    (f"{TRITON} norm --normalization LayerNorm --qk-l2-norm", "--normalization", set()),
+])
+def test_kernels_that_nothing_runs_on(added, removed, told):
+    settings, _ = understand(changed(added, removed), 8)
+    assert {flag for flag, _ in settings.idle if flag.startswith(TRITON)} == {f"{TRITON} {name}" for name in told}
+
+
 def test_notes_tell_kinder_outcomes():
     for added, removed, word in (
         ("--tp-comm-overlap", "", "--tp-comm-overlap"),
@@ -439,10 +485,18 @@ def test_notes_tell_kinder_outcomes():
         ("--sequence-parallel", "", "--sequence-parallel"),
         ("--data-path /d", "--mock-data", "969, 30, 1"),
         ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-shared-expert-overlap "
-         "--moe-shared-expert-intermediate-size 64", "--moe-token-dispatcher-type", "one call of HybridEP"),
+         "--moe-shared-expert-intermediate-size 64 --expert-model-parallel-size 2", "--moe-token-dispatcher-type", "one call of HybridEP"),
         ("--overlap-dispatch-backward-with-experts-wgrad --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
          "--moe-token-dispatcher-type", "gathers in one call"),
         ("--overlap-dispatch-backward-with-experts-wgrad --expert-model-parallel-size 1", "", "there is no exchange"),
+        ("--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 64 --expert-model-parallel-size 1", "",
+         "there is no exchange to compute beside"),
+        ("--moe-token-dispatcher-type flex --moe-router-padding-for-quantization --fp8-format e4m3 --expert-model-parallel-size 2",
+         "--moe-token-dispatcher-type", "no further tokens fill"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-permute-fusion --expert-model-parallel-size 2",
+         "--moe-token-dispatcher-type", "HybridEP sorts tokens itself"),
+        (f"{SELECTIVE} moe_act --moe-grouped-gemm", "", "this program's own experts never keep"),
+        ("--fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-start-in-bf16 4 --num-layers-at-end-in-bf16 4", "", "quantises none of them"),
     ):
         settings, _ = understand(changed(added, removed), 8)
         assert sum(word in note for note in settings.notes) == 1, (added, settings.notes)

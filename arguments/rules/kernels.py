@@ -1,0 +1,48 @@
+"""Ours: kernels that are named and that nothing of this command line runs on. Only flags are looked at; layers/kit.py tells the rest."""
+
+from arguments.rules.facts import Facts, balancing_types
+from arguments.settings import Settings
+
+TRITON = "triton_kernels"
+
+
+def named_kernels_that_nothing_runs_on(s: Settings, f: Facts) -> None:
+    """A line for each; `all` names none of them."""
+    if "all" in s.triton_kernels:
+        return
+    for name in dict.fromkeys(s.triton_kernels):
+        why = _why_not(name, s, f)
+        if why:
+            s.say_idle(f"{s.flag(TRITON)} {name}", why)
+
+
+def _why_not(name: str, s: Settings, f: Facts) -> str | None:
+    quantised = s.fp8 or s.fp4
+    if name in ("permute", "router", "grouped-gemm") and f.experts is None:
+        return "no effect without --num-experts"
+    if name == "grouped-gemm" and not s.moe_grouped_gemm:
+        return "no effect without --moe-grouped-gemm"
+    if name == "grouped-gemm" and quantised and not s.first_last_layers_bf16 and s.te_precision_config_file is None:
+        return f"the experts' products are quantised ({s.shown('fp8' if s.fp8 else 'fp4')})"
+    if name == "quantize" and not quantised:
+        return "no effect without --fp8-format or --fp4-format"
+    if name == "router" and balancing_types(s) == ["sinkhorn"] and not s.moe_z_loss_coeff:  # that loss has a kernel
+        return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} sinkhorn"
+    if name == "permute" and _hybridep_permutes(s, f):
+        return "HybridEP sorts tokens itself"
+    if name == "norm" and s.normalization != "RMSNorm" and not s.qk_l2_norm:
+        return f"there is no kernel for --normalization {s.normalization}"
+    return None
+
+
+def _hybridep_permutes(s: Settings, f: Facts) -> bool:
+    return s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "hybridep" and f.ep * f.etp > 1
+
+
+def fused_permutation_beside_hybridep(s: Settings, f: Facts) -> None:
+    if s.moe_permute_fusion and f.experts is not None and _hybridep_permutes(s, f):
+        s.note(f"{s.flag('moe_permute_fusion')}: HybridEP sorts tokens itself, and nothing is left for the fused kernels.")
+
+
+RESOLVE = (named_kernels_that_nothing_runs_on, fused_permutation_beside_hybridep)
+CHECKS = ()
