@@ -224,7 +224,13 @@ NEEDS = (
     (("use_rope_scaling",), "rope_scaling_factor"),
     (
         ("num_experts",),
-        "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff",
+        "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff "
+        "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_apply_probs_on_input "
+        "moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_dtype "
+        "moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_force_biased moe_input_jitter_eps "
+        "moe_router_padding_for_quantization moe_router_load_balancing_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity "
+        "moe_token_drop_policy moe_expert_rank_capacity_factor moe_per_layer_logging moe_token_dispatcher_type moe_dispatch_fwd_dtype "
+        "moe_combine_bwd_dtype moe_permute_fusion moe_router_fusion moe_paged_stash",
     ),
     (("moe_paged_stash",), "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu"),
     (("fp8",), "fp8_recipe fp8_wgrad fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),

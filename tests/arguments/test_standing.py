@@ -1,9 +1,13 @@
 """Every flag has one standing, and says so when it matters."""
 
+from dataclasses import fields
+
 import pytest
 
 from arguments import ArgumentError, parse_args, products, retired, standing, verdict
 from arguments.container import OPTIONS
+from arguments.moe import MoEArgs
+from arguments.parse import understand
 from arguments.settings import Settings
 from arguments.tokens import FIELDS, read
 from tests.arguments.test_tokens import TOY
@@ -197,6 +201,17 @@ def test_options_of_the_flex_dispatcher_need_it():
     notes = parse("--moe-flex-dispatcher-num-sms", "8", "--moe-token-dispatcher-type", "flex", "--expert-model-parallel-size", "2",
                   "--global-batch-size", "8", world_size=2).notes
     assert not any("num-sms" in line for line in notes)
+
+
+@pytest.mark.parametrize("dest", [field.name for field in fields(MoEArgs) if field.name != "num_experts"])
+def test_a_dense_model_has_no_use_for_flags_of_experts(dest):
+    """Given to a dense model they are refused, renamed, or said to be without effect."""
+    option = OPTIONS[dest]
+    others = [choice for choice in option.choices or () if choice != option.default]
+    words = [] if option.takes == 0 else [str(others[-1]) if others else "0.5" if isinstance(option.default, float) else "3"]
+    settings, violations = understand([*TOY, "--disable-bias-linear", option.spellings[0], *words], 1)
+    told = [flag for violation in violations for flag in violation.flags] + [flag for flag, _ in settings.renamed + settings.idle]
+    assert any(flag.split()[0] in option.spellings for flag in told), (option.spellings, words)
 
 
 def test_the_kind_of_context_parallelism_needs_context_ranks():
