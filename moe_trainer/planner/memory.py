@@ -9,7 +9,8 @@ Buffers live only while something runs, and the largest counts: tokens that are 
 recompute brings back, a layer at a time; with full sharding the gathered layer and the one that is gathered ahead.
 
 In 8 bits, TransformerEngine's layers (the default --transformer-impl) keep the inputs of their products as they were quantised; this
-program's own layers keep them whole, as shape/activations.py lists them.
+program's own layers keep them whole, as shape/activations.py lists them. Which of them compute is told by flags
+(shape/library_products.py) and takes for granted that the package is there. What its layers keep otherwise is taken for what ours keep.
 
 Rows of experts are an even share (forced balancing, as the published runs). `headroom` says how far from even the routing may be: the load
 of the rank with most rows, as a multiple of an even share, in all layers at once, at which the device is full.
@@ -31,6 +32,7 @@ from moe_trainer.shape import deferral
 from moe_trainer.shape.activations import INDEX, WIDE, Kept, chunk_activations, layer_activations
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
+from moe_trainer.shape.library_products import quantised_by_library
 from moe_trainer.shape.orders import orders
 from moe_trainer.shape.state_bytes import StateBytes
 from moe_trainer.shape.timetable import BACKWARD, FORWARD, WEIGHT, Order, actions_of
@@ -110,8 +112,7 @@ class ChunkBytes:
         self.sent = self.tokens // self.tp * args.moe.moe_router_topk
         self.received = math.ceil(self.sent * self.etp * load)
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
-        precision = args.precision
-        self.quantized = bool(precision.fp8 or precision.fp4) and precision.transformer_impl == "transformer_engine"
+        self.quantized_linears, self.quantized_experts = quantised_by_library(args)
         self._found: dict[object, Counter[tuple[str, bool]]] = {}
         self._layers: dict[tuple[bool, bool], float] = {}
 
@@ -129,7 +130,8 @@ class ChunkBytes:
 
     def _kept(self, entry: Kept) -> float:
         leaf = _bare(entry.name)
-        quantized = self.quantized and not leaf.startswith("pre_mlp") and leaf.endswith(QUANTIZED)
+        by_library = self.quantized_experts if leaf.startswith("experts.") else self.quantized_linears
+        quantized = by_library and not leaf.startswith("pre_mlp") and leaf.endswith(QUANTIZED)
         return entry.num_bytes * (QUANTIZED_BYTES / self.size if quantized else 1)
 
     def _ends(self, layout: ChunkLayout) -> list[Kept]:

@@ -27,6 +27,7 @@ def plan_lines(plan: Plan) -> list[str]:
     peak = plan.peak
     lines.append("  activations of stage " + f"{peak.stage}: " + ", ".join(
         f"{module} {count / GIB:.2f}" for module, count in sorted(peak.activations.items(), key=lambda item: -item[1]) if count))
+    lines.append("  counted as this program's own layers keep them; of what TransformerEngine's keep instead, inputs in 8 bits alone")
     if peak.host:
         lines.append(f"  in host memory: {peak.host / GIB:.2f} GiB a rank")
     lines += [_fit_line(plan), "", f"step: {time.step:.3f} s"]

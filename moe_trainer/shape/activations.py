@@ -14,6 +14,9 @@ Attention keeps what its kernel keeps (ops/attention.py, layers/ring_attention.p
 BLOCKED_MAX_LENGTH positions, the probabilities of all blocks; else queries, keys, values, output and log-sum-exp. Attention dropout on a
 CPU and explicit masks are not counted, nor the surplus rows of half-precision experts on a CPU (ops/expert_mlp.py).
 
+The layers are this program's own. What TransformerEngine's keep instead (inputs as they were quantised, with their scales; their fused
+kernels' maps of rows, the input of the experts' second product) is not listed; planner/memory.py takes quantised inputs into account.
+
 Shapes: T tokens of this rank's part of the sequence, `rows` those of them that it holds between blocks (T / tp with sequence
 parallelism), `own` those that it routes, R rows of its experts, H hidden, N heads, G key-value heads, D and E widths of key and value.
 """
