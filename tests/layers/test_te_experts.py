@@ -17,6 +17,7 @@ from moe_trainer.backends import Backends, MissingBackend
 from moe_trainer.layers import kit as kits
 from moe_trainer.layers import te, te_layers
 from moe_trainer.layers.init import Init
+from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.precision import recipe_of
 from moe_trainer.layers.te_experts import FusedGroupedLinear, stacked
 from moe_trainer.layers.te_layers import FusedColumnLinear
@@ -24,6 +25,7 @@ from moe_trainer.memory.activations import Activations
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
 from moe_trainer.moe.padding import RowPadding
 from moe_trainer.ops.expert_mlp import choose_block, expert_mlp
+from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -209,6 +211,17 @@ def chosen(flags, caplog, backends=Backends(cuda=True)):
     with caplog.at_level(logging.INFO):
         kit = kits.choose("transformer_engine", groups(args), ["p2p"], backends, model=args.model, moe=args.moe, precision=args.precision)
     return kit.grouped_linear(4, 32, 32), [message for message in caplog.messages if "for experts" in message]
+
+
+def test_kernels_that_the_library_displaces_are_told(double, caplog):
+    kernels = Kernels(products=GROUPED_MM, quantize=lambda *_: None)
+    for flags, told in ((f"--bf16 {FP8}", ["quantize", "grouped-gemm"]), ("", ["grouped-gemm"]), ("--bf16", [])):
+        args = parse_args(fused(flags), 1)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            kits.choose("transformer_engine", ParallelState.single(), ["p2p"], Backends(cuda=True), kernels, model=args.model, moe=args.moe,
+                        precision=args.precision)
+        assert [message.split()[1].rstrip(":") for message in caplog.messages if message.startswith("--triton-kernels")] == told
 
 
 @pytest.mark.parametrize("flags", [

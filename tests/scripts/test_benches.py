@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from scripts import bench_context_parallel, bench_dispatch, bench_experts, bench_index
+from scripts import bench_context_parallel, bench_data, bench_dispatch, bench_experts, bench_index
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,3 +34,8 @@ def test_index_of_many_documents(monkeypatch, capsys):
     bench_index.main()
     out = capsys.readouterr().out
     assert "4000 documents" in out and "the same 1,000 samples again" in out
+
+
+def test_checkpoints(tmp_path):
+    lines = bench_data.checkpoints(1, 6, tmp_path)
+    assert [line.split("|")[2].split()[0] for line in lines] == ["save", "load"]
