@@ -74,9 +74,9 @@ def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int
     stages = stage_states(args, world_size, rows)
     most = max(stages, key=lambda state: state.total)
     parts = ", ".join(f"{name.replace('_', ' ')} {getattr(most, name) / _GIB:.2f}" for name in ("weights", "gradients", "main_params", "moments"))
-    host = f", {most.host / _GIB:.2f} of it on the host" if most.host else ""
+    host = f"; {most.host / _GIB:.2f} GiB of it on the host, {(most.total - most.host) / _GIB:.2f} on the device" if most.host else ""
     least = min(state.total for state in stages)
     where = ""
     if least < most.total:
         where = f" on pipeline stage {stages.index(most)} of {len(stages)}, where it is most (least: {least / _GIB:.2f})"
-    return [f"memory per rank: {most.total / _GIB:.2f} GiB of weights, gradients and optimizer state ({parts}){host}{where}; activations not counted"]
+    return [f"memory per rank: {most.total / _GIB:.2f} GiB of weights, gradients and optimizer state{where} ({parts}){host}; activations are counted by --dry-run"]
