@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -54,6 +55,7 @@ from moe_trainer.parallel.fsdp import FullSharding
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import Schedule, choose
+from moe_trainer.planner.hardware import bf16_peak
 from moe_trainer.report.metrics import LogOptions, MetricsLogger
 from moe_trainer.report.profiler import Profiler
 from moe_trainer.report.timers import Timers
@@ -420,9 +422,10 @@ def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
         run.train_iters,
         metrics_file=output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None),
         moe_per_layer_logging=args.moe.moe_per_layer_logging,
+        expert_ranks=run.ps.ep.size,
+        peak_tflops=bf16_peak(torch.cuda.get_device_name(run.runtime.device)) if run.runtime.device.type == "cuda" else None,
+        layer_share=routed_layer_share(args, args.data.seq_length, run.padded_vocab_size),
         own=output.auto_resume or (state.iteration > 0 and output.save is not None and output.load == output.save),
         start_samples=state.consumed_train_samples,
-        expert_ranks=run.ps.ep.size,
-        layer_share=routed_layer_share(args, args.data.seq_length, run.padded_vocab_size),
     )
     return MetricsLogger(options, place.world_size, state.iteration, args.as_dict())

@@ -85,6 +85,15 @@ def find_hardware(name: str) -> Hardware:
     raise HardwareError(f"--hardware {name}: there are {', '.join(KNOWN)}; or give a FILE.yaml with the fields of one of them")
 
 
+def bf16_peak(device: str) -> float | None:
+    """Dense bf16 TFLOP/s of a device by the name that its driver gives it ("NVIDIA H100 80GB HBM3"); None where that is not known."""
+    name = device.lower()
+    if "pcie" in name or " nvl" in name:  # other chips under the same name
+        return None
+    found = [row for row in _ROWS if row.name in name]
+    return max(found, key=lambda row: len(row.name)).bf16 if found else None
+
+
 def _from_file(path: Path) -> Hardware:
     import yaml
 

@@ -6,6 +6,7 @@ choice: the last pipeline stage has the loss). From it come
     first iteration of a run does not reset the sums, so users' parsers see the very numbers they are used to;
   * `metrics.jsonl`, which has no quirks: each record holds the values of its own iteration in full precision, counters
     count since the last record, and `learning_rate` is the one used in the step;
+  * dashboard.html beside it, the same records as a page (dashboard.py);
   * TensorBoard scalars under Megatron-LM's names, and the same names for Weights & Biases.
 
 A resumed run continues the files, TensorBoard's (event_files.py) where it goes on with its own checkpoints: what was logged of
@@ -34,6 +35,7 @@ from arguments.output import OutputArgs
 from moe_trainer.errors import InputError
 from moe_trainer.report import event_files
 from moe_trainer.report.console import IterationLine, ProgressBar, perplexity, validation_line
+from moe_trainer.report.dashboard import open_dashboard
 from moe_trainer.report.routing import routing_health
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ class IterationRecord:
     """Everything one iteration has to say.
 
     Units: elapsed_s seconds; flops model FLOPs of the whole global batch; max_memory_mb MiB (device memory on CUDA,
-    resident set on CPU); loads: the table that report/routing.py describes. `learning_rate` was used in this step, `next_learning_rate` is the next step's.
+    resident set on CPU); loads: the table that report/routing.py describes. `learning_rate` was used in this step,
+    `next_learning_rate` is the next step's.
     """
 
     iteration: int
@@ -78,8 +81,8 @@ class LogOptions:
     """What is logged where: the section of flags, and what follows from other ones.
 
     metrics_file: where metrics.jsonl goes, None for nowhere; moe_per_layer_logging: the flag of that name; expert_ranks,
-    layer_share: see routing.routing_health. own: the run is one with what is already in
-    --tensorboard-dir, which it has logged up to `start_samples` samples and perhaps further.
+    layer_share: see routing.routing_health; peak_tflops: of the device, in bf16, None where it is not known. own: the run is one
+    with what is already in --tensorboard-dir, which it has logged up to `start_samples` samples and perhaps further.
     """
 
     output: OutputArgs
@@ -90,6 +93,7 @@ class LogOptions:
     start_samples: int = 0
     expert_ranks: int = 1
     layer_share: float = 0.0
+    peak_tflops: float | None = None
 
 
 class MetricsLogger:
@@ -102,6 +106,8 @@ class MetricsLogger:
         self._options = options
         self._world_size = world_size
         self._file = open_metrics_file(options.metrics_file, start_iteration) if options.metrics_file else None
+        head = {"train_iters": options.train_iters, "world_size": world_size, "settings": settings}
+        self._dashboard = open_dashboard(options.metrics_file, head) if options.metrics_file else None
         self._tensorboard = _open_tensorboard(options, start_iteration, settings)
         self._wandb = _open_wandb(options, settings)
         self._bar = ProgressBar(options.train_iters)
@@ -192,6 +198,8 @@ class MetricsLogger:
             tflops_per_gpu=self._tflops(record.flops, record.elapsed_s),
             max_memory_mb=record.max_memory_mb,
         )
+        if self._options.peak_tflops:
+            values["mfu"] = values["tflops_per_gpu"] / self._options.peak_tflops
         if record.num_zeros is not None:
             values["num_zeros"] = record.num_zeros
         if record.params_norm is not None:
@@ -205,6 +213,8 @@ class MetricsLogger:
         with _writes("--metrics-file", self._options.metrics_file):
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
+        if self._dashboard is not None:
+            self._dashboard.add(values)
 
     def _scalar(self, name: str, value: float, iteration: int, samples: int | None = None) -> None:
         if self._tensorboard is not None:
@@ -285,6 +295,8 @@ class MetricsLogger:
         if self._file is not None:
             with _writes("--metrics-file", self._options.metrics_file):
                 self._file.close()
+        if self._dashboard is not None:
+            self._dashboard.write(done=True)
         if self._tensorboard is not None:
             with _writes("--tensorboard-dir", self._options.output.tensorboard_dir):
                 self._tensorboard.close()

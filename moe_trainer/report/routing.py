@@ -1,6 +1,6 @@
 """Routing health: what a table of loads says about each MoE layer, under the names of metrics.jsonl.
 
-    layers              the MoE layers, counted from 0; multi-token-prediction layers follow the decoder's. All lists below are in this order
+    layers              the MoE layers, counted from 0; multi-token-prediction layers follow the decoder's. All lists are in this order
     tokens_per_expert   per layer, tokens that chose each expert in this iteration (global batch), before drops
     load_max_over_mean  of the fullest expert; 1 is balanced, num_experts / topk the worst
     load_entropy        entropy of the loads over its largest value log(num_experts); 1 is balanced

@@ -1,0 +1,187 @@
+"""dashboard.html: one page that shows a run, made of its metrics.jsonl, with everything it needs inside (no network, no server).
+
+    python -m moe_trainer.report.dashboard runs/a/metrics.jsonl      writes runs/a/dashboard.html anew, of any metrics file
+
+How it works: `Dashboard` takes in the records as they are written and rewrites the page now and then: a temporary file renamed over the old
+one, so that a browser never reads half a page. It takes at most a hundredth of the run's time (the next page waits for a hundred
+times what the last one took, a second at least), and its size is bounded: of long runs evenly spread records are
+shown, the newest always. The page must never end a run: what cannot be written is told once as a warning.
+
+The plots are uPlot's (page/uPlot.*, version 1.6.32, MIT licence, https://github.com/leeoniya/uPlot); page/dashboard.js draws the heat map.
+Rejected: a page that fetches metrics.jsonl (browsers refuse that of local files), and plotting libraries of megabytes.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDS = 2000
+MAX_LAYER_VALUES = 200_000
+MAX_LOADS = 300_000
+SHARE_OF_TIME = 0.01
+
+
+class Thinned:
+    """A list that keeps at most `limit` items, evenly spread over all it was given, and the last one."""
+
+    def __init__(self, limit: int):
+        self._limit, self._stride, self._count = max(2, limit), 1, 0
+        self._kept: list[Any] = []
+        self._last: Any = None
+
+    def add(self, item: Any) -> None:
+        """Take in the next item."""
+        if self._count % self._stride == 0:
+            self._kept.append(item)
+            if len(self._kept) > self._limit:
+                self._kept, self._stride = self._kept[::2], self._stride * 2
+        self._count, self._last = self._count + 1, item
+
+    def items(self) -> list[Any]:
+        """Those that are kept, in order."""
+        return self._kept if not self._kept or self._kept[-1] is self._last else [*self._kept, self._last]
+
+
+class Dashboard:
+    """Collects records of metrics.jsonl and writes them as a page. Nothing here raises OSError.
+
+    head: what the page says of the run besides its records: "train_iters", "world_size", "settings" (name -> value), any of them.
+    """
+
+    def __init__(self, path: str | Path, head: Mapping[str, Any]):
+        self.path = Path(path)
+        self._head = {"title": self.path.resolve().parent.name, **head}
+        self._records, self._validations = Thinned(MAX_RECORDS), Thinned(MAX_RECORDS)
+        self._layers: Thinned | None = None
+        self._loads: Thinned | None = None
+        self._not_before = -math.inf
+        self._told = False
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take in a record without writing the page."""
+        if "validation" in record:
+            self._validations.add(dict(record))
+            return
+        self._records.add({name: value for name, value in record.items() if name != "routing"})
+        routing = record.get("routing")
+        if routing and routing["layers"]:
+            loads = routing["tokens_per_expert"]
+            if self._layers is None or self._loads is None:
+                self._layers = Thinned(MAX_LAYER_VALUES // (8 * len(loads)))
+                self._loads = Thinned(MAX_LOADS // (len(loads) * len(loads[0])))
+            self._layers.add({"iteration": record["iteration"], **{k: v for k, v in routing.items() if k != "tokens_per_expert"}})
+            self._loads.add({"iteration": record["iteration"], "layers": routing["layers"], "tokens_per_expert": loads})
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take in a record; write the page if that is due."""
+        self.take(record)
+        if time.monotonic() >= self._not_before:
+            self.write()
+
+    def write(self, done: bool = False) -> None:
+        """Write the page now. done: the run has ended, nothing follows."""
+        begin = time.monotonic()
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(self.page(done), encoding="utf-8")
+            os.replace(temporary, self.path)
+        except OSError as error:
+            self._give_up(temporary, error)
+        taken = time.monotonic() - begin
+        self._not_before = begin + max(1.0, taken / SHARE_OF_TIME)
+
+    def _give_up(self, temporary: Path, error: OSError) -> None:
+        if not self._told:
+            why = error.strerror or error
+            logger.warning("the dashboard cannot be written to %s (%s); the run goes on, and tries again", self.path, why)
+        self._told = True
+        try:
+            temporary.unlink(missing_ok=True)
+        except OSError as again:
+            logger.debug("%s stays behind: %s", temporary, again)
+
+    def page(self, done: bool = False) -> str:
+        """The page as text."""
+        data = {
+            **self._head, "done": done, "written": time.strftime("%Y-%m-%d %H:%M:%S"), "records": self._records.items(),
+            "validations": self._validations.items(), "layers": self._layers.items() if self._layers else [],
+            "loads": self._loads.items() if self._loads else [],
+        }
+        # "</script>" and "<!--" inside a string would end or confuse the element that holds it
+        text = json.dumps(_finite(data), separators=(",", ":"), default=str).replace("<", "\\u003c")
+        folder = resources.files("moe_trainer.report").joinpath("page")
+        page = folder.joinpath("dashboard.html").read_text(encoding="utf-8")
+        parts = {"TITLE": html.escape(self._head["title"]), "DATA": text}
+        for name, file in (("LICENSE", "uPlot.LICENSE.txt"), ("PLOT_STYLE", "uPlot.min.css"), ("STYLE", "dashboard.css"),
+                           ("PLOT", "uPlot.iife.min.js"), ("SCRIPT", "dashboard.js")):
+            parts[name] = folder.joinpath(file).read_text(encoding="utf-8")
+        pieces = page.split("@@")  # the template is text, name, text, name, ..., text
+        return "".join(parts[piece] if at % 2 else piece for at, piece in enumerate(pieces))
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for what JSON has no number for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
+
+
+def page_beside(metrics_file: str | Path) -> Path:
+    """Where the page of a metrics file stands: dashboard.html for metrics.jsonl, NAME-dashboard.html for NAME.jsonl."""
+    path = Path(metrics_file)
+    return path.with_name("dashboard.html" if path.stem == "metrics" else f"{path.stem}-dashboard.html")
+
+
+def open_dashboard(metrics_file: str | Path, head: Mapping[str, Any]) -> Dashboard | None:
+    """The dashboard of a metrics file, with the records that stand in it; None where that is no plain file."""
+    path = Path(metrics_file)
+    if not path.is_file():
+        return None
+    dashboard = Dashboard(page_beside(path), head)
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        logger.warning("the dashboard begins anew, %s cannot be read: %s", path, error.strerror or error)
+        return dashboard
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill
+        if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+            dashboard.take(record)
+    return dashboard
+
+
+def main(argv: list[str]) -> int:
+    """Write the page of a finished or running run again."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print(__doc__.strip().splitlines()[2].strip(), file=sys.stderr)
+        return 2
+    dashboard = open_dashboard(argv[0], {})
+    if dashboard is None:
+        print(f"{argv[0]}: there is no such file", file=sys.stderr)
+        return 2
+    dashboard.write(done=True)
+    print(dashboard.path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
