@@ -8,9 +8,7 @@ scripts/bench_results/context_parallel.md.
 """
 
 import argparse
-import datetime
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -32,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
+from scripts.measuring import load, record, stamp
 
 HEADS, GROUPS, WIDTH = 8, 4, 64
 CASES = (("one rank", 1), ("p2p", 2), ("allgather", 2), ("a2a", 2), ("p2p", 4), ("allgather", 4), ("a2a", 4), ("a2a+p2p", 4))
@@ -97,7 +96,7 @@ def main() -> None:
     lines = [
         "# Attention over context-parallel ranks",
         "",
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, gloo. "
+        f"{stamp()}, gloo, {load()}. "
         f"One sequence of {args.length} positions, {HEADS} query and {GROUPS} key-value heads of {WIDTH}, fp32, forward and backward of one layer.",
         "",
         "| kind | ranks | ms | x ranks / one rank | MiB sent per rank |",
@@ -109,9 +108,9 @@ def main() -> None:
         base = base or seconds
         lines.append(f"| {kind} | {size} | {seconds * 1e3:.0f} | {seconds * size / base:.2f} | {sent / 2**20:.2f} |")
         print(lines[-1], flush=True)
-    text = "\n".join(lines) + "\n"
+    text = "\n".join(lines)
     if args.write:
-        (ROOT / "scripts" / "bench_results" / "context_parallel.md").write_text(text)
+        record("context_parallel.md", text)
     print(text)
 
 

@@ -39,6 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts import measuring  # noqa: E402 - found beside this file
 from scripts.peers import MODELS, Model, build_ours, build_torchtitan, build_transformers  # noqa: E402 - found beside this file
 
 
@@ -58,12 +59,10 @@ def build_gemm(model: Model, dtype: str):
     """The machine's GEMM rate: a step is one square product; the caller divides."""
     import torch
 
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    a, b = torch.randn(GEMM_SIZE, GEMM_SIZE).to(kind), torch.randn(GEMM_SIZE, GEMM_SIZE).to(kind)
-    out = torch.empty(GEMM_SIZE, GEMM_SIZE, dtype=kind)
+    product = measuring.square_product({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], GEMM_SIZE)
 
     def step() -> float:
-        torch.mm(a, b.t(), out=out)
+        product()
         return 0.0
 
     return step, f"{GEMM_SIZE} x {GEMM_SIZE} x {GEMM_SIZE}"
@@ -266,16 +265,14 @@ def main() -> None:
             "steps_per_round": given.steps,
             "figures": figures,
         }
-        folder = ROOT / "scripts" / "bench_results"
-        folder.mkdir(exist_ok=True)
-        (folder / "cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+        measuring.record("cpu.json", json.dumps(record, indent=1))
         found = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         head = (
             f"# Mixtrals on CPU\n\n{record['date']}, {record['processor']}, {given.threads} threads, {found}; median of "
             f"{given.rounds} alternating rounds of {given.steps} steps (small), of 3 steps one by one (others); load average "
             f"{os.getloadavg()[0]:.0f} (the benchmark alone: about {given.threads}). What is measured: see scripts/bench_cpu.py.\n\n"
         )
-        (folder / "cpu.md").write_text(head + table(figures) + "\n")
+        measuring.record("cpu.md", head + table(figures))
 
 
 if __name__ == "__main__":

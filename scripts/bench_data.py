@@ -15,7 +15,6 @@ Medians of some rounds; ratios are within one run. --write records the table in 
 
 import argparse
 import contextlib
-import datetime
 import io
 import json
 import os
@@ -31,6 +30,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from scripts.measuring import load, record, stamp
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-experts 4 --moe-router-topk 2 --swiglu "
@@ -165,8 +166,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=60, help="millions of them in the checkpoint")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    head = (f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}, "
-            f"median of {given.rounds} rounds, load average {os.getloadavg()[0]:.1f} before the run. What is measured: see scripts/bench_data.py.")
+    head = (f"{stamp(software=f'python {platform.python_version()}')}, median of {given.rounds} rounds, {load()} before the run. What is measured: see scripts/bench_data.py.")
     text = ["# Flags, start, tokens, checkpoints", "", head, "", "| what | | |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -175,7 +175,7 @@ def main() -> None:
             text += part()
             print(*text[-2:], sep="\n", flush=True)
     if given.write:
-        (ROOT / "scripts" / "bench_results" / "data.md").write_text("\n".join(text) + "\n", encoding="ascii")
+        record("data.md", "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,7 @@ scripts/bench_results/dispatch.md.
 """
 
 import argparse
-import datetime
 import multiprocessing
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -40,6 +37,7 @@ from moe_trainer.moe.dispatch.choose import choose_dispatcher, connect_dispatche
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
+from scripts.measuring import load, record, stamp
 
 HIDDEN, FFN, TOPK = 256, 128, 4
 RANKS, EXPERTS, DISPATCHERS = (1, 2, 4), (8, 64, 256), ("alltoall", "allgather")
@@ -160,8 +158,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     head = [
-        f"{datetime.date.today().isoformat()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo, one thread "
-        f"a rank, load average {os.getloadavg()[0]:.1f} before the run. See scripts/bench_dispatch.py for what is measured.", "",
+        f"{stamp()}, gloo, one thread a rank, {load()} before the run. See scripts/bench_dispatch.py for what is measured.", "",
         f"One MoE layer, hidden {HIDDEN}, expert width {FFN} (gated), top-{TOPK}, fp32, forward and backward, median of {given.steps} steps. "
         "Ratios: sent to EP 2 by all-to-all, CPU and wall to one rank with 8 experts.", "",
     ]
@@ -170,8 +167,7 @@ def main() -> None:
         text += [f"## {num_tokens} tokens a step", "", *tables(num_tokens, given.steps), ""]
     print("\n".join(text))
     if given.write:
-        target = ROOT / "scripts" / "bench_results" / "dispatch.md"
-        target.write_text("\n".join(text).rstrip() + "\n", encoding="ascii")
+        record("dispatch.md", "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,6 @@ scripts/bench_results/experts.md. The rule in moe_trainer/ops/grouped_gemm.py (p
 """
 
 import argparse
-import datetime
-import os
-import platform
 import statistics
 import sys
 import time
@@ -23,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
+from scripts.measuring import gemm_rate, load, record, stamp
 
 # tokens, hidden, expert ffn width, experts, top-k
 SHAPES = (
@@ -32,18 +30,6 @@ SHAPES = (
     (2048, 512, 256, 64, 8),
     (512, 512, 256, 64, 8),
 )
-
-
-def gemm_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of a large square product."""
-    n = 1536
-    a, b = torch.randn(n, n, dtype=dtype), torch.randn(n, n, dtype=dtype)
-    times = []
-    for _ in range(12):
-        start = time.perf_counter()
-        torch.mm(a, b.t())
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / statistics.median(times[2:])
 
 
 def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
@@ -78,7 +64,7 @@ def main() -> None:
     for threads in given.threads:
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
-            rate = gemm_rate(dtype)
+            rate = gemm_rate(dtype, 1536, rounds=10)
             for shape in SHAPES:
                 tokens, hidden, ffn, num_experts, topk = shape
                 flops = 3 * 2 * tokens * topk * hidden * ffn * 3
@@ -90,10 +76,8 @@ def main() -> None:
                 print(lines[-1], flush=True)
     if given.write:
         head = (
-            f"# Experts, forward and backward\n\n{datetime.date.today()}, {platform.machine()}, torch {torch.__version__}, load average "
-            f"{os.getloadavg()[0]:.0f} (shares suffer under load; the comparison is in turns). See scripts/bench_experts.py.\n\n")
-        path = ROOT / "scripts" / "bench_results" / "experts.md"
-        path.write_text(head + "\n".join(lines) + "\n")
+            f"# Experts, forward and backward\n\n{stamp()}, {load()} (shares suffer under load; the comparison is in turns). See scripts/bench_experts.py.\n\n")
+        record("experts.md", head + "\n".join(lines))
 
 
 if __name__ == "__main__":

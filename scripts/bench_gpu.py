@@ -15,15 +15,15 @@ installed, MixtralForCausalLM of the first shape trains beside it. --write recor
 """
 
 import argparse
-import datetime
 import multiprocessing
 import statistics
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from scripts.measuring import gemm_rate, record, stamp, timed  # noqa: E402 - found beside this file
 
 SEQ = 4096
 COMMON = (
@@ -52,27 +52,6 @@ KINDS = {
 def command_line(shape: str, seq: int, tiny: bool, extra: str) -> list[str]:
     flags = f"{SHAPES[shape]} {COMMON} --seq-length {seq} --max-position-embeddings {seq} {TINY if tiny else ''} {extra}"
     return flags.split()
-
-
-def gemm_rate(device: str, size: int) -> float:
-    """Operations per second of a square bf16 product: the median of 20."""
-    import torch
-
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    times = [timed(lambda: torch.mm(a, b.t()), device) for _ in range(25)][5:]
-    return 2.0 * size**3 / statistics.median(times)
-
-
-def timed(action, device: str) -> float:
-    """Seconds from an idle device to an idle device."""
-    import torch
-
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    action()
-    wait()
-    return time.perf_counter() - start
 
 
 def measured(step, steps: int, device: str) -> tuple[float, float]:
@@ -109,6 +88,8 @@ def breakdown(step, device: str) -> list[str]:
 
 def ours(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
     """A process of its own: train, and send the row's figures."""
+    import torch
+
     import arguments
     from moe_trainer.parallel.state import ParallelState
     from moe_trainer.proof.observe import make_run
@@ -118,7 +99,7 @@ def ours(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
     from moe_trainer.train_step import train_step
 
     args = arguments.parse_args(argv, 1)
-    rate = gemm_rate(device, 512 if tiny else 8192)
+    rate = gemm_rate(torch.bfloat16, 512 if tiny else 8192, device)
     run = make_run(args, 0, ParallelState.single(), steps + 4, device=device)
     state, training = TrainState(), args.training
     microbatches = training.global_batch_size // training.micro_batch_size
@@ -148,7 +129,7 @@ def theirs(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
         num_hidden_layers=model.num_layers, num_attention_heads=model.num_attention_heads, num_key_value_heads=model.query_groups,
         num_local_experts=moe.num_experts, num_experts_per_tok=moe.moe_router_topk, max_position_embeddings=seq, output_router_logits=True,
         attn_implementation="sdpa", use_cache=False, experts_implementation="grouped_mm")
-    rate = gemm_rate(device, 512 if tiny else 8192)
+    rate = gemm_rate(torch.bfloat16, 512 if tiny else 8192, device)
     with torch.device(device):
         net = MixtralForCausalLM(config).bfloat16().train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
@@ -214,12 +195,12 @@ def main() -> None:
         print("bench_gpu.py: no CUDA device here (--device cpu --tiny shows that the program works)", file=sys.stderr)
         sys.exit(2)
     name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
-    head = (f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, {name}, torch {torch.__version__}, median of {given.steps} steps"
+    head = (f"{stamp(name)}, median of {given.steps} steps"
             f"{', flags ' + given.flags if given.flags else ''}. What is measured: see scripts/bench_gpu.py.")
     text = ["# Slices of large models on one GPU", "", head, "", *table(given)]
     print("\n".join(text))
     if given.write:
-        (ROOT / "scripts" / "bench_results" / "gpu.md").write_text("\n".join(text) + "\n", encoding="ascii")
+        record("gpu.md", "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ scripts/bench_results/kernels.md. Without a CUDA device there is nothing to meas
 """
 
 import argparse
-import datetime
 import importlib.util
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.kernel_pairs import NAMES, SIZES, make
+from scripts.measuring import record, stamp
 
 MEASURED = tuple(name for name, _ in SIZES if name not in ("parity", "tiny"))
 APART = 2e-2  # bf16: the torch operations round between their steps
@@ -65,11 +65,7 @@ def main() -> int:
             print(lines[-1], flush=True)
             torch.cuda.empty_cache()
     if args.write:
-        path = ROOT / "scripts" / "bench_results" / "kernels.md"
-        device = torch.cuda.get_device_name()
-        title = f"## {datetime.date.today()}, {device}, torch {torch.__version__}, bf16\n\n"
-        with path.open("a", encoding="utf-8") as file:
-            file.write(title + "\n".join(lines) + "\n\n")
+        record("kernels.md", f"## {stamp(torch.cuda.get_device_name())}, bf16\n\n" + "\n".join(lines), more=True)
     return 0
 
 

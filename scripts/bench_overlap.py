@@ -17,10 +17,8 @@ cores does not (step times say nothing about a GPU). --write records the table i
 """
 
 import argparse
-import datetime
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -33,6 +31,8 @@ from queue import Empty
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from scripts.measuring import load, record, stamp
 
 RANKS = 4
 INSIDE = "MOE_TRAINER_BENCH_NAMESPACE"
@@ -186,20 +186,17 @@ def main() -> None:
     if INSIDE not in os.environ:
         enter_namespace(sys.argv[1:])
     subprocess.run("ip link set lo up".split(), check=True)
-    import torch
-
     from arguments import parse_args
 
     for case in given.cases:
         for _, flags in CASES[case]:
             parse_args([*MODEL, *flags.split()], RANKS)
-    head = (f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores, torch "
-            f"{torch.__version__}, {RANKS} gloo ranks of one thread, loopback limited as said, median of {given.rounds} "
-            f"rounds, load average {os.getloadavg()[0]:.1f} before the run. What is measured: see scripts/bench_overlap.py.")
+    head = (f"{stamp()}, {RANKS} gloo ranks of one thread, loopback limited as said, median of {given.rounds} "
+            f"rounds, {load()} before the run. What is measured: see scripts/bench_overlap.py.")
     text = ["# Communication that overlap hides", "", head, "", *table(given.cases, given.mbit, given.rounds)]
     print("\n".join(text))
     if given.write:
-        (ROOT / "scripts" / "bench_results" / "overlap.md").write_text("\n".join(text) + "\n", encoding="ascii")
+        record("overlap.md", "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ what it costs at scale. --write records the table in scripts/bench_results/preci
 """
 
 import argparse
-import datetime
-import platform
 import statistics
 import sys
 import time
@@ -30,9 +28,9 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.proof.observe import make_run
 from moe_trainer.run import Run, TrainState
 from moe_trainer.train_step import run_microbatches, shared_sums, train_step
+from scripts.measuring import record, stamp
 from scripts.quickstart_text import python_sources
 
-RESULTS = ROOT / "scripts" / "bench_results" / "precision.md"
 SEQ, BATCH, LAST, HELD_OUT = 64, 8, 50, 64
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --moe-ffn-hidden-size 64 --normalization RMSNorm "
@@ -116,11 +114,10 @@ def main(words: list[str]) -> int:
     table = "\n".join(lines)
     print(table)
     if given.write:
-        RESULTS.write_text(
-            "# Loss of training in 8 and 4 bits\n\n"
-            f"{datetime.date.today()}, {platform.machine()}, torch {torch.__version__}, {given.iterations} iterations of {BATCH} x {SEQ} bytes, "
-            f"{given.seeds} seed(s), mean of the last {LAST} iterations; gaps to bf16. See scripts/bench_precision.py.\n\n" + table + "\n",
-            encoding="utf-8")
+        record(
+            "precision.md", "# Loss of training in 8 and 4 bits\n\n"
+            f"{stamp()}, {given.iterations} iterations of {BATCH} x {SEQ} bytes, "
+            f"{given.seeds} seed(s), mean of the last {LAST} iterations; gaps to bf16. See scripts/bench_precision.py.\n\n" + table)
     return 0
 
 

@@ -46,12 +46,11 @@ class Model:
         ).split()
 
     def flops_per_step(self) -> float:
-        """Operations of the matrix products of one forward and backward, as Megatron counts them."""
-        head = self.hidden // self.heads
-        attention = self.hidden * self.hidden * 2 + self.hidden * head * self.kv_heads * 2
-        weights = self.layers * (attention + self.topk * 3 * self.hidden * self.ffn) + self.hidden * VOCAB
-        scores = self.layers * self.seq * self.hidden  # q k^T and p v: 2 products, causal half
-        return 6.0 * self.tokens * (weights + scores)
+        """Operations of the matrix products of one forward and backward, as Megatron counts them: all contenders are the same model."""
+        import arguments
+        from moe_trainer.shape.flops import training_flops
+
+        return training_flops(arguments.parse_args(self.flags(), world_size=1), self.micro, self.seq, VOCAB)
 
 
 MODELS = {
