@@ -225,10 +225,9 @@ class QuantizedProducts(nn.Module):
     def weight_grad_later(self, grad_RN: Tensor, x_RK: Tensor) -> Callable[[], Tensor]:
         """The same as a function; noise and scales are those of now, whenever it is called."""
         grad_NR, x_KR = (tensor.reshape(-1, tensor.shape[-1]).t() for tensor in (grad_RN, x_RK))
-        if not self.recipe.wgrad:
-            self._note(GRAD, grad_RN)
-            return lambda: grad_NR @ x_KR.t()
         self._note(GRAD, grad_RN)
+        if not self.recipe.wgrad:
+            return lambda: grad_NR @ x_KR.t()
         noise = self._noise(self.recipe.grad_t, "weight", grad_RN.device)
         scales = self._scale(GRAD), self._scale(X)
 

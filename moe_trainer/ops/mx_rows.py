@@ -12,8 +12,7 @@ from torch import Tensor
 from moe_trainer.ops.quantize import E4M3, POWER_OF_TWO, Scaling, quantize, spread
 
 ROWS = Scaling(E4M3, 1, 32, POWER_OF_TWO)
-_BIAS = 127
-_NAN = 255
+_SCALES = torch.float8_e8m0fnu  # exponent + 127, NaN as 255: scales are powers of two, which it holds exactly
 
 
 def packed_width(width: int) -> int:
@@ -24,15 +23,12 @@ def packed_width(width: int) -> int:
 def pack(x_RH: Tensor) -> Tensor:
     """Round rows to MXFP8. Returns: uint8 [R, packed_width(H)]."""
     rounded = quantize(x_RH, ROWS)
-    exponent = torch.frexp(rounded.inverse)[1] - 1 + _BIAS
-    scales = torch.where(torch.isfinite(rounded.inverse), exponent, _NAN).to(torch.uint8)
-    return torch.cat([rounded.values.float().to(E4M3.dtype).view(torch.uint8), scales], 1)
+    return torch.cat([rounded.values.float().to(E4M3.dtype).view(torch.uint8), rounded.inverse.to(_SCALES).view(torch.uint8)], 1)
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """The numbers of packed rows. Returns: [R, width]."""
-    stored, exponent = packed[:, width:], packed[:, width:].float() - _BIAS
-    inverse = torch.where(stored == _NAN, torch.nan, torch.exp2(exponent))
+    inverse = packed[:, width:].contiguous().view(_SCALES).float()
     values = packed[:, :width].contiguous().view(E4M3.dtype).float()
     return (values * spread(inverse, ROWS, values.shape)).to(dtype)
 

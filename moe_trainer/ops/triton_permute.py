@@ -4,8 +4,7 @@ The torch version (ops/permute.py) finds the pairs with nonzero, which waits for
 tokens counts its pairs per expert; sums over the blocks (torch) say where each block's rows of each expert begin; a second pass writes
 where every pair goes. Nothing waits for the device when the caller can bound the number of rows: top-k routing gives T * k of them.
 
-`multiple` rounds every expert's rows up to a multiple, for kernels that need it (FP8 tiles): rows that no pair fills, and those
-beyond the last expert's when `num_rows` is only a bound, are zeros, have probability 0 and take part in no sum.
+Rows beyond the last expert's, where `num_rows` is only a bound, are zeros, have probability 0 and take part in no sum.
 
 Order and sums as in ops/permute.py: rows by expert, then by token; a token's rows are added in ascending expert order, in fp32. No
 atomics anywhere.
@@ -87,13 +86,12 @@ def spread_kernel(grad, cell_of, out, num_rows, BLOCK: tl.constexpr):
     tl.store(out + cell, tl.load(grad + row, mask=row < num_rows, other=0.0), mask=cell >= 0)
 
 
-def make_permute_map(routing_TE: Tensor, num_rows: int | None = None, multiple: int = 1) -> PermuteMap:
+def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> PermuteMap:
     """Build the map of a routing decision.
 
     Shapes: routing_TE bool [T, E], E up to 8,192.
-    num_rows: rows of the map, at least as many as there are pairs and padding; None reads the number from the device, which waits for
-    it. multiple: every expert's rows are rounded up to one, and counted in counts_E.
-    A padding row has token and cell -1, and the torch functions of ops/permute.py do not know such rows.
+    num_rows: rows of the map, at least as many as there are pairs; None reads the number from the device, which waits for it.
+    A row too many has token and cell -1, and the torch functions of ops/permute.py do not know such rows.
     On CUDA a num_rows that is too small stops the device (torch._assert_async). Raises: ValueError for more experts.
     """
     num_tokens, num_experts = routing_TE.shape
@@ -110,7 +108,7 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None, multiple: 
         count_kernel[grid](routing_TE, block_counts, offsets_T[1:], num_tokens, num_experts, *routing_TE.stride(), TOKENS=tokens,
                            EXPERTS=experts)
     offsets_T.cumsum_(0)
-    counts_E = (block_counts.sum(0) + (multiple - 1)) // multiple * multiple
+    counts_E = block_counts.sum(0)
     ends_E = counts_E.cumsum(0)
     if num_rows is None:
         num_rows = int(ends_E[-1])

@@ -161,9 +161,3 @@ def quantize_or_define(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = No
     if not can(x_RK, scaling):
         return define(x_RK, scaling, scale, generator)
     return Quantized(*quantize(x_RK, scaling, scale), scaling)
-
-
-def e8m0(inverse: Tensor) -> Tensor:
-    """Power-of-two scales 2^-127 .. 2^127 as the bytes of MXFP8: exponent + 127, NaN as 255. Returns uint8, same shape."""
-    exponent = torch.frexp(inverse)[1] + 126
-    return torch.where(torch.isnan(inverse), torch.full_like(exponent, 255), exponent).to(torch.uint8)

@@ -165,7 +165,7 @@ class KeptState(ABC):
 
     def lay_out(self, plan: StatePlan, size: int, dtype: torch.dtype) -> None:
         """Allocate the state of `size` elements of a model in `dtype`, gaps included."""
-        cuts = list(_cuts(self.pieces if plan.needs_pieces else self.runs, self.runs,
+        cuts = list(_cuts(self.pieces if plan.needs_pieces else self.runs,
                           plan.longest or (STRETCH_CPU if self.device.type == "cpu" else STRETCH_GPU)))
         total, on_host, count = sum(run.stop - run.start for run in cuts), 0, 0
         while count < len(cuts) and on_host < plan.host_share * total:
@@ -237,7 +237,7 @@ def _read(kept: Kept, base: int, start: int, stop: int) -> Tensor:
     return kept.read(base + start, base + stop)
 
 
-def _cuts(parts: Sequence[Piece] | Sequence[Run], runs: Sequence[Run], longest: int) -> Iterator[Run]:
+def _cuts(parts: Sequence[Piece] | Sequence[Run], longest: int) -> Iterator[Run]:
     """Cut pieces or runs to at most so many elements, in flat order."""
     for part in parts:
         first, last = (part.start, part.stop) if isinstance(part, Run) else (part.offset, part.end)

@@ -32,14 +32,13 @@ def test_products_of_every_expert(counts, width, depth, spare):
 
 
 def test_experts_without_a_number_on_the_host():
-    """Routing, padded permutation, products and the way back from counts that stay on the device, against a loop over experts."""
-    tokens, experts, topk, multiple = 11, 5, 2, 4
+    """Routing, permutation with a bound, products and the way back from counts that stay on the device, against a loop over experts."""
+    tokens, experts, topk = 11, 5, 2
     scores = torch.randn(tokens, experts)
     scores[:, 3] = -10.0  # an expert without rows
     routing = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, scores.topk(topk, 1)[1], True)
     x, probs, w = torch.randn(tokens, 12), torch.rand(tokens, experts), torch.randn(experts, 20, 12)
-    bound = tokens * topk + experts * (multiple - 1)
-    routes = triton_permute.make_permute_map(routing, bound, multiple)
+    routes = triton_permute.make_permute_map(routing, tokens * topk + 7)
     x_RH, probs_R = triton_permute.permute_with_probs(x, probs, routes)
     y = triton_grouped_gemm.grouped_forward(x_RH, w, routes.counts_E.cumsum(0).to(torch.int32))
     y = triton_permute.unpermute(y * probs_R.unsqueeze(1), routes)
