@@ -28,8 +28,8 @@ from moe_trainer.parallel.rng import ShardStream, init_parameter
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape import deferral
-from moe_trainer.shape.activations import captured_parts, offloaded_parts, recomputed_parts
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, embedding_stages
+from moe_trainer.shape.parts import captured_parts, offloaded_parts, recomputed_parts
 from moe_trainer.shape.stored_weights import keeps_8_bits
 
 logger = logging.getLogger(__name__)

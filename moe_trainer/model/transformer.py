@@ -35,9 +35,9 @@ from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape import deferral
-from moe_trainer.shape.activations import recomputed_spans
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout
+from moe_trainer.shape.parts import recomputed_spans
 from moe_trainer.shape.stored_weights import keeps_8_bits
 
 LOGIT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})

@@ -23,6 +23,8 @@ import math
 import torch
 from torch import Tensor
 
+from moe_trainer.shape.activations import budget_rows
+
 logger = logging.getLogger(__name__)
 
 _STEPS = 1000  # a factor is named in thousandths
@@ -53,7 +55,7 @@ class ReceiveBudget:
         A rank with fewer tokens than usual (the end of a data set) has the budget of its largest microbatch so far.
         """
         self._tokens = max(self._tokens, num_tokens)
-        rows = math.ceil(round(self.even * self.factor, 6))
+        rows = budget_rows(self.even, self.factor)
         if received <= rows:
             return rows
         self.overflows += 1
@@ -62,7 +64,7 @@ class ReceiveBudget:
             "%s received %d rows on this rank, and --moe-expert-rank-capacity-factor %g allows %d: the budget grows, no row is "
             "lost. --moe-expert-rank-capacity-factor %g would have been enough", self.name, received, self.factor, rows, enough)
         self.factor = enough
-        return math.ceil(round(self.even * enough, 6))
+        return budget_rows(self.even, enough)
 
 
 class _Place(torch.autograd.Function):

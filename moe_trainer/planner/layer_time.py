@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from moe_trainer.planner.links import Links, exchange_seconds
 from moe_trainer.planner.memory import ChunkBytes
-from moe_trainer.shape.activations import captured_parts, recomputed_parts
+from moe_trainer.shape.parts import captured_parts, recomputed_parts
 
 if TYPE_CHECKING:
     from arguments import Arguments

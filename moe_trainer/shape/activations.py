@@ -2,7 +2,7 @@
 
 `layer_activations` lists what one transformer layer keeps of one microbatch on one rank, `chunk_activations` what the layers of a chunk
 do, those of multi-token prediction included, with recompute and offload as the flags say. tests/memory/test_bytes.py measures what is alive behind a real forward pass and
-holds it against these lists. The rest of the module tells the model which parts are recomputed or sent to the host, and is read by both.
+holds it against these lists. Which parts are recomputed or sent to the host: parts.py.
 
 What is counted: storages, each once, whoever keeps them (autograd's saved tensors, a node's own fields, the record of a recomputed
 region); with a view the whole storage behind it. What is not: weights, the batch, tables that a model holds anyway, and what lives
@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+from moe_trainer.shape.parts import is_offloaded, offloaded_parts, recomputed_parts, recomputed_spans
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -39,47 +40,6 @@ if TYPE_CHECKING:
 BLOCKED_MAX_LENGTH, QUERY_BLOCK = 512, 64  # as in ops/attention.py
 WIDE = 4  # bytes of statistics, which are fp32
 INDEX = 8  # bytes of an int64
-PARTS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-
-
-def recomputed_parts(training: TrainingArgs) -> frozenset[str]:
-    """Names of the parts that run again in backward: "full" for spans of layers, "mtp", or those of --recompute-modules."""
-    if training.recompute_granularity == "full":
-        return frozenset({"full", "mtp"} if training.recompute_method == "uniform" else {"full"})
-    return frozenset(training.recompute_modules or ()) if training.recompute_granularity == "selective" else frozenset()
-
-
-def offloaded_parts(training: TrainingArgs) -> frozenset[str]:
-    """Names of the parts of which what they save goes to the host: "layer" for whole layers, or those of --offload-modules."""
-    if training.cpu_offloading_num_layers:
-        return frozenset({"layer"})
-    if not training.fine_grained_activation_offloading:
-        return frozenset()
-    parts = set(training.offload_modules)
-    return frozenset(parts | {"expert_fc1", "moe_act"} if "fused_group_mlp" in parts else parts)
-
-
-def captured_parts(training: TrainingArgs) -> frozenset[str]:
-    """Names of the parts of a layer that are captured as CUDA graphs: those of --cuda-graph-modules, "layer" for whole layers, or
-    "iteration", where they are parts of something larger."""
-    if training.cuda_graph_impl == "full_iteration":
-        return frozenset({"iteration"})
-    if training.cuda_graph_impl == "none":
-        return frozenset()
-    return frozenset(training.cuda_graph_modules) or frozenset({"layer"})
-
-
-def recomputed_spans(training: TrainingArgs, num_layers: int) -> tuple[tuple[int, int, bool], ...]:
-    """(first, stop, is it recomputed) of the runs of layers that a chunk of so many layers goes through.
-
-    uniform: every --recompute-num-layers layers are one region; block: the first --recompute-num-layers layers are one each.
-    """
-    step = training.recompute_num_layers or 1
-    if training.recompute_granularity != "full":
-        return ((0, num_layers, False),)
-    if training.recompute_method == "uniform":
-        return tuple((first, min(first + step, num_layers), True) for first in range(0, num_layers, step))
-    return tuple((index, index + 1, index < step) for index in range(num_layers))
 
 
 @dataclass(frozen=True)
@@ -96,6 +56,11 @@ class Kept:
     def num_bytes(self) -> int:
         """Its storage."""
         return math.prod(self.shape) * self.itemsize
+
+
+def budget_rows(even: int, factor: float) -> int:
+    """Rows of the experts' buffers with --moe-expert-rank-capacity-factor; even: rows when every rank receives as many as it sends."""
+    return math.ceil(round(even * factor, 6))  # 100 * 1.1 is a little more than 110
 
 
 class _Layer:
@@ -265,7 +230,7 @@ class _Layer:
         if moe.moe_expert_rank_capacity_factor is None:
             return self.received
         if not moe.moe_paged_stash:
-            return max(self.received, math.ceil(round(even * moe.moe_expert_rank_capacity_factor, 6)))
+            return max(self.received, budget_rows(even, moe.moe_expert_rank_capacity_factor))
         page = moe.moe_paged_stash_page_size
         return max(-(-self.received // page), math.ceil(moe.moe_paged_stash_buffer_size_factor_cuda * even / page)) * page
 
@@ -401,7 +366,7 @@ class _Sent:
             if part in self.parts and part not in going:
                 number = self.groups[part]
                 self.groups[part] += 1
-                going[part] = math.floor((number + 1) * self.fraction + 1e-9) > math.floor(number * self.fraction + 1e-9)
+                going[part] = is_offloaded(number, self.fraction)
             large = math.prod(entry.shape) >= self.least
             found.append(replace(entry, on_host=True) if going.get(part) and large else entry)
         return found
