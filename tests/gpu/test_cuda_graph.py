@@ -1,7 +1,6 @@
 """CUDA graphs on a device give the numbers of eager passes there."""
 
 import pytest
-import torch
 from memory.graphed import line, local, train, whole
 
 from moe_trainer.proof.compare import Tolerances, compare
@@ -21,12 +20,6 @@ CASES = {
     "fp8": ("plain", "--bf16 --fp8-format hybrid --fp8-recipe delayed", local(ROUTED)),
 }
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 products in fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -24,12 +24,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["plain", "deepseek"])
-def test_three_steps_are_the_plain_ones(kind, how, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
+def test_three_steps_are_the_plain_ones(kind, how):
     def run(flags):
-        argv = [word for word in argv_of(kind) if word not in ("--transformer-impl", "local")]
-        return train(parse_args([*argv, *flags.split()], 1), 0, ParallelState.single(), device="cuda")
+        return train(parse_args([*argv_of(kind), *flags.split()], 1), 0, ParallelState.single(), device="cuda")
 
     assert [str(difference) for difference in compare(run(""), run(HOWS[how]), NEAR)] == []
 
@@ -40,8 +37,7 @@ def test_memory_is_freed(how):
     sizes = "--hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 512 --seq-length 1024 --max-position-embeddings 1024 --bf16"
 
     def kept(flags):
-        argv = [word for word in argv_of("plain") if word not in ("--transformer-impl", "local")]
-        args = parse_args([*argv, *sizes.split(), *flags.split()], 1)
+        args = parse_args([*argv_of("plain"), *sizes.split(), *flags.split()], 1)
         chunk, = build_chunks(args, ParallelState.single(), 64, "cuda")
         x_SBH = torch.randn(1024, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         rope = chunk.rotary.tables(1024, x_SBH.device)

@@ -1,7 +1,6 @@
 """One CUDA device does what the CPU does: kernels, streams, pinned batches, saves in the background."""
 
 import pytest
-import torch
 from commands import read_metrics, run
 from train.layouts import KINDS, argv_of
 from train.tiny import MOCK, TINY
@@ -22,12 +21,6 @@ FURTHER = {
     "allgather": "--moe-token-dispatcher-type allgather",
 }
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 products in fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *FURTHER])

@@ -13,9 +13,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(("on_device", "on_host"), [(1.2, 0.0), (0.3, 1.0)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_near_the_plain_layers(kind, on_device, on_host, monkeypatch):
+def test_near_the_plain_layers(kind, on_device, on_host):
     """Near, since sums by atomics come in any order."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     device = torch.device("cuda")
     stash = PagedStash(device, PAGE, on_device, on_host)
     plain, ours = (gradients(layers_of(4, stash=which, dtype=torch.float32, device=device, **KINDS[kind])) for which in (None, stash))

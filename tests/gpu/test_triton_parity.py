@@ -17,12 +17,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 NEAR = {torch.float32: 3e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 products in fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def close(ours, theirs, near: float) -> bool:
     """Norm of the difference relative to the norm; exact for integers and maps."""
     if theirs.dtype in (torch.bool, torch.int64, torch.int32, torch.uint8):

@@ -1,4 +1,4 @@
-"""The record of what a rank waits for: names, places, errors, and what it costs."""
+"""The record of what a rank waits for: names, places and errors."""
 
 import time
 from datetime import timedelta
@@ -99,15 +99,3 @@ def test_a_rank_that_waits_in_vain_says_where(kind, told):
     _, message = run_ranks(one_leaves_the_other_alone, 2, kind)
     assert message.startswith(f"{told} number 1 of group dp (ranks 0 1) in one_leaves_the_other_alone")
     assert "failed after 1." in message and "Timed out" in message
-
-
-def test_a_call_costs_microseconds():
-    trace, x = Trace(), torch.ones(1)
-
-    def batch():
-        begin = time.perf_counter()
-        for _ in range(200):
-            communicate(trace, "dp", (0, 1), "all_reduce", x, False, int)
-        return (time.perf_counter() - begin) / 200
-
-    assert min(batch() for _ in range(20)) < 50e-6  # 2e-6 on a quiet machine
