@@ -2,8 +2,12 @@
 
 A scale for a whole tensor is that of what a rank holds, and blocks begin with it. So every linear is computed piece by piece, for the
 rows of every context rank and the features of every tensor rank, each piece quantised by itself; experts for the features of every rank
-of etp; the output layer for the rows of every context rank and the vocabulary of every tensor rank. With delayed scaling all pieces have the same scale, and nothing has to be cut. Which rows an expert gets together is not
-emulated: low_precision.py keeps to cases where that does not matter.
+of etp; the output layer for the rows of every context rank and the vocabulary of every tensor rank. With delayed scaling all pieces have
+the same scale, and nothing has to be cut. Which rows an expert gets together is not emulated: low_precision.py keeps to cases where that
+does not matter.
+
+What is replaced are methods of QuantizedProducts, each product by itself. Experts pass them by where the device multiplies all of them in
+one call (QuantizedProducts._of_experts), which it does for bf16 only: proofs with 8 bits compute in fp64.
 
 Gradients inside a backward pass are larger on many ranks than in one process: the loss is divided by the microbatches of a rank (and
 multiplied by the context ranks), the rest of the mean is taken where gradients are reduced. Formats notice how large a number is, so
@@ -158,6 +162,6 @@ def cut_inputs(products: QuantizedProducts, cut: list[Tensor]) -> None:
         parts = [weight_grad_later(grad, x[..., own]) for own in cut]
         return lambda: torch.cat([compute() for compute in parts], 1)[:, order]
 
-    products.output = lambda x, weight: sum(output(x[..., own], weight[:, own]) for own in cut)
+    products.output = lambda x, weight, *dtype: sum(output(x[..., own], weight[:, own], *dtype) for own in cut)
     products.input_grad = lambda grad, weight: torch.cat([input_grad(grad, weight[:, own]) for own in cut], -1)[..., order]
     products.weight_grad_later = later
