@@ -199,14 +199,6 @@ class ParallelArgs:
     """Let the reduction divide by the number of ranks (fully sharded data parallel)."""
     use_layer_wise_param_layout: bool = flag(True, off=("--no-use-layer-wise-param-layout",))
     """Lay parameters out layer by layer for layer-wise optimizers."""
-    on_missing_backend: Literal["error", "fallback"] | None = None
-    """What to do when an optional library is missing. Unset: error if its flag was typed and CUDA is there, else
-    fall back."""
-    triton_kernels: list[Literal["all", "activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize"]] = flag([])
-    """Operations that run on this program's own Triton kernels on CUDA devices instead of plain torch: the same numbers up to
-    rounding. Off by default, because they have been checked in Triton's interpreter and compiled for sm_90 and sm_100, but not yet run
-    or timed on a GPU; scripts/bench_kernels.py measures which of them pay. Come before TransformerEngine's kernels of
-    --moe-permute-fusion and --moe-router-fusion. On a CPU: plain torch."""
 
     # ---- fully sharded data parallel
     use_megatron_fsdp: bool = False

@@ -1,4 +1,4 @@
-"""PrecisionArgs: number formats of parameters, gradients and matrix products.
+"""PrecisionArgs: number formats of parameters, gradients and matrix products, and whose layers and kernels compute them.
 
 A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string under
 it the help text. How a field becomes an option stands in schema.py.
@@ -12,7 +12,7 @@ from arguments.schema import flag
 
 @dataclass(frozen=True)
 class PrecisionArgs:
-    """Number formats of parameters, gradients and matrix products."""
+    """Number formats of parameters, gradients and matrix products; whose layers and kernels compute them."""
 
     # ---- formats
     bf16: bool = False
@@ -21,6 +21,14 @@ class PrecisionArgs:
     """Parameters and activations in float16, fp32 main parameters, scaled loss."""
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "transformer_engine"
     """Whose layers to build: our own (local) or TransformerEngine's."""
+    on_missing_backend: Literal["error", "fallback"] | None = None
+    """What to do when an optional library is missing. Unset: error if its flag was typed and CUDA is there, else
+    fall back."""
+    triton_kernels: list[Literal["all", "activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize"]] = flag([])
+    """Operations that run on this program's own Triton kernels on CUDA devices instead of plain torch: the same numbers up to
+    rounding. Off by default, because they have been checked in Triton's interpreter and compiled for sm_90 and sm_100, but not yet run
+    or timed on a GPU; scripts/bench_kernels.py measures which of them pay. Come before TransformerEngine's kernels of
+    --moe-permute-fusion and --moe-router-fusion. On a CPU: plain torch."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32 (on with --bf16)."""
     grad_reduce_in_bf16: bool = False

@@ -46,8 +46,8 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     """
     device = torch.device(device)
     dtype = dict(DTYPES)[args.precision.params_dtype_name]
-    backends = Backends(args.parallel.on_missing_backend, args.typed, device.type == "cuda", missing=[])
-    kernels = choose_kernels(args.parallel.triton_kernels, backends)
+    backends = Backends(args.precision.on_missing_backend, args.typed, device.type == "cuda", missing=[])
+    kernels = choose_kernels(args.precision.triton_kernels, backends)
     kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type, backends, kernels, model=args.model,
                  moe=args.moe, precision=args.precision, defers=deferral.of_all_layers(args.parallel), stores=keeps_8_bits(args))
     layouts = chunk_layouts(args.model, args.parallel)
