@@ -44,7 +44,6 @@ from moe_trainer.run import (
     TrainState,
     batches_of,
     build_run,
-    check_outputs,
     open_data,
     open_metrics,
     print_rank_0,
@@ -53,6 +52,7 @@ from moe_trainer.run import (
 from moe_trainer.shape.flops import training_flops
 from moe_trainer.train_agreement import Agreement, agree
 from moe_trainer.train_export import export_weights
+from moe_trainer.train_outputs import check_outputs
 from moe_trainer.train_resume import find_own_checkpoint
 from moe_trainer.train_step import run_microbatches, shared_sums, train_step
 

@@ -1,0 +1,40 @@
+"""Where a run is going to write, looked at before it trains: what would only be found out at the first save, or after it."""
+
+import logging
+import os
+
+from moe_trainer.checkpoint.find import latest_iteration
+from moe_trainer.errors import InputError
+from moe_trainer.run import Run, TrainState
+
+logger = logging.getLogger(__name__)
+
+
+def check_outputs(run: Run, state: TrainState) -> None:
+    """Look at where the run is going to write before it trains for days.
+
+    Raises: InputError if there is nothing to train or the exported weights could not be written.
+    """
+    if run.train_iters <= 0 and not run.args.training.skip_train:
+        raise InputError(
+            f"--train-iters or --train-samples give {run.train_iters} iterations: there is nothing to train "
+            "(--skip-train evaluates only)"
+        )
+    target = run.args.output.export_weights
+    if target is not None and (os.path.isdir(target) or not os.access(os.path.dirname(target) or ".", os.W_OK)):
+        raise InputError(f"--export-weights {target}: this is a folder, or its folder does not exist or cannot be written")
+    warn_of_newer_checkpoints(run, state)
+
+
+def warn_of_newer_checkpoints(run: Run, state: TrainState) -> None:
+    """Say so when the save folder's newest checkpoint is ahead of this run, which is going to move the tracker back."""
+    save = run.args.output.save
+    if save is None or run.args.output.load == save or run.runtime.place.rank != 0:
+        return
+    newest = latest_iteration(save)
+    if newest is not None and newest > state.iteration:
+        logger.warning(
+            "--save %s already holds a checkpoint of iteration %d, and this run starts at %d: its saves will move "
+            "latest_checkpointed_iteration.txt back. To go on from there: --load %s; else choose another folder",
+            save, newest, state.iteration, save,
+        )
