@@ -122,7 +122,7 @@ def checkpoints(rounds: int, millions: int, folder: Path) -> list[str]:
 
     torch.set_num_threads(1)
     width = 1024
-    experts = max(1, round(millions * 1e6 / (3 * width * width)))
+    experts = max(2, round(millions * 1e6 / (3 * width * width)))
     argv = [*TINY, "--num-layers", "1", "--hidden-size", str(width), "--moe-ffn-hidden-size", str(width), "--num-experts", str(experts)]
     args = arguments.parse_args(argv, 1)
     run = make_run(args, 0, ParallelState.single(), 0)
