@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Train with torchrun on this node, or on several nodes where this script is started once on each.
+#
+#   MODEL=mixtral_tiny EP=2 GPUS_PER_NODE=2 bash scripts/launch.sh --train-iters 100
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MODEL=Mixtral-8x7B PP=4 EP=8 bash scripts/launch.sh     and NODE_RANK=1 on the other
+#   DRY_RUN=1 ...    print the command, validate and plan it; start nothing
+#
+# The other variables stand in launch_flags.sh. SIGTERM and SIGUSR1 reach the ranks, which save; this script then ends with exit
+# code 75, and the same command goes on from there. Logs per rank: OUTPUT_PATH/logs.
+set -euo pipefail
+# shellcheck source=scripts/launch_flags.sh
+. "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
+
+read_cluster
+flags_of_run "$@"
+nodes=${NNODES:-1}
+gpus=${GPUS_PER_NODE:-8}
+python=$(find_run_python)
+rendezvous=(--standalone)
+if [ "$nodes" -gt 1 ]; then
+    if [ -z "${NODE_RANK:-}" ] || [ -z "${MASTER_ADDR:-}" ]; then fail "NNODES=$nodes needs NODE_RANK and MASTER_ADDR"; fi
+    rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+fi
+logs=$OUTPUT_PATH/logs/node${NODE_RANK:-0}
+command=("$python" "$ROOT/scripts/torchrun.py" "${rendezvous[@]}" --nproc-per-node "$gpus" --log-dir "$logs" --tee 3
+    --no-python bash "$ROOT/scripts/rank.sh" "$python" -u "$ROOT/pretrain_moe.py" "${FLAGS[@]}")
+
+printf 'environment:'
+printf ' %q' "${EXPORTS[@]}"
+printf '\ncommand:'
+printf ' %q' "${command[@]}"
+printf '\n'
+check_flags $((nodes * gpus))
+[ "${DRY_RUN:-0}" != 1 ] || exit 0
+
+mkdir -p "$logs"
+export "${EXPORTS[@]}"
+"${command[@]}" &
+torchrun=$!
+# To the ranks, not to torchrun: that would give them 30 seconds and then kill them in the middle of a save.
+trap 'pkill -USR1 -P "$torchrun" || true' USR1 TERM
+trap 'kill -INT "$torchrun"' INT
+code=0
+while :; do
+    wait "$torchrun" && code=0 || code=$?
+    kill -0 "$torchrun" 2>/dev/null || break # else a trap ended the wait
+done
+[ "$code" != 75 ] || echo "saved; the same command goes on from there (exit code 75)"
+exit "$code"

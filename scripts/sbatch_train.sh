@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Submit a training job to SLURM, in the manner of the Megatron MoE model zoo:
+#
+#   MODEL=DeepSeek-V3 TP=2 PP=8 EP=64 NNODES=128 PR=fp8 DISPATCHER=deepep A2A_OVERLAP=1 bash scripts/sbatch_train.sh --extra flags
+#   DRY_RUN=1 ...     print job and command, validate and plan them; submit nothing
+#
+#   CLUSTER=FILE      bash that sets what a site needs: ACCOUNT PARTITION RUN_TIME GPUS_PER_NODE OUTPUT_PATH CONTAINER_IMAGE
+#                     CONTAINER_MOUNTS MODULES SETUP (commands) PYTHON, and the arrays SBATCH_OPTIONS SRUN_OPTIONS ENVIRONMENT;
+#                     what the caller's environment sets wins
+#   RUN_TIME=4:00:00  ACCOUNT= PARTITION= COMMENT= SEGMENT= GPUS_PER_NODE=8 (GB200_CLUSTER=1: 4)
+#   SIGNAL_SECONDS=120  how long before the time limit the run saves and is requeued (REQUEUE=0: not; MAX_REQUEUES=100)
+#   ARRAY=N           N tasks one after the other, each going on where the one before stopped, instead of requeueing
+#   DEPENDENCY=afterok:123   goes to sbatch as it stands
+# The other variables stand in launch_flags.sh, the outcomes of a job in slurm_job.sh.
+set -euo pipefail
+# shellcheck source=scripts/launch_flags.sh
+. "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
+
+read_cluster
+flags_of_run "$@"
+nodes=${NNODES:-1}
+gpus=8
+[ "${GB200_CLUSTER:-0}" != 1 ] || gpus=4
+gpus=${GPUS_PER_NODE:-$gpus}
+python=$(find_run_python)
+name=moe-$(basename "$MODEL" .yaml)
+
+options=(--job-name="$name" --nodes="$nodes" --ntasks-per-node="$gpus" --time="${RUN_TIME:-4:00:00}"
+    --output="$OUTPUT_PATH/logs/slurm-%j.log" --open-mode=append --requeue --signal="USR1@${SIGNAL_SECONDS:-120}")
+[ "${GRES:-gpu}" = none ] || options+=(--gpus-per-node="$gpus" --exclusive)
+[ -z "${ACCOUNT:-}" ] || options+=(--account="$ACCOUNT")
+[ -z "${PARTITION:-}" ] || options+=(--partition="$PARTITION")
+[ -z "${COMMENT:-}" ] || options+=(--comment="$COMMENT")
+[ -z "${SEGMENT:-}" ] || options+=(--segment="$SEGMENT")
+[ -z "${ARRAY:-}" ] || options+=(--array="1-$ARRAY%1")
+[ -z "${DEPENDENCY:-}" ] || options+=(--dependency="$DEPENDENCY")
+options+=(${SBATCH_OPTIONS[@]+"${SBATCH_OPTIONS[@]}"})
+
+srun_options=()
+if [ -n "${CONTAINER_IMAGE:-}" ]; then
+    [ -n "${PYTHON:-}" ] || python=python
+    mounts=$ROOT:$ROOT,$OUTPUT_PATH:$OUTPUT_PATH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+    srun_options+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$ROOT" --no-container-mount-home)
+fi
+srun_options+=(${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"})
+
+# An array as text that bash reads back.
+written() {
+    local name=$1
+    shift
+    printf '%s=(' "$name"
+    [ $# = 0 ] || printf ' %q' "$@"
+    printf ' )\n'
+}
+
+job_file() {
+    local option
+    echo '#!/usr/bin/env bash'
+    for option in "${options[@]}"; do printf '#SBATCH %q\n' "$option"; done
+    echo "# written by scripts/sbatch_train.sh"
+    echo 'set -uo pipefail'
+    printf 'ROOT=%q PYTHON=%q LOGS=%q RANKS_PER_NODE=%q\n' "$ROOT" "$python" "$OUTPUT_PATH/logs" "$gpus"
+    printf 'REQUEUE=%q MAX_REQUEUES=%q MODULES=%q SETUP=%q\n' "${REQUEUE:-1}" "${MAX_REQUEUES:-100}" "${MODULES:-}" "${SETUP:-}"
+    printf 'export BIND=%q BINDPCIE_PATH=%q\n' "${BIND:-auto}" "${BINDPCIE_PATH:-}"
+    written EXPORTS "${EXPORTS[@]}"
+    written SRUN_OPTIONS ${srun_options[@]+"${srun_options[@]}"}
+    written FLAGS "${FLAGS[@]}"
+    # shellcheck disable=SC2016 # for the job to expand
+    echo '. "$ROOT/scripts/slurm_job.sh"'
+}
+
+if [ "${DRY_RUN:-0}" = 1 ]; then
+    job_file
+    printf '\ncommand: srun'
+    printf ' %q' ${srun_options[@]+"${srun_options[@]}"} "$python" -u "$ROOT/pretrain_moe.py" "${FLAGS[@]}"
+    printf '\n\n'
+    check_flags $((nodes * gpus))
+    exit 0
+fi
+check_flags $((nodes * gpus))
+mkdir -p "$OUTPUT_PATH/logs"
+job=$(mktemp "$OUTPUT_PATH/logs/job-XXXXXX")
+job_file >"$job"
+id=$(sbatch --parsable "$job")
+mv "$job" "$OUTPUT_PATH/logs/job-${id%%;*}.sh"
+echo "submitted job ${id%%;*}: $OUTPUT_PATH/logs/job-${id%%;*}.sh"
