@@ -22,21 +22,19 @@ import datetime
 import json
 import logging
 import math
-import os
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from arguments.output import OutputArgs
-from moe_trainer.errors import InputError
 from moe_trainer.report import event_files
 from moe_trainer.report.console import IterationLine, ProgressBar, perplexity, validation_line
 from moe_trainer.report.dashboard import open_dashboard
-from moe_trainer.report.routing import routing_health
+from moe_trainer.report.metrics_file import open_metrics_file, writes
+from moe_trainer.report.routing import PER_LAYER, heat_map, routing_health
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +130,11 @@ class MetricsLogger:
         if due or self._first:
             self._bar.clear()
             self.print(self._line(record).format(datetime.datetime.now()))
-            self._write_interval_scalars(record)
-            self._write_record(record)
+            health = None
+            if record.loads is not None:
+                health = routing_health(record.loads, self._options.expert_ranks, self._options.layer_share)
+            self._write_interval_scalars(record, health)
+            self._write_record(record, health)
             if not self._first:
                 self._reset_line_sums()
             self._first = False
@@ -180,7 +181,7 @@ class MetricsLogger:
             nan_iterations=self._nan,
         )
 
-    def _write_record(self, record: IterationRecord) -> None:
+    def _write_record(self, record: IterationRecord, health: Mapping[str, Any] | None) -> None:
         if self._file is None:
             return
         values: dict[str, object] = {"iteration": record.iteration, "consumed_samples": record.consumed_samples}
@@ -204,13 +205,13 @@ class MetricsLogger:
             values["num_zeros"] = record.num_zeros
         if record.params_norm is not None:
             values["params_norm"] = record.params_norm
-        if record.loads is not None:
-            values["routing"] = routing_health(record.loads, self._options.expert_ranks, self._options.layer_share)
+        if health is not None:
+            values["routing"] = health
         self._append(values)
         self._reset_record_counters()
 
     def _append(self, values: Mapping[str, object]) -> None:
-        with _writes("--metrics-file", self._options.metrics_file):
+        with writes("--metrics-file", self._options.metrics_file):
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
         if self._dashboard is not None:
@@ -218,7 +219,7 @@ class MetricsLogger:
 
     def _scalar(self, name: str, value: float, iteration: int, samples: int | None = None) -> None:
         if self._tensorboard is not None:
-            with _writes("--tensorboard-dir", self._options.output.tensorboard_dir):
+            with writes("--tensorboard-dir", self._options.output.tensorboard_dir):
                 self._tensorboard.add_scalar(name, value, iteration)
                 if samples is not None:
                     self._tensorboard.add_scalar(f"{name} vs samples", value, samples)
@@ -254,11 +255,20 @@ class MetricsLogger:
                 for layer, value in enumerate(values):
                     self._scalar(f"moe/{name}_layer_{layer}", value, iteration)
 
-    def _write_interval_scalars(self, record: IterationRecord) -> None:
+    def _write_interval_scalars(self, record: IterationRecord, health: Mapping[str, Any] | None) -> None:
         seconds = self._line_seconds / (self._advanced + self._skipped)
         self._scalar("iteration-time", seconds, record.iteration)
         if self._options.output.log_throughput and self._options.output.log_timers_to_tensorboard:
             self._scalar("throughput", self._tflops(record.flops, seconds), record.iteration)
+        if health is None or not health["layers"]:
+            return
+        self._scalar("moe/straggler_cost", health["straggler_cost"], record.iteration)
+        for name in PER_LAYER:
+            for layer, value in zip(health["layers"], health[name], strict=True):
+                self._scalar(f"moe/{name}_layer_{layer}", value, record.iteration)
+        if self._tensorboard is not None:
+            with writes("--tensorboard-dir", self._options.output.tensorboard_dir):
+                self._tensorboard.add_image("moe/load", heat_map(health["tokens_per_expert"]), record.iteration)
 
     def timers(self, seconds_by_name: Mapping[str, float], iteration: int) -> None:
         """Write timer scalars (--log-timers-to-tensorboard)."""
@@ -286,31 +296,22 @@ class MetricsLogger:
     def flush(self) -> None:
         """Hand over to the system whatever is still held back."""
         if self._tensorboard is not None:
-            with _writes("--tensorboard-dir", self._options.output.tensorboard_dir):
+            with writes("--tensorboard-dir", self._options.output.tensorboard_dir):
                 self._tensorboard.flush()
 
     def close(self) -> None:
         """Flush and close every file."""
         self._bar.clear()
         if self._file is not None:
-            with _writes("--metrics-file", self._options.metrics_file):
+            with writes("--metrics-file", self._options.metrics_file):
                 self._file.close()
         if self._dashboard is not None:
             self._dashboard.write(done=True)
         if self._tensorboard is not None:
-            with _writes("--tensorboard-dir", self._options.output.tensorboard_dir):
+            with writes("--tensorboard-dir", self._options.output.tensorboard_dir):
                 self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-@contextmanager
-def _writes(flag: str, target: str | Path | None) -> Iterator[None]:
-    """Name the flag and the place where something could not be written, such as on a full disk."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{flag}: cannot write {target}: {error.strerror or error}") from error
 
 
 def _memory_scalars(max_memory_mb: float) -> dict[str, float]:
@@ -327,52 +328,13 @@ def _memory_scalars(max_memory_mb: float) -> dict[str, float]:
     }
 
 
-def open_metrics_file(path: str, start_iteration: int):
-    """Open metrics.jsonl for appending after `start_iteration`.
-
-    Records of later iterations (they will be repeated) and a torn last line (a killed run) are dropped; with
-    start_iteration 0 an old file is kept under a numbered name.
-    Raises: InputError if the file cannot be written.
-    """
-    target = Path(path)
-    with _writes("--metrics-file", target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and target.stat().st_size > 0:
-            if start_iteration == 0:
-                target.rename(_free_name(target))
-            else:
-                _drop_after(target, start_iteration)
-        return open(target, "a", encoding="utf-8")
-
-
-def _free_name(target: Path) -> Path:
-    number = 1
-    while (free := target.with_name(f"{target.stem}-{number}{target.suffix}")).exists():
-        number += 1
-    return free
-
-
-def _drop_after(target: Path, iteration: int) -> None:
-    kept = []
-    for line in target.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            number = json.loads(line)["iteration"]
-        except (ValueError, KeyError, TypeError):
-            continue  # torn by a kill, or not ours
-        if isinstance(number, int) and number <= iteration:
-            kept.append(line)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.{time.monotonic_ns()}")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, target)
-
-
 def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mapping[str, object]):
     if options.output.tensorboard_dir is None:
         return None
     # Imported here: it takes a second, and only one rank needs it.
     from torch.utils.tensorboard import SummaryWriter
 
-    with _writes("--tensorboard-dir", options.output.tensorboard_dir):
+    with writes("--tensorboard-dir", options.output.tensorboard_dir):
         if options.own:
             _own_events(Path(options.output.tensorboard_dir), start_iteration, options.start_samples)
         writer = SummaryWriter(

@@ -18,9 +18,12 @@ and hot experts that --moe-clone-hot-experts evens out count as if they had stay
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+MEAN, COLD, HOT = (247, 247, 247), (33, 102, 172), (178, 24, 43)  # as in page/dashboard.js
 PER_LAYER = ("load_max_over_mean", "load_entropy", "dead_experts", "drop_rate", "bias_drift", "rank_max_over_mean")
 
 
@@ -50,3 +53,18 @@ def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict
         "straggler_cost": float((fullest_L - 1.0).clamp(min=0.0).sum()) * layer_share,
         "tokens_per_expert": [[int(count) for count in row] for row in loads_LE.tolist()],
     }
+
+
+def heat_map(loads: Sequence[Sequence[int]], cell: int = 8) -> Tensor:
+    """A picture of tokens_per_expert, layers downwards, experts to the right: white at a layer's mean, red above and blue below it, full
+    at four times and at a quarter; black where no token came.
+
+    Returns: uint8 [3, layers * cell, experts * cell].
+    """
+    loads_LE = torch.tensor(loads, dtype=torch.float64)
+    ratio_LE = loads_LE / loads_LE.mean(1, keepdim=True).clamp(min=1e-9)
+    far_LE = (ratio_LE.clamp(min=1e-9).log2() / 2).clamp(-1.0, 1.0)
+    mean_C, cold_C, hot_C = (torch.tensor(colour, dtype=torch.float64)[:, None, None] for colour in (MEAN, COLD, HOT))
+    colour_CLE = mean_C + (torch.where(far_LE < 0, cold_C, hot_C) - mean_C) * far_LE.abs()
+    colour_CLE = torch.where(loads_LE == 0, 0.0, colour_CLE).round().to(torch.uint8)
+    return colour_CLE.repeat_interleave(cell, 1).repeat_interleave(cell, 2)

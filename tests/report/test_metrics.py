@@ -3,10 +3,12 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from arguments.output import OutputArgs
 from moe_trainer.errors import InputError
-from moe_trainer.report.metrics import IterationRecord, LogOptions, MetricsLogger, open_metrics_file
+from moe_trainer.report.metrics import IterationRecord, LogOptions, MetricsLogger
+from moe_trainer.report.metrics_file import open_metrics_file
 
 
 def record(iteration, loss, skipped=False, **changes):
@@ -95,6 +97,19 @@ def test_tensorboard_scalars_have_megatrons_names(tmp_path, capsys):
             "num-zeros", "num-zeros vs samples", "params-norm", "params-norm vs samples", "moe/z_loss_layer_0",
             "moe/z_loss_layer_1", "iteration-time"} <= tags
     assert events.Scalars("lm loss vs samples")[0].step == 4
+
+
+def test_tensorboard_shows_the_routing(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, loads = tmp_path / "tb", torch.tensor([[0, 0, 0, 0, 0], [6, 2, 0, 0.5, 1]], dtype=torch.float64)
+    records, _ = run(tmp_path, [record(1, 4.0, loads=loads)], capsys, log_interval=1, tensorboard_dir=str(folder))
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert events.Scalars("moe/load_max_over_mean_layer_1")[0].value == records[0]["routing"]["load_max_over_mean"][0] == 1.5
+    assert events.Scalars("moe/straggler_cost")[0].step == 1
+    (image,) = events.Images("moe/load")
+    assert (image.step, image.height, image.width) == (1, 8, 16) and image.encoded_image_string[:4] == b"\x89PNG"
 
 
 def test_an_unwritable_metrics_file_is_named(tmp_path):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_trainer.report.routing import PER_LAYER, routing_health
+from moe_trainer.report.routing import COLD, HOT, MEAN, PER_LAYER, heat_map, routing_health
 
 
 def table(*rows):
@@ -38,3 +38,12 @@ def test_all_on_one_expert_is_the_worst():
 def test_a_stage_of_dense_layers_has_nothing_to_say():
     found = routing_health(table([0, 0, 0, 0, 0, 0, 0]), expert_ranks=1, layer_share=0.0)
     assert found["layers"] == [] and found["straggler_cost"] == 0.0 and found["tokens_per_expert"] == []
+
+
+def test_the_picture_of_the_loads():
+    """Mean 4: four times it, a quarter of it, itself, nobody."""
+    picture = heat_map([[16, 4, 1, 0, 0, 3], [4, 4, 4, 4, 4, 4]], cell=2)
+    assert picture.dtype == torch.uint8 and picture.shape == (3, 4, 12)
+    colours = [tuple(picture[:, 1, 2 * expert + 1].tolist()) for expert in range(6)]
+    assert colours[:5] == [HOT, MEAN, COLD, (0, 0, 0), (0, 0, 0)] and COLD < colours[5] < MEAN
+    assert tuple(picture[:, 3, 0].tolist()) == MEAN
