@@ -38,7 +38,8 @@ export "${EXPORTS[@]}"
 "${command[@]}" &
 torchrun=$!
 # To the ranks, not to torchrun: that would give them 30 seconds and then kill them in the middle of a save.
-trap 'pkill -USR1 -P "$torchrun" || true' USR1 TERM
+# Where there are no ranks yet (or no pkill) nothing can be saved, and torchrun is ended.
+trap 'pkill -USR1 -P "$torchrun" || kill -TERM "$torchrun"' USR1 TERM
 trap 'kill -INT "$torchrun"' INT
 code=0
 while :; do

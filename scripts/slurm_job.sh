@@ -55,7 +55,7 @@ case $code in
         ;;
     75 | 138 | 143)
         if [ "${state% *}" != RUNNING ] && [ "${state#* }" != TimeLimit ]; then
-            echo "ended by SLURM: not requeued from here; submitting the same command again goes on from the checkpoint"
+            echo "ended by SLURM, which after a node failure or a preemption starts the job again itself; submitting the same command goes on too"
         elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ] || [ "$REQUEUE" = 0 ]; then
             echo "not requeued (an array's next task, or the next submission, goes on)"
         elif [ "$attempt" -ge "$MAX_REQUEUES" ]; then
