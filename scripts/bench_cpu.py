@@ -69,6 +69,7 @@ def build_gemm(model: Model, dtype: str):
 
 
 GEMM_SIZE = 2048
+LARGE_ROUNDS = 3  # of a model too large for many
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 
 
@@ -169,7 +170,7 @@ def race_one_by_one(names: list[str], start, rounds: int, steps: int) -> dict:
     gemm = start("gemm").ready()
     results = {}
     for name in names:
-        if name == "gemm" or "default malloc" in name or "autocast" in name:
+        if name == "gemm":
             continue
         one = start(name).ready()
         for _ in range(rounds):
@@ -186,10 +187,20 @@ def race_one_by_one(names: list[str], start, rounds: int, steps: int) -> dict:
     return {**{name: results[name] for name in best.values()}, "gemm": gemm.figures}
 
 
-def race(model: Model, dtype: str, rounds: int, steps: int, threads: int) -> dict:
+def race(model: Model, dtype: str, given: argparse.Namespace) -> dict:
     """All contenders of one model and dtype. Returns: name -> figures."""
-    run = race_together if model.together else race_one_by_one
-    results = run(list(builders(dtype)), lambda name: Contender(model, name, dtype, threads), rounds, steps)
+    names = [name for name in builders(dtype) if name in ("moe-trainer", "gemm") or given.contenders is None or family(name) in given.contenders]
+    if not model.together:
+        names = [name for name in names if "default malloc" not in name and "autocast" not in name]
+
+    def start(name: str) -> Contender:
+        print(f"{dtype}: {name} begins", file=sys.stderr, flush=True)
+        return Contender(model, name, dtype, given.threads)
+
+    if model.together:
+        results = race_together(names, start, given.rounds, given.steps)
+    else:
+        results = race_one_by_one(names, start, LARGE_ROUNDS, 1)
     results = {family(name): result for name, result in results.items()}
     rate = 2.0 * GEMM_SIZE**3 / statistics.median(results["gemm"]["seconds"])
     for name, result in results.items():
@@ -245,34 +256,38 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps of each contender per round; of a large model one")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="beside moe-trainer, of the table's first words; all")
     parser.add_argument("--write", action="store_true", help="record the result in scripts/bench_results/")
     given = parser.parse_args()
-    figures: dict = {}
     for name in given.models:
-        model = MODELS[name]
-        rounds, steps = (given.rounds, given.steps) if model.together else (min(given.rounds, 3), 1)
-        for dtype in given.dtypes:
-            figures.setdefault(name, {})[dtype] = race(model, dtype, rounds, steps, given.threads)
-            print(table({name: {dtype: figures[name][dtype]}}), flush=True)
-    if given.write:
-        record = {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
-            "processor": processor(),
-            "threads": given.threads,
-            "load_average": os.getloadavg(),
-            "versions": versions(),
-            "rounds": given.rounds,
-            "steps_per_round": given.steps,
-            "figures": figures,
-        }
-        measuring.record("cpu.json", json.dumps(record, indent=1))
-        found = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        head = (
-            f"# Mixtrals on CPU\n\n{record['date']}, {record['processor']}, {given.threads} threads, {found}; median of "
-            f"{given.rounds} alternating rounds of {given.steps} steps (small), of 3 steps one by one (others); load average "
-            f"{os.getloadavg()[0]:.0f} (the benchmark alone: about {given.threads}). What is measured: see scripts/bench_cpu.py.\n\n"
-        )
-        measuring.record("cpu.md", head + table(figures))
+        figures = {dtype: race(MODELS[name], dtype, given) for dtype in given.dtypes}
+        print(table({name: figures}), flush=True)
+        if given.write:
+            keep(name, figures, given)
+
+
+def keep(name: str, figures: dict, given: argparse.Namespace) -> None:
+    """Record the figures of one model."""
+    together = MODELS[name].together
+    record = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+        "processor": processor(),
+        "threads": given.threads,
+        "load_average": os.getloadavg(),
+        "versions": versions(),
+        "rounds": given.rounds if together else LARGE_ROUNDS,
+        "steps_per_round": given.steps if together else 1,
+        "figures": figures,
+    }
+    file = "cpu" if name == "small" else f"cpu_{name}"
+    measuring.record(f"{file}.json", json.dumps(record, indent=1))
+    found = ", ".join(f"{library} {version}" for library, version in record["versions"].items())
+    rounds = f"{given.rounds} alternating rounds of {given.steps} steps" if together else f"{LARGE_ROUNDS} steps, one contender after another"
+    head = (
+        f"# The {name} Mixtral on CPU\n\n{record['date']}, {record['processor']}, {given.threads} threads, {found}; median of {rounds}; load average "
+        f"{os.getloadavg()[0]:.0f} (the benchmark alone: about {given.threads}). What is measured: see scripts/bench_cpu.py.\n\n"
+    )
+    measuring.record(f"{file}.md", head + table({name: figures}))
 
 
 if __name__ == "__main__":
