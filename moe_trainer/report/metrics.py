@@ -135,6 +135,7 @@ class MetricsLogger:
                 health = routing_health(record.loads, self._options.expert_ranks, self._options.layer_share)
             self._write_interval_scalars(record, health)
             self._write_record(record, health)
+            self.flush()  # a run that dies has told everything up to its last line
             if not self._first:
                 self._reset_line_sums()
             self._first = False
@@ -292,6 +293,7 @@ class MetricsLogger:
             self._scalar(f"{name} {suffix}", value, iteration, samples)
             if self._options.output.log_validation_ppl_to_tensorboard:
                 self._scalar(f"{name} {suffix} ppl", perplexity(value), iteration, samples)
+        self.flush()
 
     def flush(self) -> None:
         """Hand over to the system whatever is still held back."""

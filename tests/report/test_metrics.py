@@ -112,6 +112,22 @@ def test_tensorboard_shows_the_routing(tmp_path, capsys):
     assert (image.step, image.height, image.width) == (1, 8, 16) and image.encoded_image_string[:4] == b"\x89PNG"
 
 
+def test_what_is_logged_is_there_without_a_close(tmp_path):
+    """As after a crash: the last line's scalars and the validation's are in the file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLogger(LogOptions(OutputArgs(log_interval=2, tensorboard_dir=str(tmp_path)), 10), 1, 0, {})
+    for iteration in (1, 2):
+        log.record(record(iteration, 4.0))
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("lm loss")] == [1, 2]
+    log.validation("iteration 2", "validation", {"lm loss": 3.5}, 2, 8)
+    events.Reload()
+    assert [scalar.value for scalar in events.Scalars("lm loss validation")] == [3.5]
+    log.close()
+
+
 def test_an_unwritable_metrics_file_is_named(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
