@@ -198,7 +198,8 @@ def test_one_optimizer_step_under_bf16_gradients():
         ps = ParallelState.create(n, rank, tp=2, etp=2, pp=2)
         precision = PrecisionArgs(bf16=True, grad_reduce_in_bf16=True)
         outcomes, _, chunks, *_ = spread(ps, with_flags(**OVERLAPPED), 1, dtype=torch.bfloat16, precision=precision)
-        expected, _, weights = one_process(1, 1, 1, dtype=torch.bfloat16, precision=PrecisionArgs(bf16=True))
+        # a section has lists, which no cache takes
+        expected, _, weights = one_process.__wrapped__(1, 1, 1, dtype=torch.bfloat16, precision=PrecisionArgs(bf16=True))
         assert outcomes[0].grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-2)
         assert_equal(chunks, ps, weights, 2e-2)
 
