@@ -26,7 +26,7 @@ def test_a_command_line_is_proven_and_the_report_written(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "your mapping: dp 64 ep 16 on 64 ranks" in done.stdout and "1 of 1 equal one process" in done.stdout
     page = (tmp_path / "r.md").read_text()
-    assert page.startswith("# All 1 mappings equal one process") and "gradients within" in page and "torchrun --nproc-per-node 4" in page
+    assert page.startswith("# 1 of 1 mappings equal one process") and "gradients within" in page and "torchrun --nproc-per-node 4" in page
 
 
 def test_drawn_mappings_are_the_same_for_the_same_seed():
