@@ -3,19 +3,29 @@
 The door and nothing more: read the flags, check them against this machine, hand over to `moe_trainer.train.pretrain`.
 Exit codes: 0 done, 2 something the user can mend (flags, files, folders), 3 another rank ended or is stuck (message: who
 waited where), 75 saved because of a signal or the clock and to be started again (with --auto-resume; without it 0, as in
-Megatron-LM), 1 anything else: a loss that is not finite (message), an error of ours (traceback).
+Megatron-LM), 16 and 17 the result of an iteration was rejected (message; 16: resume on other machines to tell whether the model, the
+data or a machine is to blame), 1 anything else: a rejected result with --rerun-mode disabled (message), an error of ours (traceback).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, NoReturn
 
-import arguments
-from moe_trainer.place import Place, find_place
+ASK_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1)
+if __name__ == "__main__" and "--auto-resume" in sys.argv and not {"--validate-only", "--dry-run", "--fake-process-group"} & {*sys.argv}:
+    # from the first line on: until somebody listens (guard/signals.py) they wait, instead of killing a run that could save
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_SAVE)
+
+import json  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Mapping  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
+from typing import TYPE_CHECKING, NoReturn  # noqa: E402
+
+import arguments  # noqa: E402
+from moe_trainer.place import Place, find_place  # noqa: E402
 
 if TYPE_CHECKING:
     from moe_trainer.guard.signals import ExitSignal
@@ -26,6 +36,7 @@ def main(argv: list[str]) -> int:
     if "--validate-only" in argv:
         from arguments.report import run_validate_only
         from moe_trainer.parallel.groups import group_table, plan_groups
+        from moe_trainer.planner.dry_run import planned_memory
         from moe_trainer.planner.state import state_report
         from moe_trainer.shape.batch_sizes import sizes_that_wait
         from moe_trainer.shape.counts import params_report
@@ -35,7 +46,7 @@ def main(argv: list[str]) -> int:
             return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **mapping_sizes(args)))}"
 
         try:
-            return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups, state_report, sizes_that_wait)
+            return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups, state_report, sizes_that_wait, planned_memory)
         except ValueError as error:
             return _refuse(error, "0")
     if "--dry-run" in argv or "--fake-process-group" in argv:
@@ -51,6 +62,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         return _refuse(error, str(place.rank))
     if args.output.dry_run or args.parallel.fake_process_group:  # a recipe asks for it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_SAVE)
         return _dry_run(argv)
     for name, value in args.recipe_env.items():
         os.environ.setdefault(name, value)
@@ -58,6 +70,7 @@ def main(argv: list[str]) -> int:
     from moe_trainer.guard.signals import exit_signal
 
     with exit_signal(args.training, args.output) or nullcontext() as listening:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_SAVE)
         return _train(args, place, listening)
 
 
@@ -66,10 +79,13 @@ def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | No
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported after the flags are known to be good: torch takes seconds, a typo should not.
     from moe_trainer.errors import InputError
+    from moe_trainer.guard.rejection import ResultRejected
     from moe_trainer.guard.watchdog import EXIT_CODE
     from moe_trainer.parallel.trace import CommunicationError
+    from moe_trainer.report.stream import Forgiving
     from moe_trainer.train import pretrain
 
+    sys.stdout, sys.stderr = Forgiving(sys.stdout), Forgiving(sys.stderr)
     try:
         return pretrain(args, place, exit_signal)
     except InputError as error:
@@ -78,13 +94,18 @@ def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | No
             error = InputError(f"rank {place.rank}: {'; '.join(line.strip() for line in str(error).splitlines())}")
         return _refuse(error, "another" if error.told else "0")
     except CommunicationError as error:
-        print(f"pretrain_moe.py: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        if not error.told:
+            print(f"pretrain_moe.py: rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return EXIT_CODE
     except KeyboardInterrupt:
         print("pretrain_moe.py: interrupted; the last complete checkpoint stands", file=sys.stderr, flush=True)
         return 130
+    except ResultRejected as error:
+        # a fact about the run, which all ranks tell in the same words, better than a traceback
+        if place.rank == 0:
+            print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     except ArithmeticError as error:
-        # a loss or gradient that is not finite: a fact about the run, which the message tells better than a traceback
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return 1
 
@@ -107,14 +128,38 @@ def _recorded_flags(argv: list[str]) -> Mapping[str, object] | None:
     if wanted is None:
         return None
     from moe_trainer.checkpoint.checkpoint import latest_iteration, read_saved_args
+    from moe_trainer.checkpoint.find import newest_in_sight
 
+    if wanted.own is not None:
+        newest = newest_in_sight(wanted.own)
+        if newest is not None:
+            return read_saved_args(wanted.own, newest)
+        if wanted.folder is None:
+            return {}
     return {} if wanted.may_come and latest_iteration(wanted.folder) is None else read_saved_args(wanted.folder, wanted.step)
 
 
 def _refuse(error: ValueError, rank: str) -> int:
+    _tell_torchrun(str(error))
     if rank == "0":
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    # A launcher ends all ranks as soon as one has left: that should be the one that says why.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
+    time.sleep(1.0)
     return 2
+
+
+def _tell_torchrun(message: str) -> None:
+    """Leave the message where torchrun looks for it, which otherwise ends its own report without a reason."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        text = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"message": text}, file)
+        except OSError:
+            return  # it has been printed
 
 
 def leave(code: int) -> NoReturn:
@@ -127,4 +172,6 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if {"--validate-only", "--dry-run", "--help", "-h"} & set(sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no failure
     leave(main(sys.argv[1:]))

@@ -15,15 +15,18 @@ SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention",
     "num_query_groups", "max_position_embeddings", "position_embedding_type", "rotary_base", "rotary_percent",
     "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "rope_type",
-    "rotary_scaling_factor", "mscale", "mscale_all_dim", "no_rope_freq", "window_size", "window_attn_skip_freq",
+    "rotary_scaling_factor", "mscale", "mscale_all_dim", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
+    "yarn_correction_range_round_to_int", "no_rope_freq", "window_size", "window_attn_skip_freq",
     "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm",
     "qk_layernorm", "qk_l2_norm", "swiglu", "squared_relu", "quick_geglu", "glu_linear_offset",
     "activation_func_clamp_value", "add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights",
-    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_num_key_heads", "linear_num_value_heads", "attention_output_gate", "softmax_type", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
     "mtp_num_layers", "mtp_use_repeated_layer", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_router_score_function",
     "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias", "moe_grouped_gemm", "vocab_size", "padded_vocab_size",
+    "moe_router_enable_expert_bias", "moe_grouped_gemm", "moe_latent_size", "finermoe_intermediate_granularity",
+    "finermoe_output_granularity", "finermoe_intermediate_expansion", "finermoe_output_expansion", "vocab_size", "padded_vocab_size",
     "make_vocab_size_divisible_by",
 )  # fmt: skip
 """The flags that say what model the weights belong to."""
@@ -46,20 +49,25 @@ parallelism), which depends on the number of ranks at hand."""
 
 @dataclass(frozen=True)
 class Wanted:
-    """The checkpoint whose flags are wanted. may_come: the run writes to this folder itself, so its first start finds nothing there."""
+    """The checkpoint whose flags are wanted. own: with --auto-resume the folder whose newest whole checkpoint comes first. folder: else this
+    one, None where --auto-resume alone is given. may_come: the run writes to it itself, so its first start finds nothing there."""
 
-    folder: str
+    folder: str | None
     step: int | None
     may_come: bool
+    own: str | None = None
 
 
 def wanted(settings: Settings) -> Wanted | None:
     """The checkpoint whose flags are wanted, or None."""
     folder = settings.load if settings.load is not None else settings.pretrained_checkpoint
-    if not settings.use_checkpoint_args or folder is None:
+    resumed = settings.save if settings.auto_resume else None
+    if not settings.use_checkpoint_args or (folder is None and resumed is None):
         return None
+    if folder is None:
+        return Wanted(None, None, True, resumed)
     own = settings.save is not None and os.path.abspath(settings.save) == os.path.abspath(folder)
-    return Wanted(folder, settings.ckpt_step, own and settings.ckpt_step is None)
+    return Wanted(folder, settings.ckpt_step, own and settings.ckpt_step is None, resumed)
 
 
 def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
@@ -68,7 +76,9 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
         settings.set_derived("use_checkpoint_args", False, "there is no checkpoint yet")
         settings.note("--use-checkpoint-args: there is no checkpoint yet, the command line counts.")
         return
-    names = SHAPE + (TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ())
+    # the checkpoint of --moe-use-upcycling is of a dense model, whose experts the command line describes
+    shape = tuple(dest for dest in SHAPE if not settings.moe_use_upcycling or not dest.startswith(("num_experts", "moe_", "finermoe_")))
+    names = shape + (TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ())
     names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
     names += tuple(dest for dest in WHERE_NOT_GIVEN if not settings.given(dest))
     for dest in names:

@@ -56,6 +56,9 @@ IDLE = MappingProxyType(
         "moe_use_grouped_tensor": _SHAPE,
         "moe_single_grouped_weight": _SHAPE,
         "moe_single_grouped_bias": _SHAPE,
+        "muon_use_syrk": _KERNEL,
+        "moe_enable_routing_replay": "it lets another program hand in the experts of every token, and pretraining has none; a layer that is "
+        "recomputed takes the experts of its first pass, with and without this flag",
         # ---- communication
         "tp_comm_overlap": "the gathers and scatters of backward run beside its products in any case",
         "tp_comm_overlap_cfg": _OVERLAP,
@@ -75,6 +78,7 @@ IDLE = MappingProxyType(
         "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication covers warm-up and flush here",
         "pipeline_model_parallel_comm_backend": "stages talk over --distributed-backend; results do not depend on it",
         "use_gloo_process_groups": "gloo groups are made where they are needed",
+        "use_layer_wise_param_layout": "parameters that are updated as whole matrices always lie whole with the rank that updates them",
         "align_grad_reduce": "every stage reduces a bucket of gradients as soon as it is complete",
         "align_param_gather": "every stage gathers its parameters right behind its optimizer step, in order of use",
         "data_parallel_random_init": "all data ranks begin with the weights of the first, as in Megatron-LM; dropout differs anyway",
@@ -99,7 +103,6 @@ IDLE = MappingProxyType(
         "init_model_with_meta_device": "a model is always laid out on the meta device first",
         "gradient_reduce_div_fusion": "the mean is taken in one pass over the reduced shards",
         # ---- the run
-        "rerun_mode": "a loss or gradient that is not finite stops the run; nothing is run twice",
         "test_mode": "it adds checks of Megatron-LM's own test suite",
         "empty_unused_memory_level": "cached device memory stays with the process; results do not depend on it",
         "train_sync_interval": "the loop synchronises when it logs",
@@ -132,6 +135,7 @@ IDLE = MappingProxyType(
         "ckpt_pg_tensors_cache_create": "group tensors are not cached",
         "distrib_optim_fully_reshardable_mem_efficient": "no rank gathers a whole optimizer state",
         "use_dist_ckpt_deprecated": "checkpoints are distributed already",
+        "auto_detect_ckpt_format": "which format a checkpoint has is always seen from its files",
         "dist_ckpt_format_deprecated": "--ckpt-format names the format",
         "ckpt_fully_parallel_save_deprecated": "writing is shared among the ranks already",
     }

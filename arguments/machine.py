@@ -8,6 +8,7 @@ steer GPU libraries, so nothing is asked of them then.
 Findings of kind "machine" are errors; those of kind "note" are said and the run goes on.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 
@@ -51,10 +52,10 @@ def check_packages(args: Arguments | Settings, versions: Mapping[str, str]) -> l
 
 def environment_defaults(args: Arguments | Settings, env: Mapping[str, str], arch: int | None) -> dict[str, str]:
     """Variables that a run should set because its flags imply them and nobody has set them."""
-    if arch is None:
-        return {}
     s = _flat(args)
-    wanted: dict[str, str] = {}
+    wanted = _flight_recorder(s, env)
+    if arch is None:
+        return {name: value for name, value in wanted.items() if name not in env}
     if s.deterministic_mode:
         wanted |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if s.transformer_impl == "transformer_engine":
@@ -62,6 +63,25 @@ def environment_defaults(args: Arguments | Settings, env: Mapping[str, str], arc
             wanted["NVTE_APPLY_QK_LAYER_SCALING"] = "1"
         wanted |= dict(zip(ATTENTION_SWITCHES, dict(ATTENTION).get(s.attention_backend, ()), strict=False))
     return {name: value for name, value in wanted.items() if name not in env}
+
+
+def _flight_recorder(s: Settings, env: Mapping[str, str]) -> dict[str, str]:
+    """What torch's flight recorder reads, under its present and its older names; asked for by the flag or by a path in the environment."""
+    path = env.get("TORCH_FR_DUMP_TEMP_FILE") or env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or s.flight_recorder_dump_path
+    if path is None:
+        return {}
+    prefix = os.path.join(path, "_dump_") if os.path.isdir(path) else path
+    size = env.get("TORCH_FR_BUFFER_SIZE") or env.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or str(s.flight_recorder_trace_buffer_size)
+    return {
+        "TORCH_FR_DUMP_TEMP_FILE": prefix,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
+        "TORCH_FR_BUFFER_SIZE": size,
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(s.flight_recorder_dump_on_timeout)),
+        "TORCH_INCLUDE_STACK_TRACE": str(int(s.flight_recorder_include_stack_trace)),
+        "TORCH_INCLUDE_ONLY_ACTIVE": str(int(s.flight_recorder_include_only_active)),
+        "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": str(int(s.flight_recorder_extra_dump_on_exec)),
+    }
 
 
 def _flat(args: Arguments | Settings) -> Settings:

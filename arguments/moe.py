@@ -7,6 +7,7 @@ it the help text. How a field becomes an option stands in schema.py.
 from dataclasses import dataclass
 from typing import Literal
 
+from arguments.fine_grid import FineGrid
 from arguments.schema import flag, layer_pattern
 
 BalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
@@ -35,6 +36,14 @@ class MoEArgs:
     """Interleave gate and linear channels of the routed experts in blocks of this size."""
     moe_latent_size: int | None = None
     """Project tokens down to this width before the routed experts and up again after them (LatentMoE)."""
+    finermoe_intermediate_granularity: int | None = flag(None, "--finermoe-intermediate-granularity", "--G-I")
+    """FineRMoE: how many experts share the width of a dense layer (--ffn-hidden-size). A flag of this program, as the next three."""
+    finermoe_output_granularity: int | None = flag(None, "--finermoe-output-granularity", "--G-O")
+    """FineRMoE: into how many slices the output is cut; an expert makes one of them."""
+    finermoe_intermediate_expansion: int = flag(0, "--finermoe-intermediate-expansion", "--R-I")
+    """FineRMoE: how many times the width of a dense layer stands in a group of experts. 0: as often as it is cut."""
+    finermoe_output_expansion: int = flag(0, "--finermoe-output-expansion", "--R-O")
+    """FineRMoE: groups of experts that a slice of the output chooses from. 0: as many as there are slices."""
     moe_apply_probs_on_input: bool = False
     """Multiply the router's probability into the expert's input instead of its activation (top-1 only)."""
     moe_grouped_gemm: bool = False
@@ -154,12 +163,25 @@ class MoEArgs:
 
     # ---- routing traces
     moe_routing_trace_path: str | None = None
-    """Folder for a trace of routing decisions."""
+    """Folder for a trace of routing decisions: which experts every token chose, in every iteration, one file per rank."""
     moe_routing_trace_max_training_iters: int | None = None
-    """Stop the trace after this many iterations."""
+    """Stop the trace after this many iterations of a start or resume."""
     moe_routing_trace_capture_logits: bool = False
-    """Put router logits into the trace."""
+    """Put router logits into the trace, in bf16."""
     moe_routing_trace_capture_hidden_states: bool = False
-    """Put the router's inputs into the trace."""
+    """Put the router's inputs into the trace, in bf16."""
     moe_routing_trace_dump_weights: bool = False
-    """Put the router's weights into the trace."""
+    """Put the router's weights, as the trace begins, beside it."""
+
+    @property
+    def finermoe(self) -> FineGrid | None:
+        """The layout of FineRMoE's experts; None where experts make whole outputs."""
+        if self.finermoe_intermediate_granularity is None and self.finermoe_output_granularity is None:
+            return None
+        cuts, slices = self.finermoe_intermediate_granularity or 1, self.finermoe_output_granularity or 1
+        return FineGrid(slices, self.finermoe_output_expansion or slices, cuts * (self.finermoe_intermediate_expansion or cuts))
+
+    def expert_widths(self, hidden_size: int) -> tuple[int, int]:
+        """Of what a routed expert reads and makes: the model's, the latent's, or a slice."""
+        width = self.moe_latent_size or hidden_size
+        return width, width // (1 if self.finermoe is None else self.finermoe.slices)

@@ -25,6 +25,10 @@ class OptimizerArgs:
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
+    lion_beta1: float = 0.95
+    """Weight of the momentum in the mean whose sign Lion follows."""
+    lion_beta2: float = 0.98
+    """Decay of Lion's momentum."""
     clip_grad: float = 1.0
     """Clip the global gradient norm to this; 0 is off."""
     weight_decay: float = 0.01

@@ -34,6 +34,9 @@ class OutputArgs:
     """Write the final weights to this safetensors file, under Megatron-Core's names."""
     dump_step: list[str] | None = flag(None, nargs=2, metavar=("N", "DIR"))
     """Write gradients, routing maps and probabilities of iteration N to DIR."""
+    record_step: int | None = None
+    """Write all that is needed to run iteration N again, under another mapping or dtype too, to recorded_step_N under --save; scripts/replay.py
+    does that. Size: the weights, their gradients in fp32, and of every token about 72 bytes a layer (144 with experts)."""
 
     # ---- saving
     save: str | None = None
@@ -69,15 +72,15 @@ class OutputArgs:
     verify_integrity: bool = False
     """Write and check hashes of checkpoint files."""
     save_params_interval: int | None = None
-    """Iterations between dumps of parameters."""
+    """Iterations between dumps of all parameters, under --save."""
     save_activations_interval: int | None = None
-    """Iterations between dumps of activations."""
+    """Iterations between dumps of what goes in and out of the layers' modules (the last microbatch's), under --save."""
     save_tokens_per_expert_interval: int | None = None
-    """Iterations between dumps of tokens per expert."""
+    """Iterations between dumps of the rows that every expert got, under --save."""
     save_wgrads_interval: int | None = None
-    """Iterations between dumps of weight gradients."""
+    """Iterations between dumps of all weight gradients, reduced and not clipped, under --save."""
     save_dgrads_interval: int | None = None
-    """Iterations between dumps of input gradients."""
+    """Iterations between dumps of the gradients of modules' inputs (the last microbatch's), under --save."""
 
     # ---- loading
     load: str | None = None

@@ -43,7 +43,7 @@ def parse_args(
 def checkpoint_wanted(argv: list[str]) -> checkpoint_args.Wanted | None:
     """The checkpoint whose recorded flags `parse_args` should be given, or None.
 
-    It is that of --load or --pretrained-checkpoint, with --use-checkpoint-args.
+    It is that of --load or --pretrained-checkpoint, with --use-checkpoint-args; with --auto-resume first of all the newest one in --save.
     """
     settings, _, _ = _gather(argv)
     return checkpoint_args.wanted(settings)

@@ -233,13 +233,6 @@ PRODUCTS = (
         --mlp-chunks-for-training=1 --openai-gelu --onnx-safe=1
         """,
     ),
-    Product(
-        "the Lion optimizer",
-        "--optimizer adam or sgd",
-        """
-        --lion-beta1=1 --lion-beta2=1
-        """,
-    ),
 )
 
 

@@ -67,23 +67,36 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
         return refuse(f"the file is not YAML: {' '.join(str(error).split())}")
     tables = {}
     if isinstance(root, yaml.MappingNode):
-        tables = {key.value: value for key, value in root.value}
+        tables = {key.value: value for key, value in root.value if isinstance(key, yaml.ScalarNode)}
     for name in ("ENV_VARS", "MODEL_ARGS"):
         if isinstance(tables.get(name), yaml.ScalarNode) and tables[name].value in ("", "null", "~"):
             tables[name] = None
-        if tables.get(name) is not None and not isinstance(tables[name], yaml.MappingNode):
-            return refuse(f"{name} must be a table of names and values")
+        if tables.get(name) is not None and not _is_table(tables[name]):
+            return refuse(f"{name} must be a table of names and values (or lists of values)")
     if "MODEL_ARGS" not in tables:
         return refuse("the file has no MODEL_ARGS, so it is no recipe (see the files in model_zoo/)")
     substitute = _Substitution(path, environ)
     for key, value in tables["ENV_VARS"].value if tables.get("ENV_VARS") is not None else ():
         recipe.env[key.value] = " ".join(substitute(value))
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key.value) or "\0" in recipe.env[key.value]:
+            return refuse(f"ENV_VARS: {key.value!r} is no environment variable, or its value no text")
     tokens: list[str] = []
     for key, value in tables["MODEL_ARGS"].value if tables["MODEL_ARGS"] is not None else ():
         tokens += _tokens(key.value, substitute(value), not isinstance(value, yaml.ScalarNode))
     recipe.violations += substitute.violations
     recipe.reading = read(tokens, str(path) if recipe.source == "recipe" else path.name)
     recipe.violations += recipe.reading.violations
+
+
+def _is_table(node) -> bool:
+    """Words, each with a word or a list of words."""
+    import yaml
+
+    def holds_words(value: yaml.Node) -> bool:
+        return isinstance(value, yaml.ScalarNode) or (
+            isinstance(value, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in value.value))
+
+    return isinstance(node, yaml.MappingNode) and all(isinstance(key, yaml.ScalarNode) and holds_words(value) for key, value in node.value)
 
 
 def _tokens(flag: str, values: list[str], is_list: bool) -> Iterator[str]:

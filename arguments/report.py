@@ -20,13 +20,15 @@ def run_validate_only(
     describe_groups: Callable[[Arguments, int], str] | None = None,
     describe_state: Callable[[Arguments, int | None], list[str]] = lambda args, world_size: [],
     judge_batches: Callable[[Arguments, int], list[str]] = lambda args, data_ranks: [],
+    plan_memory: Callable[[Arguments, int], Mapping[str, object] | None] | None = None,
 ) -> int:
     """Resolve, check, print and (with --report FILE) write a command line. Returns the exit code, 0 or 2.
 
     The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. `count_params` gives the
     model's parameters: total, mtp, active, active_no_embedding. `checkpoint`: as for parse_args. `describe_groups` tells
     the process groups of legal flags on so many ranks, for --print-groups; `describe_state` what their weights and optimizer state take;
-    `judge_batches` what is wrong with batch sizes, which takes the pipeline's timetable, on so many data ranks.
+    `judge_batches` what is wrong with batch sizes, which takes the pipeline's timetable, on so many data ranks; `plan_memory` the memory of
+    legal flags on so many ranks, for --report.
     """
     if "--help" in argv or "-h" in argv:
         from arguments.help import print_help
@@ -48,14 +50,21 @@ def run_validate_only(
     state_lines = describe_state(freeze(settings, world_size), world_size) if countable(settings, violations) and not violations else []
     print("\n".join(summary(settings, violations, params, world_size, state_lines)))
     if settings.report is not None:
+        content = as_json(settings, violations, params, world_size)
+        if plan_memory is not None and world_size and not violations:
+            content["memory"] = plan_memory(freeze(settings, world_size), world_size)
         try:
             with open(settings.report, "w", encoding="utf-8") as file:
-                json.dump(as_json(settings, violations, params, world_size), file, indent=1)
+                json.dump(content, file, indent=1)
                 file.write("\n")
         except OSError as error:
             text = f"pretrain_moe.py: --report {settings.report}: the file cannot be written ({error.strerror})"
             print(text, file=sys.stderr)
             return 2
+    if violations:  # the last line, and the one that is left where standard output goes to a file
+        named = ", ".join(dict.fromkeys(flag for violation in violations for flag in violation.flags))
+        sys.stdout.flush()
+        print(f"pretrain_moe.py: refused because of {named or 'the environment'}", file=sys.stderr)
     return 2 if violations else 0
 
 

@@ -46,7 +46,7 @@ def int_pair(text: str) -> tuple[int, int]:
     parts = text.strip().strip("()[]").split(",")
     if len(parts) != 2:
         raise ValueError("two integers separated by a comma")
-    return int(parts[0]), int(parts[1])
+    return read_int(parts[0]), read_int(parts[1])
 
 
 def layer_pattern(text: str) -> int | list[int]:
@@ -70,7 +70,7 @@ def layer_pattern(text: str) -> int | list[int]:
 
 
 def _pattern_value(node: ast.expr) -> int | list:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 2**63:
         return node.value
     if isinstance(node, ast.List):
         return [_pattern_value(item) for item in node.elts]
@@ -123,9 +123,12 @@ class Option:
 
 def read_int(text: str) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise ValueError("an integer (digits only: 1e6 and 2.0 are not integers here)") from None
+    if not -(2**63) <= value < 2**63:
+        raise ValueError("an integer of 64 bits")
+    return value
 
 
 def read_float(text: str) -> float:

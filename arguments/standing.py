@@ -66,56 +66,17 @@ LATER = MappingProxyType(
         "fp8_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
-        # ---- planning, launch and survival
-        "check_for_large_grads": Later("the check for large gradients", CLUSTER),
-        "check_for_spiky_loss": Later("the check for loss spikes", CLUSTER),
-        "check_weight_hash_across_dp_replicas_interval": Later("comparing weights across ranks", CLUSTER),
-        "gpu_sniff_test_interval": Later("device tests during the run", CLUSTER),
-        "rerun_mode": Later("rerun reports", CLUSTER, values=("report_stats",)),
-        "error_injection_rate": Later("injected errors", CLUSTER),
-        "result_rejected_tracker_filename": Later("the record of rejected results", CLUSTER),
-        "flight_recorder_dump_path": Later("NCCL's flight recorder", CLUSTER),
-        "log_straggler": Later("straggler detection", CLUSTER),
-        "log_device_memory_used": Later("the device's own memory figure in the log", CLUSTER),
-        "record_memory_history": Later("the record of allocations", CLUSTER),
-        "log_energy": Later("energy in the log", CLUSTER),
-        "save_params_interval": Later("dumps during the run", CLUSTER),
-        "save_activations_interval": Later("dumps during the run", CLUSTER),
-        "save_tokens_per_expert_interval": Later("dumps during the run", CLUSTER),
-        "save_wgrads_interval": Later("dumps during the run", CLUSTER),
-        "save_dgrads_interval": Later("dumps during the run", CLUSTER),
-        "moe_routing_trace_path": Later("routing traces", CLUSTER),
-        "config_logger_dir": Later("the record of configurations", CLUSTER),
-        "dump_param_to_param_group_map": Later("the record of parameter groups", CLUSTER),
-        "pytorch_profiler_collect_chakra": Later("Chakra traces", CLUSTER),
         # ---- architectures and conversion
-        "optimizer": Later("this optimizer", MODELS, values=("muon", "dist_muon", "lion", "soap", "adaptive_muon")),
-        "experimental_attention_variant": Later("linear or sparse attention", MODELS),
-        "recompute_modules": Later("the layers that have these parts", MODELS, values=("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")),
+        "experimental_attention_variant": Later("this kind of attention", MODELS, values=("gdn2", "dsa")),
+        "recompute_modules": Later("the layers that have these parts", MODELS, values=("gdp_in_proj", "gdp_qkv", "mhc")),
         "offload_modules": Later("the layers that have this part", MODELS, values=("gdp_qkv",)),
-        "moe_latent_size": Later("LatentMoE", MODELS),
-        "moe_use_upcycling": Later("upcycling", MODELS),
-        "moe_enable_routing_replay": Later("routing replay", MODELS),
         "moe_router_load_balancing_type": Later("quantile balancing", MODELS, values=("quantile_balancing",)),
-        "mtp_detach_heads": Later("detached multi-token prediction", MODELS),
         "mtp_hsm": Later("hidden-state matching", MODELS),
-        "qk_clip": Later("qk-clip", MODELS),
-        "log_max_attention_logit": Later("the largest attention logit", MODELS),
-        "softmax_type": Later("attention sinks", MODELS),
-        "attention_output_gate": Later("gated attention", MODELS),
         "freeze_all_layers": Later("frozen layers", MODELS),
         "hybrid_context_parallel": Later("hybrid context parallelism", MODELS),
         "phase_transition_iterations": Later("data blends that change during the run", MODELS),
         "position_embedding_type": Later("this kind of positions", MODELS, values=("mrope", "relative")),
-        "ckpt_format": Later("this checkpoint format", MODELS, values=("torch", "torch_dcp")),
-        "ckpt_convert_format": Later("checkpoint conversion", MODELS),
-        "ckpt_convert_save": Later("checkpoint conversion", MODELS),
-        "override_ckpt_iteration": Later("another iteration number for a checkpoint", MODELS),
-        "non_persistent_save_interval": Later("non-persistent checkpoints", MODELS),
-        "non_persistent_ckpt_type": Later("non-persistent checkpoints", MODELS),
-        "replication": Later("replicated local checkpoints", MODELS),
         "object_storage_cache_path": Later("data in object storage", MODELS),
-        "dist_ckpt_save_pre_mcore_014": Later("the optimizer format of old checkpoints", MODELS),
     }
 )
 
@@ -125,53 +86,50 @@ PART_OF = MappingProxyType(
         "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy",
         "fp8_recipe": "fp8_quantizer_factory",
         "fp4_recipe": "fp4_quantizer_factory",
-        "optimizer": (
-            "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor "
-            "muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_use_syrk "
-            "muon_scalar_optimizer use_layer_wise_param_layout"
-        ),
         "experimental_attention_variant": (
-            "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
-            "linear_num_key_heads linear_num_value_heads dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
+            "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
             "dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss "
             "dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu "
             "dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32"
         ),
-        "qk_clip": "qk_clip_alpha qk_clip_threshold",
-        "moe_use_upcycling": "moe_upcycling_granularity",
         "moe_router_load_balancing_type": "moe_router_quantile_balancing_ema",
-        "moe_routing_trace_path": (
-            "moe_routing_trace_max_training_iters moe_routing_trace_capture_logits "
-            "moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights"
-        ),
-        "record_memory_history": "memory_snapshot_path",
-        "error_injection_rate": "error_injection_type",
-        "flight_recorder_dump_path": (
-            "flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace "
-            "flight_recorder_include_only_active flight_recorder_extra_dump_on_exec"
-        ),
-        "log_straggler": "straggler_ctrlr_port straggler_minmax_count disable_straggler_on_startup",
-        "ckpt_convert_format": "ckpt_convert_update_legacy_dist_opt_format",
-        "non_persistent_ckpt_type": (
-            "non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo"
-        ),
-        "replication": "replication_jump replication_factor",
     }
 )
 """Parent destination -> the destinations that only tune it."""
 
+_ONE_KIND = (
+    "checkpoints of this program are all of one kind: complete in the shared folder, or not there. Save more often (--save-interval, --async-save) "
+    "and keep fewer of them (--save-retain-interval)"
+)
+
 OTHER = MappingProxyType(
     {
+        "ckpt_format": "torch_dcp has no form of a pipeline's layers that every layout reads: --ckpt-format torch_dist or torch",
+        "ckpt_convert_update_legacy_dist_opt_format": "buckets that are stored one by one (before 2024) are read by Megatron-LM only: load and save them "
+        "there once",
+        "dist_ckpt_save_pre_mcore_014": "checkpoints are written as Megatron-Core 0.14 and later do; for an older one, --ckpt-format torch",
+        "non_persistent_save_interval": _ONE_KIND,
+        "non_persistent_ckpt_type": _ONE_KIND,
+        "non_persistent_global_ckpt_dir": _ONE_KIND,
+        "non_persistent_local_ckpt_dir": _ONE_KIND,
+        "non_persistent_local_ckpt_algo": _ONE_KIND,
+        "replication": _ONE_KIND,
+        "replication_jump": _ONE_KIND,
+        "replication_factor": _ONE_KIND,
         "spec": "layers are chosen by flags, not by a Python path: drop --spec and set the architecture's flags",
         "transformer_impl": "this program trains: --transformer-impl local or transformer_engine",
         "dataloader_type": "this program feeds itself: --dataloader-type single or cyclic",
         "tokenizer_type": "this program reads text: choose another --tokenizer-type",
+        "optimizer": "soap and adaptive_muon are not built: their published versions differ, and Megatron-LM has no flags that say which is "
+        "meant. Use --optimizer muon",
     }
 )
 OTHER_VALUES = MappingProxyType(
     {
+        "ckpt_format": ("torch_dcp",),
         "transformer_impl": ("inference_optimized",),
         "dataloader_type": ("external",),
+        "optimizer": ("soap", "adaptive_muon"),
         "tokenizer_type": (
             "BertWordPieceLowerCase",
             "BertWordPieceCase",
@@ -212,15 +170,17 @@ VALUES = MappingProxyType(
 """(destination, old value) -> the value it became."""
 
 NEEDS = (
+    (("qk_clip",), "qk_clip_alpha qk_clip_threshold"),
     (("validate_only", "dry_run", "fake_process_group"), "report world_size"),
-    (("dry_run", "fake_process_group"), "hardware"),
-    (("mtp_num_layers",), "mtp_loss_scaling_factor"),
+    (("validate_only", "dry_run", "fake_process_group"), "hardware"),
+    (("mtp_num_layers",), "mtp_loss_scaling_factor mtp_detach_heads"),
     (("moe_router_enable_expert_bias",), "moe_router_bias_update_rate"),
     (("group_query_attention",), "num_query_groups"),
     (
         ("multi_latent_attention",),
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale_all_dim",
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
     ),
+    (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
     (("use_rope_scaling",), "rope_scaling_factor"),
     (
         ("num_experts",),
@@ -230,8 +190,15 @@ NEEDS = (
         "moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_force_biased moe_input_jitter_eps "
         "moe_router_padding_for_quantization moe_router_load_balancing_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity "
         "moe_token_drop_policy moe_expert_rank_capacity_factor moe_per_layer_logging moe_token_dispatcher_type moe_dispatch_fwd_dtype "
-        "moe_combine_bwd_dtype moe_permute_fusion moe_router_fusion moe_paged_stash",
+        "moe_combine_bwd_dtype moe_permute_fusion moe_router_fusion moe_paged_stash moe_routing_trace_path save_tokens_per_expert_interval",
     ),
+    (
+        ("moe_routing_trace_path",),
+        "moe_routing_trace_max_training_iters moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states "
+        "moe_routing_trace_dump_weights",
+    ),
+    (("finermoe_intermediate_granularity", "finermoe_output_granularity"), "finermoe_intermediate_expansion finermoe_output_expansion"),
+    (("moe_use_upcycling",), "moe_upcycling_granularity"),
     (("moe_paged_stash",), "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu"),
     (("fp8",), "fp8_recipe fp8_wgrad fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     (("fp4",), "fp4_recipe"),
@@ -247,12 +214,28 @@ NEEDS = (
     (("use_distributed_optimizer",), "ddp_reduce_scatter_with_fp32_accumulation"),
     (("context_parallel_size",), "cp_comm_type hierarchical_context_parallel_sizes"),
     (("use_distributed_optimizer", "use_megatron_fsdp"), "num_distributed_optimizer_instances"),
-    (("profile",), "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
+    (("profile",), "profile_step_start profile_step_end profile_ranks use_pytorch_profiler pytorch_profiler_collect_chakra"),
+    (("record_memory_history",), "memory_snapshot_path"),
+    (("error_injection_rate",), "error_injection_type"),
+    (("check_for_nan_in_loss_and_grad",), "on_nan"),
+    (("check_for_spiky_loss",), "loss_spike_factor"),
+    (("check_for_spiky_loss", "check_for_large_grads"), "on_loss_spike"),
+    (("check_for_nan_in_loss_and_grad", "check_for_spiky_loss", "check_for_large_grads"), "error_injection_rate result_rejected_tracker_filename"),
+    (
+        ("flight_recorder_dump_path",),
+        "flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace "
+        "flight_recorder_include_only_active flight_recorder_extra_dump_on_exec",
+    ),
+    (("exit_signal_handler", "auto_resume"), "exit_signal"),
+    (("wandb_project",), "wandb_exp_name wandb_save_dir wandb_entity"),
+    (("log_straggler",), "straggler_ctrlr_port straggler_minmax_count disable_straggler_on_startup"),
     (("tensorboard_dir",), "log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"),
     (("load", "pretrained_checkpoint"), "dist_ckpt_strictness"),
     (("save",), "async_save save_retain_interval no_save_optim no_save_rng"),
-    (("load", "pretrained_checkpoint"), "finetune no_load_optim no_load_rng use_checkpoint_args"),
+    (("load", "pretrained_checkpoint"), "finetune no_load_optim no_load_rng"),
+    (("load", "pretrained_checkpoint", "auto_resume"), "use_checkpoint_args"),
     (("use_checkpoint_args",), "use_mp_args_from_checkpoint_args"),
+    (("load", "auto_resume"), "override_ckpt_iteration"),
     (("defer_embedding_wgrad_compute",), "wgrad_deferral_limit"),
     (("manual_gc",), "manual_gc_interval manual_gc_eval"),
     (("recompute_granularity",), "recompute_method recompute_num_layers"),
@@ -262,9 +245,20 @@ NEEDS = (
         "fine_grained_offloading_max_inflight_offloads",
     ),
 )
-"""(any of these must be on, for these to have an effect)."""
+"""(any of these must be on, or have the value behind "=", for these to have an effect)."""
 
 NEEDS_VALUE = (
+    (
+        "optimizer",
+        "muon",
+        "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_fp32_matmul_prec muon_coefficient_type "
+        "muon_num_ns_steps muon_tp_mode muon_scalar_optimizer",
+    ),
+    (
+        "experimental_attention_variant",
+        "gdn",
+        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads",
+    ),
     ("fp8_recipe", "delayed", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     ("moe_token_dispatcher_type", "flex", "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),
     (
@@ -277,11 +271,8 @@ NEEDS_VALUE = (
 """(destination, value, flags that have an effect only with that value)."""
 
 ARCHITECTURE = (
-    "attention_output_gate",
     "experimental_attention_variant",
-    "moe_latent_size",
     "mtp_hsm",
-    "softmax_type",
 )
 """What comes later and changes the number of parameters."""
 

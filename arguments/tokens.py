@@ -37,6 +37,9 @@ SHORT = MappingProxyType(
 )
 """What people say for a flag; offered, not accepted."""
 
+DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+"""What an editor or a web page makes of hyphens."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -101,15 +104,29 @@ class _Reader:
         self.out = Reading()
 
     def run(self) -> Reading:
+        flag = ""
         while self.at < len(self.tokens):
-            token = self.tokens[self.at]
-            self.at += 1
-            if is_value(token):
-                self.refuse(token, f"{token!r} belongs to no flag", "unknown")
-                continue
-            name, equals, inline = token.partition("=")
-            self.flag(name, [inline] if equals else [])
+            token = self.take()
+            if token[:1] in DASHES and token:
+                self.values("*")
+                name = "--" + token.lstrip(DASHES + "-").partition("=")[0]
+                hint = f"; did you mean {name}?" if self.known(name) else self.hint(name)
+                self.refuse(token, f"{token}: this flag is unknown: it begins with a typographic dash, not with --{hint}", "unknown")
+            elif is_value(token):
+                self.stray(token, flag)
+            else:
+                flag, equals, inline = token.partition("=")
+                self.flag(flag, [inline] if equals else [])
         return self.out
+
+    def stray(self, token: str, flag: str) -> None:
+        """Refuse a value that no flag takes; `flag` is the one before it."""
+        after = ""
+        if flag in FIELDS:
+            takes = FIELDS[flag].takes
+            after = f": {flag} before it takes {('no value', 'one value')[takes] if takes in (0, 1) else f'{takes} values'}"
+        hint = f"; did you mean --{token}?" if f"--{token}" in FIELDS else ""
+        self.refuse(token, f"{token!r} belongs to no flag{after}{hint}", "unknown")
 
     def flag(self, name: str, inline: list[str]) -> None:
         """Read one flag and the values that follow it."""
@@ -147,6 +164,12 @@ class _Reader:
         values = []
         for text in texts:
             bare = self.unquote(name, text)
+            if not bare.strip() and option.default != "":
+                self.refuse(name, f"{name} {text!r}: the value is empty (a variable that is not set?)", "value", option.dest)
+                return
+            if not _is_text(bare):
+                self.refuse(name, f"{name} {text}: the value is no text in UTF-8", "value", option.dest)
+                return
             new = VALUES.get((option.dest, bare))
             if new is not None:
                 self.out.renamed.append((f"{name} {bare}", f"{name} {new}"))
@@ -171,7 +194,9 @@ class _Reader:
     def retired(self, record: retired.Retired, texts: list[str]) -> None:
         """Read an old spelling: as what it became, over it, or refuse it."""
         name, shown = record.spelling, " ".join([record.spelling, *texts])
-        if isinstance(record.takes, int) and len(texts) < record.takes:
+        if not all(map(_is_text, texts)):
+            self.refuse(name, f"{shown}: the value is no text in UTF-8", "value")
+        elif isinstance(record.takes, int) and len(texts) < record.takes:
             self.refuse(name, f"{name}: needs a value", "value")
         elif record.standing == "idle":
             self.out.idle.append((shown, record.text))
@@ -217,7 +242,8 @@ class _Reader:
         return text
 
     def refuse(self, flag: str, message: str, kind: str, dest: str | None = None) -> None:
-        self.out.violations.append(Violation((flag,), self.prefix + message, kind))
+        shown = message.encode("utf-8", "backslashreplace").decode()  # what is no text can still be printed
+        self.out.violations.append(Violation((flag,), self.prefix + shown, kind))
         if dest is not None:
             self.out.unread.add(dest)
 
@@ -233,6 +259,11 @@ class _Reader:
         starts = [spelling for spelling in shown if spelling.startswith(name)] if len(name) > 4 else []
         close = (starts or _close(name.replace("_", "-"), shown, 3))[:3]
         return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _is_text(value: str) -> bool:
+    """Can it be printed, and stand in a file's name? The system passes bytes that are no UTF-8 as lone surrogates."""
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _close(word: str, words: list[str], count: int) -> list[str]:

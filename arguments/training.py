@@ -164,25 +164,35 @@ class TrainingArgs:
     te_rng_tracker: bool = False
     """Use TransformerEngine's random-number tracker."""
     deterministic_mode: bool = False
-    """Choose deterministic algorithms; the same run gives the same bits."""
+    """Choose deterministic algorithms: the same run on the same ranks gives the same bits, and an operation that has none ends it by name. On
+    CPUs runs are the same to the bit without it."""
 
     # ---- checks
     check_for_nan_in_loss_and_grad: bool = flag(True, off=("--no-check-for-nan-in-loss-and-grad",))
-    """Stop when the loss or a gradient is not finite."""
+    """Reject an iteration whose loss or gradients are not finite; --on-nan says what then."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What an iteration that is not finite leads to, when repeating it gives the same: stop, and name the layer, expert and microbatch; or
+    skip its update, and end the run after ten in a row. Skipped iterations and their samples stand in checkpoints and metrics.jsonl."""
     check_for_large_grads: bool = False
-    """Stop when a gradient is unexpectedly large."""
+    """Reject an iteration whose gradient norm is ten times the largest of the first hundred iterations; see --on-loss-spike."""
     check_for_spiky_loss: bool = False
-    """Stop when the loss jumps."""
+    """Reject an iteration whose loss is ten times the largest of the first hundred iterations; see --on-loss-spike."""
+    loss_spike_factor: float | None = None
+    """Call it a spike when the loss is more than X times the median of the last hundred iterations (with --check-for-spiky-loss)."""
+    on_loss_spike: Literal["report", "skip", "stop"] = "report"
+    """What a spike of the loss or the gradient norm leads to, when repeating the iteration gives the same: a warning, no update, or the end."""
     check_weight_hash_across_dp_replicas_interval: int | None = None
     """Iterations between comparisons of weights across data-parallel ranks."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
-    """Repeat suspicious iterations to tell a wrong result from a wrong machine."""
+    """validate_results: repeat a rejected iteration in place. A result that differs is a machine's fault: it is named, and the run goes on if the
+    repeated one is good, else exit code 17. One that comes again stops the run with the place, exit code 16 where resuming elsewhere can tell
+    more, else 17. report_stats: repeat every logged iteration and report how far the results lie apart. disabled: repeat nothing (exit code 1)."""
     error_injection_rate: int = 0
-    """Inject one wrong result every so many iterations (to test the above)."""
+    """Make the result of one rank wrong in about one of so many iterations (to test the above)."""
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
-    """Kind of injected error."""
+    """transient_error: wrong once; persistent_error: wrong as long as the machines are the same; correct_result: wrong everywhere."""
     result_rejected_tracker_filename: str | None = None
-    """File that lists iterations with rejected results."""
+    """Add a line to this file for every rejected result and every repetition."""
     gpu_sniff_test_interval: int | None = None
     """Iterations between quick tests of the device."""
 

@@ -59,14 +59,22 @@ def _say_without(s: Settings, dests: str, wanted: str) -> None:
 
 def _is_on(s: Settings, parent: str) -> bool:
     """Is a flag that others need in force? The size of a dimension is from 2 on."""
-    value, default = s.values[parent], s.default(parent)
+    dest, _, wanted = parent.partition("=")
+    value, default = s.values[dest], s.default(dest)
+    if wanted:
+        return value == wanted
     return bool(value) and not (type(value) is int and value == default == 1)
 
 
 def _parent_text(s: Settings, parent: str) -> str:
-    if parent in ("optimizer", "moe_flex_dispatcher_backend", "moe_router_load_balancing_type", "fp8_recipe", "fp4_recipe"):
+    if "=" in parent:
+        dest, _, value = parent.partition("=")
+        return f"{s.flag(dest)} {value}"
+    if parent in ("moe_flex_dispatcher_backend", "moe_router_load_balancing_type", "fp8_recipe", "fp4_recipe"):
         return f"{s.flag(parent)} {standing.LATER[parent].values[0]}"
     value = s.default(parent)
+    if value is True:  # on unless it is switched off
+        return f"what {s.flag(parent)} switches off"
     return f"{s.flag(parent)} above 1" if isinstance(value, int) and not isinstance(value, bool) else s.flag(parent)
 
 
@@ -74,4 +82,4 @@ def countable(s: Settings, violations: list[Violation]) -> bool:
     """Is the model well defined, so that its parameters can be counted although the line is refused?"""
     if any(violation.kind not in ("later", "product", "machine", "note") for violation in violations):
         return False
-    return all(s.values[dest] == s.default(dest) for dest in standing.ARCHITECTURE)
+    return not any(standing.LATER[dest].refuses(s.values[dest], s.default(dest)) for dest in standing.ARCHITECTURE)

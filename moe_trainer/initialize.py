@@ -7,6 +7,7 @@ logging. Nothing here is kept in module state; the result is a `Runtime` that th
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import hashlib
 import logging
 import os
@@ -56,6 +57,8 @@ def initialize(args: Arguments, place: Place) -> Runtime:
         started with different flags.
     """
     configure_logging(place, args.output.logging_level)
+    # a token file that is cut off under its memory map ends a process without a word: so it tells at least where it was reading
+    faulthandler.enable(2)
     device = _choose_device(place)
     fit_machine(args, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None)
     store = _join(args, place, device) if place.world_size > 1 else None

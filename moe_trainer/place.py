@@ -54,8 +54,13 @@ def find_place(env: Mapping[str, str]) -> Place:
     else:
         return Place(0, 1, 0, None, None, "single process")
     if not 0 <= place.rank < place.world_size:
-        raise ValueError(f"{place.source}: rank {place.rank} does not fit a world size of {place.world_size}")
-    if place.world_size > 1 and (place.master_addr is None or place.master_port is None):
+        names = ("SLURM_PROCID", "SLURM_NTASKS") if place.source == "SLURM" else ("RANK", "WORLD_SIZE")
+        raise ValueError(f"{names[0]} and {names[1]}: rank {place.rank} does not fit a world size of {place.world_size}")
+    if place.local_rank is not None and place.local_rank < 0:
+        raise ValueError(f"{place.source}: LOCAL_RANK {place.local_rank} is negative")
+    if place.master_port is not None and not 0 < place.master_port < 65536:
+        raise ValueError(f"environment variable MASTER_PORT must be from 1 to 65535, got {place.master_port}")
+    if place.world_size > 1 and (not place.master_addr or place.master_port is None):
         raise ValueError(
             f"WORLD_SIZE is {place.world_size} but MASTER_ADDR and MASTER_PORT are not both set: start the ranks with "
             "torchrun or srun, or export the address and a free port of the first node"

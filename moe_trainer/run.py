@@ -1,7 +1,7 @@
 """Assembling a run: everything the loop works with, built once from the flags.
 
-Order, as `train.pretrain` calls it: `build_run` (model, gradient buffers, optimizer, schedules) -> `resume` (checkpoint) ->
-`open_data` (datasets, and loaders that go on where the checkpoint stopped) -> `open_metrics`. What results is one frozen
+Order, as `train.run_job` calls it: `build_run` (model, gradient buffers, optimizer, schedules) -> `training/resume.py` (checkpoint) ->
+`open_data` (datasets, and loaders that go on where the checkpoint stopped) -> `training/metrics.py` (what is logged). What results is one frozen
 `Run`; the only thing that changes while training is `TrainState`, which is also what a checkpoint carries besides the
 model and the optimizer. Learning rate, batch size and data order are functions of it: that is what makes a resumed run
 continue bit for bit.
@@ -12,24 +12,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Parameter
 
 from arguments import Arguments
-from moe_trainer.checkpoint.checkpoint import AsyncSaver, check_writable, latest_iteration, load, saved_vocab_rows
+from moe_trainer.checkpoint.checkpoint import AsyncSaver, saved_vocab_rows
 from moe_trainer.checkpoint.directory import tokenizer_files
-from moe_trainer.checkpoint.options import LoadOptions, SaveOptions
+from moe_trainer.checkpoint.options import SaveOptions
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, requested_sizes
 from moe_trainer.data.loader import Batch, BatchFormat, build_loader
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import InputError, user_input
+from moe_trainer.guard.failed_saves import FailedSaves
 from moe_trainer.guard.places import name_layers
+from moe_trainer.guard.rejection import History, Spread, Suspicion
 from moe_trainer.initialize import Runtime
 from moe_trainer.layers.precision import store_weights
 from moe_trainer.memory.iteration_graph import IterationGraph
@@ -41,7 +42,7 @@ from moe_trainer.optim.build import build_optimizer
 from moe_trainer.optim.fully_sharded import ShardedGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
-from moe_trainer.optim.schedule_record import resume_schedules
+from moe_trainer.optim.param_groups import is_matrix
 from moe_trainer.optim.schedules import (
     BatchSizeSchedule,
     LrSchedule,
@@ -55,22 +56,25 @@ from moe_trainer.parallel.fsdp import FullSharding
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import Schedule, choose
-from moe_trainer.planner.hardware import bf16_peak
-from moe_trainer.report.metrics import LogOptions, MetricsLogger
+from moe_trainer.report.dump import Dumps
+from moe_trainer.report.metrics import MetricsLogger
 from moe_trainer.report.profiler import Profiler
 from moe_trainer.report.timers import Timers
 from moe_trainer.shape import deferral
 from moe_trainer.shape.batch_sizes import sizes_that_wait
-from moe_trainer.shape.flops import routed_layer_share
 from moe_trainer.shape.stored_weights import keeps_8_bits
 from moe_trainer.shape.vocab import vocab_rows
+from moe_trainer.training.watches import Watches
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class TrainState:
-    """How far the run is. Counts are in iterations and samples; `scheduled_samples` drives the learning rate."""
+    """How far the run is. Counts are in iterations and samples; `scheduled_samples` drives the learning rate.
+
+    history: what results were, and which were rejected. suspicion, spread: of this process, not of the checkpoint.
+    """
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -78,6 +82,9 @@ class TrainState:
     skipped_train_samples: int = 0
     scheduled_samples: int = 0
     total_flops: float = 0.0
+    history: History = field(default_factory=History)
+    suspicion: Suspicion | None = None
+    spread: Spread = field(default_factory=Spread)
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ class Run:
     train_iters: int
     save_options: SaveOptions
     saver: AsyncSaver
+    failed_saves: FailedSaves
     timers: Timers
     profiler: Profiler
     metrics: MetricsLogger | None = None
@@ -104,6 +112,8 @@ class Run:
     batch_format: BatchFormat | None = None
     train_batches: Iterator[Batch] | None = None
     whole: IterationGraph | None = None
+    dumps: Dumps = field(default_factory=Dumps)
+    watches: Watches | None = None
 
     @property
     def ps(self):
@@ -176,9 +186,11 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
             args.output, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
         ),
         saver=AsyncSaver(),
+        failed_saves=FailedSaves(),
         timers=timers,
         profiler=Profiler(args.output, runtime.place.rank),
         whole=IterationGraph(runtime.device, args.training.cuda_graph_warmup_steps) if args.training.cuda_graph_impl == "full_iteration" else None,
+        dumps=Dumps(args.output, args.moe, runtime.place.rank),
     )
 
 
@@ -198,7 +210,8 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
         count = store_weights(chunks)
         logger.info("--fp8-param-gather: %s parameters of this rank are kept and gathered in 8 bits", f"{count:,}")
     return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token,
-                             main_grads="bf16" if narrow else args.optimizer.main_grads_dtype)
+                             main_grads="bf16" if narrow else args.optimizer.main_grads_dtype,
+                             whole=lambda param: is_matrix(param, args.optimizer))
 
 
 def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer], strategy: str) -> None:
@@ -242,45 +255,6 @@ def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer])
         head_lag=parallel.wgrad_deferral_limit if late_head else None,
         baton=chunks[0].baton if parallel.overlap_moe_expert_parallel_comm else None,
     )
-
-
-def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
-    """Load the checkpoint that `--load` names, if there is one; returns where the run goes on, and with which schedules."""
-    output = run.args.output
-    state = TrainState()
-    if output.save is not None:
-        with user_input("--save"):
-            check_writable(output.save, run.ps)
-    with user_input(f"--load {output.load}"):
-        weights_only = output.pretrained_checkpoint is not None and (output.load is None or not holds_checkpoint(output.load, run.ps))
-    folder, finetune = (output.pretrained_checkpoint, True) if weights_only else (output.load, output.finetune)
-    if folder is None:
-        return run, state
-    options = LoadOptions.from_args(output, run.args.as_dict(), tokenizer.vocab_size)
-    with run.timers("load-checkpoint"), user_input(f"--pretrained-checkpoint {folder}" if weights_only else f"--load {folder}"):
-        loaded = load(folder, run.chunks, run.optimizer, run.ps, replace(options, finetune=finetune))
-    if loaded is None or finetune:
-        return run, state
-    saved = loaded.state
-    optimizer = run.args.optimizer
-    with user_input(f"--load {output.load}"):
-        learning_rate, weight_decay = resume_schedules(
-            run.learning_rate, run.weight_decay, saved.scheduler,
-            override=optimizer.override_opt_param_scheduler, use_saved=optimizer.use_checkpoint_opt_param_scheduler,
-        )
-    return replace(run, learning_rate=learning_rate, weight_decay=weight_decay), TrainState(
-        iteration=loaded.iteration,
-        consumed_train_samples=saved.consumed_train_samples,
-        consumed_valid_samples=saved.consumed_valid_samples,
-        skipped_train_samples=saved.skipped_train_samples,
-        scheduled_samples=saved.scheduler.get("num_steps", saved.consumed_train_samples),
-        total_flops=saved.num_floating_point_operations_so_far,
-    )
-
-
-def holds_checkpoint(folder: str, ps: ParallelState) -> bool:
-    """Is there a checkpoint in the folder? Collective."""
-    return as_rank_0_sees_it(lambda: latest_iteration(folder) is not None, ps)
 
 
 def as_rank_0_sees_it(look: Callable[[], Any], ps: ParallelState) -> Any:
@@ -368,34 +342,3 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise ValueError("there is no such file") from None
     except SafetensorError as error:
         raise ValueError(f"this is no readable safetensors file ({error})") from error
-
-
-def open_metrics(run: Run, state: TrainState) -> Run:
-    """Open the metrics files on the last rank; collective, so that all ranks stop when they cannot be written."""
-    place, problem, opened = run.runtime.place, None, run
-    if place.rank == place.world_size - 1:
-        try:
-            opened = replace(run, metrics=_open_metrics(run, state))
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    problem = collectives.broadcast_object(problem, run.ps.world, src=place.world_size - 1)
-    if problem is not None:
-        raise InputError(f"logging: {problem}")
-    return opened
-
-
-def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
-    args, output, place = run.args, run.args.output, run.runtime.place
-    folder = output.save or output.tensorboard_dir
-    options = LogOptions(
-        output,
-        run.train_iters,
-        metrics_file=output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None),
-        moe_per_layer_logging=args.moe.moe_per_layer_logging,
-        expert_ranks=run.ps.ep.size,
-        peak_tflops=bf16_peak(torch.cuda.get_device_name(run.runtime.device)) if run.runtime.device.type == "cuda" else None,
-        layer_share=routed_layer_share(args, args.data.seq_length, run.padded_vocab_size),
-        own=output.auto_resume or (state.iteration > 0 and output.save is not None and output.load == output.save),
-        start_samples=state.consumed_train_samples,
-    )
-    return MetricsLogger(options, place.world_size, state.iteration, args.as_dict())

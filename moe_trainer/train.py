@@ -1,6 +1,6 @@
 """The training loop: the one place where the model wing and the machinery wing meet.
 
-Read `pretrain` first: it is the order of everything. `train` is the loop, `train_step` (train_step.py) one iteration,
+Read `pretrain` first: it is the order of everything. `train` is the loop, `train_step` (training/step.py) one iteration,
 `evaluate` the validation pass. Nothing here is a class with hooks:
 what always runs stands in the text. Whatever depends on flags was decided when `Run` was built.
 
@@ -13,26 +13,27 @@ from __future__ import annotations
 import datetime
 import gc
 import logging
+import os
 import resource
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from arguments import Arguments
-from moe_trainer.checkpoint.checkpoint import save
-from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.data.build import AnyDataset
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import told_once, user_input
 from moe_trainer.guard.bulletin import Bulletin
+from moe_trainer.guard.flight_recorder import open_recorder
 from moe_trainer.guard.patience import Patience
 from moe_trainer.guard.signals import AGAIN, ExitSignal
 from moe_trainer.guard.watchdog import Watchdog
 from moe_trainer.initialize import Runtime, counter_of_words, initialize
 from moe_trainer.memory.host_allocator import keep_freed_memory
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.optim.schedule_record import schedule_record
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import close_groups
 from moe_trainer.place import Place
@@ -45,16 +46,20 @@ from moe_trainer.run import (
     batches_of,
     build_run,
     open_data,
-    open_metrics,
     print_rank_0,
-    resume,
 )
 from moe_trainer.shape.flops import training_flops
-from moe_trainer.train_agreement import Agreement, agree
-from moe_trainer.train_export import export_weights
-from moe_trainer.train_outputs import check_outputs
-from moe_trainer.train_resume import find_own_checkpoint
-from moe_trainer.train_step import run_microbatches, shared_sums, train_step
+from moe_trainer.training.agreement import Agreement, agree
+from moe_trainer.training.checkpoint import convert_checkpoint, finish_save, save_checkpoint, save_is_due, save_upcycled
+from moe_trainer.training.description import describe_run
+from moe_trainer.training.export import export_weights
+from moe_trainer.training.judgement import recall_suspicion, remember, remembering, tell_spread
+from moe_trainer.training.metrics import close_metrics, open_metrics
+from moe_trainer.training.outputs import check_outputs
+from moe_trainer.training.record import record_step, recording_is_due
+from moe_trainer.training.resume import find_own_checkpoint, resume
+from moe_trainer.training.step import run_microbatches, shared_sums, train_step
+from moe_trainer.training.watches import Watches
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +70,12 @@ def pretrain(args: Arguments, place: Place, exit_signal: ExitSignal | None = Non
     exit_signal: listens already; a signal that it remembers ends the run, saved, after the iteration under way.
     Raises: InputError for whatever the user can mend.
     """
-    started = time.time()
+    started = time.monotonic()  # the time of day may jump
     with user_input("start-up"):
         runtime = initialize(args, place)
     if runtime.device.type == "cpu":
         keep_freed_memory()
-    print_rank_0(runtime, f"time to initialize megatron (seconds): {time.time() - started:.3f}")
+    print_rank_0(runtime, f"time to initialize megatron (seconds): {time.monotonic() - started:.3f}")
     with watch(args, runtime) as watchdog, told_once(counter_of_words(runtime.store)):
         return run_job(args, runtime, watchdog, started, exit_signal)
 
@@ -78,7 +83,8 @@ def pretrain(args: Arguments, place: Place, exit_signal: ExitSignal | None = Non
 def watch(args: Arguments, runtime: Runtime) -> Watchdog:
     """The watchdog of this rank; it tells the other ranks, and is told by them, when one ends or hangs."""
     bulletin = None if runtime.store is None else Bulletin(runtime.store, runtime.place.rank)
-    return Watchdog(runtime.ps.trace, runtime.place.world_size, bulletin, args.parallel.distributed_timeout_minutes * 60.0)
+    recorder = open_recorder(os.environ, runtime.place.rank)
+    return Watchdog(runtime.ps.trace, runtime.place.world_size, bulletin, args.parallel.distributed_timeout_minutes * 60.0, recorder=recorder)
 
 
 def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: float, exit_signal: ExitSignal | None) -> int:
@@ -92,10 +98,18 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
         tokenizer = build_tokenizer(args.data)
     run = build_run(args, runtime, tokenizer)
     run, state = resume(run, tokenizer)
+    if args.output.ckpt_convert_format is not None:
+        convert_checkpoint(run, state)
+        close_groups(runtime.ps)
+        return 0
     check_outputs(run, state)
-    run = open_data(run, state, tokenizer)
-    run = open_metrics(run, state)
-    print_rank_0(runtime, f"done with setup ... ({time.time() - started:.1f} s)")
+    if run.args.moe.moe_use_upcycling:
+        save_upcycled(run, state)
+    run = remembering(open_data(run, state, tokenizer))
+    recall_suspicion(run, state)
+    describe_run(run)
+    run = replace(open_metrics(run, state), watches=Watches(args, runtime))
+    print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")
     leaving = None
     if args.training.skip_train:
         print_rank_0(runtime, "skipping training (--skip-train is on) ...")
@@ -106,12 +120,13 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
         print_datetime(runtime, "after training is done")
         with patience.longer():
             finish(run, state)
-    with patience.longer(), user_input("--save"):
-        run.saver.finish()
-    if run.metrics is not None:
-        run.metrics.close()
+    with patience.longer():
+        finish_save(run)
     if leaving is not None:
         print_datetime(runtime, leaving.reason)
+    close_metrics(run)
+    run.failed_saves.settle()
+    run.watches.close()
     close_groups(runtime.ps)
     # Megatron-LM's launchers expect 0 of a run that a signal has ended; whoever asks for --auto-resume wants it started again
     return AGAIN if leaving is not None and leaving.interrupted and args.output.auto_resume else 0
@@ -140,8 +155,10 @@ def train(run: Run, state: TrainState, started: float, patience: Patience, exit_
         gc.collect()
     set_training(run.chunks, True)
     first = True
+    run.watches.look(run.chunks, run.optimizer, state.iteration)
     while state.iteration < run.train_iters:
-        train_iteration(run, state)
+        with patience.longer() if recording_is_due(run, state) else nullcontext():
+            train_iteration(run, state)
         if first:
             patience.shorten()
         first = False
@@ -152,13 +169,14 @@ def train(run: Run, state: TrainState, started: float, patience: Patience, exit_
             gc.collect()
         agreed = agree(run, state, started, exit_signal)
         if run.saver.under_way and not agreed.saving:
-            with patience.longer(), user_input("--save"):
-                run.saver.finish()
+            with patience.longer():
+                finish_save(run)
         if run.args.output.save is not None and (save_is_due(run, state) or agreed.reason is not None):
             with patience.longer():
                 save_checkpoint(run, state)
         if agreed.reason is not None:
             return agreed
+    tell_spread(run, state)
     return None
 
 
@@ -170,18 +188,17 @@ def train_iteration(run: Run, state: TrainState) -> None:
     microbatches = run.batch_size.num_microbatches(state.consumed_train_samples)
     samples = microbatches * run.args.training.micro_batch_size * run.ps.dp.size
     if number in run.args.training.iterations_to_skip:
-        for _ in range(microbatches):
-            with user_input("data"):
-                next(run.train_batches)
-        logger.info("iteration %d is skipped (--iterations-to-skip); its %d samples are consumed", number, samples)
-        state.iteration, state.skipped_train_samples = number, state.skipped_train_samples + samples
-        state.consumed_train_samples += samples
+        pass_over(run, state, microbatches, samples)
         return
     run.profiler.before(number)
+    run.watches.start()
     learning_rate = run.learning_rate.lr(state.scheduled_samples)
-    result = train_step(run, state, microbatches)
+    result = (record_step if recording_is_due(run, state) else train_step)(run, state, microbatches)
     state.iteration = number
     state.consumed_train_samples += samples
+    if result.skipped is not None:
+        state.skipped_train_samples += samples
+        state.history.skip(number, state.consumed_train_samples - samples, state.consumed_train_samples, result.skipped)
     if result.updated:
         state.scheduled_samples += samples
     seq_length = run.args.data.seq_length
@@ -192,6 +209,7 @@ def train_iteration(run: Run, state: TrainState) -> None:
         logger.warning("profile of this rank written to %s", trace)
     params_norm = run.optimizer.params_norm() if run.args.output.log_params_norm else None
     elapsed = time.perf_counter() - begin
+    observed = run.watches.stop(number)
     if run.metrics is not None:
         record = IterationRecord(
             iteration=number,
@@ -210,13 +228,32 @@ def train_iteration(run: Run, state: TrainState) -> None:
             dropped_tokens=result.dropped_tokens,
             skipped_samples=state.skipped_train_samples,
             num_zeros=result.num_zeros,
+            max_attention_logit=result.max_attention_logit,
             params_norm=params_norm,
             per_layer=result.per_layer,
             loads=result.loads,
+            own_times=observed.own_times,
+            energy=observed.energy,
+            rejected=state.history.skipped,
         )
         run.metrics.record(record)
+        for line in observed.lines:
+            run.metrics.print(line)
     report_timers(run, number)
     report_memory(run, number)
+    run.watches.look(run.chunks, run.optimizer, number)
+
+
+def pass_over(run: Run, state: TrainState, microbatches: int, samples: int) -> None:
+    """An iteration of --iterations-to-skip: its samples are consumed, nothing else happens; advances `state`."""
+    remember(run)
+    for _ in range(microbatches):
+        with user_input("data"):
+            next(run.train_batches)
+    state.iteration += 1
+    state.consumed_train_samples += samples
+    state.skipped_train_samples += samples
+    logger.info("iteration %d is skipped (--iterations-to-skip); its %d samples are consumed", state.iteration, samples)
 
 
 def evaluation_is_due(run: Run, state: TrainState) -> bool:
@@ -278,7 +315,8 @@ def evaluate(run: Run, state: TrainState, where: str, kind: str, dataset: AnyDat
 def finish(run: Run, state: TrainState) -> None:
     """What follows the last iteration: save, validate, test, export."""
     output, training = run.args.output, run.args.training
-    if output.save is not None and state.iteration > 0 and not save_is_due(run, state) and not training.skip_train:
+    unsaved = not save_is_due(run, state) or run.failed_saves.in_a_row > 0
+    if output.save is not None and state.iteration > 0 and unsaved and not training.skip_train:
         save_checkpoint(run, state)
     if can_validate(run):
         validate(run, state, f"iteration {state.iteration} on validation set")
@@ -286,33 +324,6 @@ def finish(run: Run, state: TrainState) -> None:
         evaluate(run, state, f"iteration {state.iteration} on test set", "test", run.datasets.test, 0, False)
     if output.export_weights is not None:
         export_weights(run, output.export_weights)
-
-
-def save_is_due(run: Run, state: TrainState) -> bool:
-    """Does --save-interval ask for a checkpoint of this iteration?"""
-    interval = run.args.output.save_interval
-    return interval is not None and state.iteration % interval == 0
-
-
-def save_checkpoint(run: Run, state: TrainState) -> None:
-    """Write a checkpoint of this moment, in the background with --async-save."""
-    output = run.args.output
-    content = CheckpointState(
-        iteration=state.iteration,
-        args=run.args.as_dict(),
-        consumed_train_samples=state.consumed_train_samples,
-        consumed_valid_samples=state.consumed_valid_samples,
-        skipped_train_samples=state.skipped_train_samples,
-        num_floating_point_operations_so_far=state.total_flops,
-        scheduler=schedule_record(run.learning_rate, run.weight_decay, state.scheduled_samples),
-    )
-    if run.metrics is not None:
-        run.metrics.flush()  # a run killed after this goes on from here: nothing logged until now may be lost
-    with run.timers("save-checkpoint"), user_input(f"--save {output.save}"):
-        run.optimizer.wait_params()
-        run.saver.finish()
-        writer = run.saver.start if output.async_save else save
-        writer(output.save, content, run.chunks, run.optimizer, run.ps, run.save_options)
 
 
 def report_timers(run: Run, iteration: int) -> None:
@@ -336,8 +347,14 @@ def report_memory(run: Run, iteration: int) -> None:
         cuda = torch.cuda
         print(memory_line(
             run.runtime.place.rank, iteration, cuda.memory_allocated(device), cuda.max_memory_allocated(device),
-            cuda.memory_reserved(device), cuda.max_memory_reserved(device),
+            cuda.memory_reserved(device), cuda.max_memory_reserved(device), used_of_device(device) if output.log_device_memory_used else None,
         ), flush=True)
+
+
+def used_of_device(device: torch.device) -> int:
+    """Bytes of the device that are taken, by this process and others, its communicators' and the driver's included."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def set_training(chunks: list[Transformer], training: bool) -> None:

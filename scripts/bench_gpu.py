@@ -96,7 +96,7 @@ def ours(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
     from moe_trainer.run import TrainState
     from moe_trainer.shape.flops import training_flops
     from moe_trainer.shape.vocab import vocab_rows
-    from moe_trainer.train_step import train_step
+    from moe_trainer.training.step import train_step
 
     args = arguments.parse_args(argv, 1)
     rate = gemm_rate(torch.bfloat16, 512 if tiny else 8192, device)

@@ -106,7 +106,7 @@ def work(rank: int, folder: str, case: str, mbit: int, rounds: int, queue) -> No
     from moe_trainer.place import Place
     from moe_trainer.proof.observe import make_run
     from moe_trainer.run import TrainState
-    from moe_trainer.train_step import train_step
+    from moe_trainer.training.step import train_step
 
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -27,7 +27,7 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.proof.observe import make_run
 from moe_trainer.run import Run, TrainState
-from moe_trainer.train_step import run_microbatches, shared_sums, train_step
+from moe_trainer.training.step import run_microbatches, shared_sums, train_step
 from scripts.measuring import record, stamp
 from scripts.quickstart_text import python_sources
 

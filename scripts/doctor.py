@@ -133,7 +133,7 @@ def find_deep_ep() -> list[Finding]:
     return [
         Finding("deepep", version, deepep.problem("Buffer"), cost, deepep.INSTALL),
         Finding("deepep_v2", version, deepep.problem("ElasticBuffer"), "version 1, if it is there; else as deepep"),
-        Finding("hybridep", version, deepep.problem("HybridEPBuffer"), "as deepep", hybridep.INSTALL),
+        Finding("hybridep", version, hybridep.problem(), "as deepep", hybridep.INSTALL),
     ]
 
 

@@ -12,6 +12,7 @@ Exit code: 0, or 2 where the flags cannot run.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def main(words: list[str]) -> int:
     print("\n".join(lines if options.all else [line for line in lines if not line.endswith("  (default)")]))
     print("\n".join(line for line in settings.lines() if not line.startswith("--world-size")))  # it has an effect here
     if violations:
-        print("\n".join([f"{len(violations)} problems:", *(f"  - {violation.message}" for violation in violations)]))
+        print("\n".join([f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:", *(f"  - {violation.message}" for violation in violations)]))
         return 2
     if world_size is None:
         print("who holds what: the number of ranks is not known (give --world-size)")
@@ -140,4 +141,5 @@ def rank_lines(args: Arguments, layout: Layout, rank: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no failure
     sys.exit(main(sys.argv[1:]))

@@ -3,15 +3,17 @@
 #
 #   MODEL=mixtral_tiny EP=2 GPUS_PER_NODE=2 bash scripts/launch.sh --train-iters 100
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MODEL=Mixtral-8x7B PP=4 EP=8 bash scripts/launch.sh     and NODE_RANK=1 on the other
-#   DRY_RUN=1 ...    print the command, validate and plan it; start nothing
+#   DRY_RUN=1 ...    print the command, validate and plan it; start nothing (exit code 2: wrong flags, 3: does not fit)
 #
 # The other variables stand in launch_flags.sh. SIGTERM and SIGUSR1 reach the ranks, which save; this script then ends with exit
-# code 75, and the same command goes on from there. Logs per rank: OUTPUT_PATH/logs.
+# code 75, and the same command goes on from there. Logs per rank, and the environment: OUTPUT_PATH/logs.
 set -euo pipefail
 # shellcheck source=scripts/launch_flags.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
 
+help_asked "$@"
 read_cluster
+positive NNODES GPUS_PER_NODE
 flags_of_run "$@"
 nodes=${NNODES:-1}
 gpus=${GPUS_PER_NODE:-8}
@@ -35,6 +37,7 @@ check_flags $((nodes * gpus))
 
 mkdir -p "$logs"
 export "${EXPORTS[@]}"
+print_environment >"$logs/environment.txt"
 "${command[@]}" &
 torchrun=$!
 # To the ranks, not to torchrun: that would give them 30 seconds and then kill them in the middle of a save.

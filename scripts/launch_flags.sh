@@ -2,6 +2,7 @@
 # Sourced by launch.sh and sbatch_train.sh: from the model zoo's variables to the flags and the environment of a run.
 #
 #   flags_of_run EXTRA_FLAGS...   sets FLAGS (the command line of pretrain_moe.py) and EXPORTS (NAME=VALUE), both arrays
+#   check_flags RANKS             ends the script with 2 where the flags are wrong, with 3 where a dry run's plan does not fit its device
 #
 #   MODEL            a preset (model_zoo/), any spelling: DeepSeek-V3, mixtral_8x7b; or a YAML file
 #   TP PP EP CP ETP  parallel sizes     VPP or LAYERS_PER_VP, PP_FIRST PP_LAST, LAYOUT   layers of the pipeline
@@ -10,13 +11,14 @@
 #   A2A_OVERLAP=1 OPTIMIZER_OFFLOAD=1 PROFILE=torch|nsys
 #   OUTPUT_PATH      checkpoints, tensorboard and logs go here   DATA_PATH (unset: mock data)   TOKENIZER_MODEL
 #   LOAD_PATH        weights to start from (PRETRAIN=1: ignored)   AUTO_RESUME=0   start anew whatever is under OUTPUT_PATH
+#   HARDWARE         what a dry run plans for: h100 (the default), h200, b200, gb200, a100, ... or a YAML file
 #   ENVIRONMENT      array or blank-separated NAME=VALUE, for a cluster file
 # Extra flags come last and win. A variable that is not set leaves the preset's value.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # What a cluster file may set and the caller's environment overrides.
 CLUSTER_NAMES="ACCOUNT PARTITION RUN_TIME OUTPUT_PATH DATA_PATH TOKENIZER_MODEL LOAD_PATH CONTAINER_IMAGE CONTAINER_MOUNTS GPUS_PER_NODE
-NNODES PYTHON MODULES SETUP HARDWARE SIGNAL_SECONDS MAX_REQUEUES REQUEUE SEGMENT COMMENT BIND BINDPCIE_PATH GB200_CLUSTER"
+NNODES PYTHON MODULES SETUP HARDWARE SIGNAL_SECONDS MAX_REQUEUES MAX_STALLED REQUEUE SEGMENT COMMENT BIND BINDPCIE_PATH GB200_CLUSTER"
 
 fail() {
     echo "error: $*" >&2
@@ -34,6 +36,25 @@ read_cluster() {
     # shellcheck source=/dev/null
     . "$CLUSTER"
     for name in "${!typed[@]}"; do printf -v "$name" %s "${typed[$name]}"; done
+}
+
+# What the head of the script that is run says of it.
+help_asked() {
+    case ${1:-} in
+        -h | --help)
+            sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+            sed -n '/^#   MODEL /,/^# Extra/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+            exit 0
+            ;;
+    esac
+}
+
+# A variable that counts something.
+positive() {
+    local name
+    for name; do
+        [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: a whole number above 0 is needed"
+    done
 }
 
 find_run_python() {
@@ -196,14 +217,29 @@ flags_of_run() {
 
 # Judge the command line for this many ranks before anything waits in a queue; with DRY_RUN=1 plan it too.
 check_flags() {
-    local world_size=$1 python
+    local world_size=$1 python verdict
     python=$(find_run_python)
     if [ "${VALIDATE:-1}" = 0 ]; then return; fi
     if [ "${DRY_RUN:-0}" != 1 ]; then
-        "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" >/dev/null ||
-            fail "these flags would not run (VALIDATE=0 submits them nevertheless)"
+        verdict=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" 2>&1) ||
+            fail "these flags would not run (VALIDATE=0 submits them nevertheless):"$'\n'"$verdict"
         return
     fi
-    "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" || exit 2
-    "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --dry-run --world-size "$world_size" --hardware "${HARDWARE:-h100}"
+    # of some 600 values those that somebody has chosen
+    "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" | { grep -v '  (default)$' || true; } || exit 2
+    local plan
+    plan=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --dry-run --world-size "$world_size" ${HARDWARE:+--hardware "$HARDWARE"}) || exit 2
+    printf '%s\n' "$plan"
+    case $plan in
+        *$'\n'"does not fit"*)
+            echo "error: this run DOES NOT FIT the memory of its devices:$(grep '^does not fit' <<<"$plan" | cut -d: -f2-)" >&2
+            echo "       more of TP, PP, EP or RECOMPUTE helps; HARDWARE=NAME plans for other devices" >&2
+            exit 3
+            ;;
+    esac
+}
+
+# The environment, a variable a line, without what may be secret.
+print_environment() {
+    env | sort | grep -vE '(KEY|TOKEN|SECRET|PASSWORD)[A-Za-z_]*='
 }

@@ -61,7 +61,7 @@ exec "$PYTHON_BIN" -m torch.distributed.run --standalone --nproc-per-node $ranks
     --preset mixtral_tiny \\
     --data-path "$run/data/text_text_document" --split $split \\
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" \\
-    --micro-batch-size $((16 / ranks)) \\
+    --micro-batch-size $((16 / ranks)) --moe-per-layer-logging \\
     --save "$run/checkpoints" --tensorboard-dir "$run/tensorboard" "\$@"
 EOF
 
@@ -109,12 +109,12 @@ EOF
 cat <<EOF
 done in $((SECONDS - started)) seconds after the environment
 
-  $run/checkpoints      model, optimizer and metrics.jsonl (one JSON object per logged iteration)
+  $run/checkpoints      model, optimizer, metrics.jsonl (one JSON object per logged iteration) and dashboard.html
   $run/train.log        everything the run printed
   $run/train.sh         the command, to change and run again
 
 next:
   train on (warms up anew)  bash $run/train.sh --load $run/checkpoints --train-iters 300 --override-opt-param-scheduler
-  look at curves            $PYTHON_BIN -m tensorboard.main --logdir $run/tensorboard
+  look at curves            $run/checkpoints/dashboard.html in a browser, or $PYTHON_BIN -m tensorboard.main --logdir $run/tensorboard
   a large model, no GPU     $PYTHON_BIN pretrain_moe.py --preset deepseek_v3 --mock-data --validate-only --world-size 8
 EOF

@@ -2,13 +2,14 @@
 # Submit a training job to SLURM, in the manner of the Megatron MoE model zoo:
 #
 #   MODEL=DeepSeek-V3 TP=2 PP=8 EP=64 NNODES=128 PR=fp8 DISPATCHER=deepep A2A_OVERLAP=1 bash scripts/sbatch_train.sh --extra flags
-#   DRY_RUN=1 ...     print job and command, validate and plan them; submit nothing
+#   DRY_RUN=1 ...     print job and command, validate and plan them; submit nothing (exit code 2: wrong flags, 3: does not fit)
 #
 #   CLUSTER=FILE      bash that sets what a site needs: ACCOUNT PARTITION RUN_TIME GPUS_PER_NODE OUTPUT_PATH CONTAINER_IMAGE
 #                     CONTAINER_MOUNTS MODULES SETUP (commands) PYTHON, and the arrays SBATCH_OPTIONS SRUN_OPTIONS ENVIRONMENT;
 #                     what the caller's environment sets wins
 #   RUN_TIME=4:00:00  ACCOUNT= PARTITION= COMMENT= SEGMENT= GPUS_PER_NODE=8 (GB200_CLUSTER=1: 4)
 #   SIGNAL_SECONDS=120  how long before the time limit the run saves and is requeued (REQUEUE=0: not; MAX_REQUEUES=100)
+#   MAX_STALLED=2     a job ends when so many attempts running have left no newer checkpoint (0: never)
 #   ARRAY=N           N tasks one after the other, each going on where the one before stopped, instead of requeueing
 #   DEPENDENCY=afterok:123   goes to sbatch as it stands
 # The other variables stand in launch_flags.sh, the outcomes of a job in slurm_job.sh.
@@ -16,7 +17,9 @@ set -euo pipefail
 # shellcheck source=scripts/launch_flags.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
 
+help_asked "$@"
 read_cluster
+positive NNODES GPUS_PER_NODE
 flags_of_run "$@"
 nodes=${NNODES:-1}
 gpus=8
@@ -56,11 +59,20 @@ written() {
 job_file() {
     local option
     echo '#!/usr/bin/env bash'
-    for option in "${options[@]}"; do printf '#SBATCH %q\n' "$option"; done
+    for option in "${options[@]}"; do
+        case $option in
+            *[!A-Za-z0-9_.,:/=@%+-]*) # sbatch, unlike bash, ends a word at an escaped blank
+                option=${option//\\/\\\\}
+                option=\"${option//\"/\\\"}\"
+                ;;
+        esac
+        echo "#SBATCH $option"
+    done
     echo "# written by scripts/sbatch_train.sh"
     echo 'set -uo pipefail'
     printf 'ROOT=%q PYTHON=%q LOGS=%q RANKS_PER_NODE=%q\n' "$ROOT" "$python" "$OUTPUT_PATH/logs" "$gpus"
-    printf 'REQUEUE=%q MAX_REQUEUES=%q MODULES=%q SETUP=%q\n' "${REQUEUE:-1}" "${MAX_REQUEUES:-100}" "${MODULES:-}" "${SETUP:-}"
+    printf 'REQUEUE=%q MAX_REQUEUES=%q MAX_STALLED=%q\n' "${REQUEUE:-1}" "${MAX_REQUEUES:-100}" "${MAX_STALLED:-2}"
+    printf 'MODULES=%q SETUP=%q\n' "${MODULES:-}" "${SETUP:-}"
     printf 'export BIND=%q BINDPCIE_PATH=%q\n' "${BIND:-auto}" "${BINDPCIE_PATH:-}"
     written EXPORTS "${EXPORTS[@]}"
     written SRUN_OPTIONS ${srun_options[@]+"${srun_options[@]}"}
@@ -72,7 +84,7 @@ job_file() {
 if [ "${DRY_RUN:-0}" = 1 ]; then
     job_file
     printf '\ncommand: srun'
-    printf ' %q' ${srun_options[@]+"${srun_options[@]}"} "$python" -u "$ROOT/pretrain_moe.py" "${FLAGS[@]}"
+    printf ' %q' ${srun_options[@]+"${srun_options[@]}"} env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$python" -u "$ROOT/pretrain_moe.py" "${FLAGS[@]}"
     printf '\n\n'
     check_flags $((nodes * gpus))
     exit 0

@@ -1,19 +1,77 @@
 # shellcheck shell=bash
 # What a job of sbatch_train.sh does; sourced by the job file, which has set FLAGS, EXPORTS, SRUN_OPTIONS (arrays), ROOT, PYTHON,
-# LOGS, REQUEUE, MAX_REQUEUES, MODULES and SETUP.
+# LOGS, REQUEUE, MAX_REQUEUES, MAX_STALLED, MODULES and SETUP.
 #
 # Outcomes                                           exit code   and then
 #   the run is done                                  0           what is left of an array is cancelled
 #   a signal or the clock, checkpoint saved          75          requeued; in an array the next task goes on
 #   a signal before the ranks listened               138, 143    as 75: nothing but a start is lost
 #   scancel                                          75          saved (SLURM allows KillWait seconds for it), not requeued
+#   a wrong result that came again (--rerun-mode)    16          ended; the log tells how to go on on other nodes, which settles
+#                                                                whether a machine is to blame
 #   a rank failed or was killed, flags are wrong     the rank's  ended; the rank's last words are shown
-#   a node is lost                                   -           SLURM requeues the job itself (--requeue)
+#   a node is lost                                   -           SLURM requeues the job itself (--requeue) when it misses the node;
+#                                                                until then srun waits for the lost ranks, whatever the others say
+#   MAX_STALLED attempts running without a newer     1           ended: starting again would go on for ever
+#     checkpoint, whoever ended them
 
+# shellcheck source=scripts/launch_flags.sh
+. "$ROOT/scripts/launch_flags.sh"
 attempt=${SLURM_RESTART_COUNT:-0}
 logs=${LOGS:?}/${SLURM_JOB_ID:?}-$attempt
 mkdir -p "$logs"
 ln -sfn "$logs" "$LOGS/latest"
+
+# The newest checkpoint when the attempts of this job, or the tasks of its array, began: a line each.
+starts=$LOGS/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}.starts
+[ "$attempt" != 0 ] || [ "${SLURM_ARRAY_TASK_ID:-1}" != 1 ] || rm -f "$starts"
+
+newest_checkpoint() {
+    local index folder=
+    for index in "${!FLAGS[@]}"; do
+        case ${FLAGS[index]} in
+            --save) folder=${FLAGS[index + 1]} ;;
+            --save=*) folder=${FLAGS[index]#--save=} ;;
+        esac
+    done
+    local newest # the file's line need not end
+    newest=$(cat "$folder/latest_checkpointed_iteration.txt" 2>/dev/null) || newest=none
+    echo "$newest"
+}
+
+# Is the newest checkpoint still the one that the first of the last MAX_STALLED attempts found?
+stalled() {
+    [ "$MAX_STALLED" -gt 0 ] && [ -f "$starts" ] && [ "$(wc -l <"$starts")" -ge "$MAX_STALLED" ] &&
+        [ "$(tail -n "$MAX_STALLED" "$starts" | head -n 1)" = "$(newest_checkpoint)" ]
+}
+
+cancel_the_rest() {
+    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || true
+}
+
+end_stalled() {
+    echo "error: $MAX_STALLED attempts running have left no newer checkpoint (newest iteration: $(newest_checkpoint)): not started again." \
+        "A smaller --save-interval, or a larger SIGNAL_SECONDS where a save takes longer, makes attempts count; MAX_STALLED=0 lifts the limit." \
+        "The logs are $LOGS/$SLURM_JOB_ID-*"
+    cancel_the_rest
+    exit 1
+}
+
+start_again() {
+    if stalled; then
+        end_stalled
+    elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ] || [ "$REQUEUE" = 0 ]; then
+        echo "not requeued (an array's next task, or the next submission, goes on)"
+    elif [ "$attempt" -ge "$MAX_REQUEUES" ]; then
+        echo "requeued $attempt times already (MAX_REQUEUES=$MAX_REQUEUES): not again"
+    elif scontrol requeue "$SLURM_JOB_ID"; then
+        echo "requeued"
+        sleep 60 # SLURM ends this shell
+    fi
+}
+
+if stalled; then end_stalled; fi
+newest_checkpoint >>"$starts"
 
 if [ -n "$MODULES" ]; then
     # shellcheck disable=SC2086 # several modules
@@ -22,19 +80,19 @@ fi
 [ -z "$SETUP" ] || eval "$SETUP"
 export "${EXPORTS[@]}"
 export RANKS_PER_NODE=${RANKS_PER_NODE:?}
-# One run on Weights & Biases, however often the job starts.
-export WANDB_RUN_ID=${WANDB_RUN_ID:-$(printf %s "$LOGS" | cksum | cut -d' ' -f1)} WANDB_RESUME=${WANDB_RESUME:-allow}
-env | sort | grep -vE '(KEY|TOKEN|SECRET|PASSWORD)[A-Za-z_]*=' >"$logs/environment.txt"
+print_environment >"$logs/environment.txt"
 
-command=(bash "$ROOT/scripts/rank.sh" "$PYTHON" -u "$ROOT/pretrain_moe.py" "${FLAGS[@]}")
+# env: in a container the image's own values would win over exported ones.
+command=(env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$PYTHON" -u "$ROOT/pretrain_moe.py" "${FLAGS[@]}")
 echo "job $SLURM_JOB_ID, attempt $attempt, nodes $SLURM_JOB_NODELIST, logs of the ranks in $logs"
 printf 'command:'
 printf ' %q' "${command[@]}"
 printf '\n'
 
 # No kill on the first bad exit: ranks that leave with 75 do not leave in one instant. The program ends the other ranks of one that
-# failed; those that cannot see it are ended by --wait.
-srun --kill-on-bad-exit=0 --wait=60 --output="$logs/rank-%t.log" ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"} "${command[@]}" &
+# failed; those that cannot see it are ended by --wait. The counts are those of this attempt: scontrol may have changed them.
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) \
+    --kill-on-bad-exit=0 --wait=60 --output="$logs/rank-%t.log" ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"} "${command[@]}" &
 step=$!
 # SLURM signals the ranks itself; this shell only has to outlive them. (With --signal=B: or scancel --batch it is this shell that hears.)
 trap 'kill -USR1 "$step" 2>/dev/null || true' USR1
@@ -50,19 +108,12 @@ done
 state=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\) Reason=\([A-Za-z]*\).*/\1 \2/p')
 echo "attempt $attempt: exit code $code, job ${state% *}"
 case $code in
-    0)
-        [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || true
-        ;;
+    0) cancel_the_rest ;;
     75 | 138 | 143)
         if [ "${state% *}" != RUNNING ] && [ "${state#* }" != TimeLimit ]; then
             echo "ended by SLURM, which after a node failure or a preemption starts the job again itself; submitting the same command goes on too"
-        elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ] || [ "$REQUEUE" = 0 ]; then
-            echo "not requeued (an array's next task, or the next submission, goes on)"
-        elif [ "$attempt" -ge "$MAX_REQUEUES" ]; then
-            echo "requeued $attempt times already (MAX_REQUEUES=$MAX_REQUEUES): not again"
-        elif scontrol requeue "$SLURM_JOB_ID"; then
-            echo "requeued"
-            sleep 60 # SLURM ends this shell
+        else
+            start_again
         fi
         ;;
     *)
@@ -73,4 +124,8 @@ case $code in
         done
         ;;
 esac
+if [ "$code" = 16 ]; then
+    echo "a result was rejected twice on $SLURM_JOB_NODELIST. The same command on other nodes settles whether a machine is to blame:" \
+        "SBATCH_OPTIONS+=(--exclude=$SLURM_JOB_NODELIST) in the cluster file"
+fi
 exit "$code"

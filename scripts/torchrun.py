@@ -12,7 +12,7 @@ AGAIN = 75
 
 
 def exit_code(codes: set[int]) -> int:
-    """The job's code from those of its failed ranks.
+    """The job's code from those of its failed ranks; where signals have killed them, what a shell says of it, 137 for kill -9.
 
     When the first rank has left with 75, all of them have agreed and saved; torchrun ends those that are still closing down
     by SIGTERM.
@@ -20,7 +20,8 @@ def exit_code(codes: set[int]) -> int:
     if AGAIN in codes and codes <= {AGAIN, -15}:
         return AGAIN
     own = sorted(code for code in codes if code > 0)
-    return own[0] if own else 1
+    killed = sorted(-code for code in codes if code < 0 and code != -15) or [15]  # 15: what torchrun itself sends to the others
+    return own[0] if own else 128 + killed[0]
 
 
 if __name__ == "__main__":

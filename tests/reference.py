@@ -38,9 +38,23 @@ def best(scores: list[float], k: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: -scores[i])[:k]
 
 
+def choose_fine(logits: list[float], moe) -> list[int]:
+    """FineRMoE: expert (i, j, m) of group j for slice i; of every slice the group with the largest sum, in it the largest logits."""
+    slices, cuts = moe.finermoe_output_granularity, moe.finermoe_intermediate_granularity
+    groups, size = moe.finermoe_output_expansion or slices, cuts * (moe.finermoe_intermediate_expansion or cuts)
+    chosen = []
+    for i in range(slices):
+        of_group = [logits[(i * groups + j) * size:][:size] for j in range(groups)]
+        j, = best([sum(each) for each in of_group], 1)
+        chosen += [(i * groups + j) * size + m for m in best(of_group[j], moe.moe_router_topk // slices)]
+    return chosen
+
+
 def choose_experts(scores: list[float], moe) -> list[int]:
     """Top-k, limited to the best groups if asked for."""
     k = moe.moe_router_topk
+    if moe.finermoe_output_granularity is not None:
+        return choose_fine(scores, moe)
     if not moe.moe_router_group_topk:
         return best(scores, k)
     size = len(scores) // moe.moe_router_num_groups
@@ -103,7 +117,7 @@ def add_balance(logits_TE: Tensor, shape, moe, name: str, balance: Balance, earl
     scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
     chosen_TE = torch.zeros_like(scores_TE)
     for t in range(num_tokens):
-        chosen_TE[t, best(scores_TE[t].tolist(), k)] = 1
+        chosen_TE[t, best(scores_TE[t].tolist(), k) if moe.finermoe_output_granularity is None else choose_fine(logits_TE[t].tolist(), moe)] = 1
     counts_E = chosen_TE.sum(0)
     if asked.get("aux_loss"):
         loss = balancing_loss(scores_TE, counts_E, num_tokens, k)
@@ -157,15 +171,21 @@ def moe_layer(
     balance.dropped += dropped
     balance.maps[name] = torch.tensor([[e in r for e in range(moe.num_experts)] for r in routes])
     balance.probs[name] = torch.stack([torch.stack([r.get(e, x_TH.new_zeros(())) for e in range(moe.num_experts)]) for r in routes])
+    down, up = (params.get(f"{name}.{leaf}_latent_proj.weight") for leaf in ("fc1", "fc2"))
+    down_bias, up_bias = (params.get(f"{name}.{leaf}_latent_proj.bias", 0.0) for leaf in ("fc1", "fc2"))
+    slices = moe.finermoe_output_granularity or 1
     rows = []
     for t, experts in enumerate(routes):
-        y = x_TH.new_zeros(hidden)
+        read = x_TH[t] if down is None else down @ x_TH[t] + down_bias
+        parts = [read.new_zeros(len(read) // slices) for _ in range(slices)]
         for e, weight in experts.items():
             prefix = f"{name}.experts.local_experts.{e}"
-            x_in = x_TH[t] * weight if moe.moe_apply_probs_on_input else x_TH[t]
+            x_in = read * weight if moe.moe_apply_probs_on_input else read
             out = feed_forward(x_in, params[f"{prefix}.linear_fc1.weight"], params[f"{prefix}.linear_fc2.weight"], model,
                                params.get(f"{prefix}.linear_fc1.bias"), params.get(f"{prefix}.linear_fc2.bias"))
-            y = y + (out if moe.moe_apply_probs_on_input else weight * out)
+            parts[e // (moe.num_experts // slices)] += out if moe.moe_apply_probs_on_input else weight * out
+        y = torch.cat(parts)
+        y = y if up is None else up @ y + up_bias
         shared = f"{name}.shared_experts"
         if f"{shared}.linear_fc1.weight" in params:
             out = feed_forward(x_TH[t], params[f"{shared}.linear_fc1.weight"], params[f"{shared}.linear_fc2.weight"], model)

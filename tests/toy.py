@@ -8,6 +8,7 @@ from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.build import build_optimizer
 from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.optim.param_groups import is_matrix
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -66,7 +67,8 @@ def machinery(model, *, parallel=None, precision=None, ps=None, per_token_loss=F
     """(grads, optimizer) of a model; everything not given is a default."""
     parallel, precision, ps = parallel or ParallelArgs(), precision or PrecisionArgs(), ps or ParallelState.single()
     grads = DataParallelGrads(model.parameters(), ps, parallel, precision, per_token_loss=per_token_loss,
-                              main_grads=optimizer.get("main_grads_dtype", "fp32"))
+                              main_grads=optimizer.get("main_grads_dtype", "fp32"),
+                              whole=lambda param: is_matrix(param, OptimizerArgs(**optimizer)))
     built = build_optimizer([model], grads, OptimizerArgs(**optimizer), precision, parallel, ps, check_for_nan=check_for_nan,
                             count_zeros=count_zeros)
     return grads, built

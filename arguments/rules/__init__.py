@@ -11,6 +11,7 @@ from arguments.rules import (
     checkpoint,
     data,
     dispatcher,
+    finermoe,
     graph_limits,
     graphs,
     kernels,
@@ -34,7 +35,7 @@ from arguments.settings import Settings, Violation
 __all__ = ["AREAS", "check", "derived", "resolve"]
 
 AREAS = (
-    numbers, sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs,
+    numbers, finermoe, sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs,
     graph_limits, kernels,
     training, data, checkpoint,
 )  # fmt: skip

@@ -42,6 +42,17 @@ def latent_attention_has_no_groups(s: Settings, _f: Facts) -> Iterator[Violation
         )
 
 
+def latent_attention_has_no_gate(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.multi_latent_attention and s.attention_output_gate:
+        yield broken(
+            s,
+            f"{s.flag('attention_output_gate')} cannot be combined with {s.flag('multi_latent_attention')}: gates are part of the "
+            "fused projection of queries, keys and values, which latent attention does not have.",
+            "attention_output_gate",
+            "multi_latent_attention",
+        )
+
+
 def rope_type_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.multi_latent_attention and s.apply_rope_fusion and s.rope_type != "yarn":
         yield broken(
@@ -111,6 +122,26 @@ def qk_clip_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{say(s, 'qk_clip_threshold')} must be above 0.", "qk_clip_threshold", "qk_clip")
 
 
+def logits_are_seen_and_follow_weights(s: Settings, _f: Facts) -> Iterator[Violation]:
+    """Ours: what notes the largest logits is an ordinary module, and what is normalised behind a weight does not shrink with it."""
+    for dest in ("qk_clip", "log_max_attention_logit"):
+        if getattr(s, dest) and s.cuda_graph_impl != "none":
+            yield broken(
+                s, f"{s.flag(dest)} cannot be combined with {say(s, 'cuda_graph_impl')}: a captured attention notes nothing.", dest,
+                "cuda_graph_impl")
+    if not s.qk_clip:
+        return
+    for norm in ("qk_layernorm", "qk_l2_norm"):
+        if getattr(s, norm) and not s.multi_latent_attention:
+            yield broken(
+                s, f"{s.flag('qk_clip')} cannot be combined with {s.flag(norm)}: queries and keys have the length that the norm gives them, "
+                "whatever the weights are.", "qk_clip", norm)
+    for shards in ("use_torch_fsdp2", "use_megatron_fsdp"):
+        if getattr(s, shards):
+            yield broken(s, f"{s.flag('qk_clip')} cannot be combined with {s.flag(shards)}: rows of cut parameters are not rescaled.", "qk_clip",
+                         shards)
+
+
 def delta_net_fits(s: Settings, f: Facts) -> Iterator[Violation]:
     if s.experimental_attention_variant not in DELTA_NETS:
         return
@@ -135,6 +166,14 @@ def delta_net_fits(s: Settings, f: Facts) -> Iterator[Violation]:
                 "tensor_model_parallel_size",
                 "context_parallel_size",
             )
+    if not s.swiglu and s.experimental_attention_variant == "gdn":
+        yield broken(
+            s,
+            f"{say(s, 'experimental_attention_variant')} needs --swiglu: its convolution and its output gate use the activation of the "
+            "feed-forward layers, and only SiLU is built.",
+            "experimental_attention_variant",
+            "swiglu",
+        )
     if not divides(getattr(s, keys), getattr(s, values)):
         yield broken(s, f"{say(s, values)} must be a multiple of {say(s, keys)}.", values, keys)
 
@@ -157,11 +196,13 @@ def layer_lists_fit(s: Settings, f: Facts) -> Iterator[Violation]:
 RESOLVE = (rotary_switch, rope_type, old_delta_net_name)
 CHECKS = (
     latent_attention_has_no_groups,
+    latent_attention_has_no_gate,
     rope_type_fits,
     latent_options_need_latent_attention,
     prediction_heads_fit,
     no_position_embedding_is_meant,
     qk_clip_numbers,
+    logits_are_seen_and_follow_weights,
     delta_net_fits,
     layer_lists_fit,
 )

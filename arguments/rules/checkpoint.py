@@ -6,6 +6,15 @@ from arguments.rules.facts import Facts, broken, divides, positive, quotient, sa
 from arguments.settings import Settings, Violation
 
 SAVE, INTERVAL, RETAIN = "save", "save_interval", "save_retain_interval"
+DUMPS = ("save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval", "save_wgrads_interval", "save_dgrads_interval")
+
+
+UNKNOWN_TO_UPCYCLING = (
+    ("quick_geglu", "knows the activations gelu, swiglu and squared relu"),
+    ("glu_linear_offset", "knows the activations gelu, swiglu and squared relu"),
+    ("activation_func_clamp_value", "knows the activations gelu, swiglu and squared relu"),
+    ("moe_latent_size", "makes experts that read whole tokens"),
+)
 
 
 # Derived and normalised values.
@@ -42,6 +51,12 @@ def own_checkpoints_are_somewhere(s: Settings, _f: Facts) -> Iterator[Violation]
         yield broken(s, f"{s.flag('auto_resume')} needs --save: the folder whose newest checkpoint it goes on from.", "auto_resume", SAVE)
 
 
+def dumps_are_somewhere(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in DUMPS:
+        if getattr(s, dest) is not None and s.save is None:
+            yield broken(s, f"{say(s, dest)} needs --save: the folder that the dumps go to.", dest, SAVE)
+
+
 def retained_saves_are_saves(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.save_retain_interval is None:
         return
@@ -66,6 +81,22 @@ def conversion_knows_its_ends(s: Settings, _f: Facts) -> Iterator[Violation]:
             yield broken(s, f"{say(s, 'ckpt_convert_format')} needs {s.flag(dest)} DIR.", "ckpt_convert_format", dest)
 
 
+def other_iterations_are_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.override_ckpt_iteration is not None and s.override_ckpt_iteration < 0:
+        yield broken(s, f"{say(s, 'override_ckpt_iteration')} must be at least 0.", "override_ckpt_iteration")
+
+
+def legacy_files_know_adam(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in ("ckpt_format", "ckpt_convert_format"):
+        if getattr(s, dest) == "torch" and s.optimizer not in ("adam", "sgd"):
+            yield broken(
+                s,
+                f"{s.flag(dest)} torch has the state of --optimizer adam and sgd only, not of {s.optimizer}; use {s.flag(dest)} torch_dist.",
+                dest,
+                "optimizer",
+            )
+
+
 def gloo_free_shards_need_new_format(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.use_distributed_optimizer and not s.use_gloo_process_groups and s.ckpt_format == "torch":
         yield broken(
@@ -85,6 +116,8 @@ def upcycling_fits(s: Settings, f: Facts) -> Iterator[Violation]:
         yield broken(
             s, f"{s.flag('moe_use_upcycling')} needs --save: where the converted model goes.", "moe_use_upcycling", SAVE
         )
+    if s.load is None and s.pretrained_checkpoint is None:
+        yield broken(s, f"{s.flag('moe_use_upcycling')} needs --load: the dense model.", "moe_use_upcycling", "load")
     if f.experts is None:
         yield broken(s, f"{s.flag('moe_use_upcycling')} needs --num-experts.", "moe_use_upcycling", "num_experts")
         return
@@ -108,14 +141,20 @@ def upcycling_fits(s: Settings, f: Facts) -> Iterator[Violation]:
             "ffn_hidden_size",
             "moe_ffn_hidden_size",
         )
-    if s.quick_geglu:
-        yield broken(
-            s,
-            f"{s.flag('moe_use_upcycling')} knows the activations gelu, swiglu and squared relu, not "
-            f"{s.flag('quick_geglu')}.",
-            "moe_use_upcycling",
-            "quick_geglu",
-        )
+    fine = s.finermoe_intermediate_granularity is not None
+    if s.given("moe_upcycling_granularity") and pieces is not None and s.moe_upcycling_granularity != pieces:
+        yield broken(s, f"{say(s, 'moe_upcycling_granularity')} must be {pieces}: {say(s, 'ffn_hidden_size')} / {say(s, 'moe_ffn_hidden_size')}; or "
+                     "leave one of them out.", "moe_upcycling_granularity", "ffn_hidden_size", "moe_ffn_hidden_size")  # fmt: skip
+    for dest, why in UNKNOWN_TO_UPCYCLING:
+        if s.values[dest] not in (None, False, 0, 0.0):
+            yield broken(s, f"{s.flag('moe_use_upcycling')} {why}, not {s.flag(dest)}.", "moe_use_upcycling", dest)
+    shared = s.moe_shared_expert_intermediate_size
+    if shared is not None and not (fine and shared == dense):
+        yield broken(s, f"{s.flag('moe_use_upcycling')} makes no {say(s, 'moe_shared_expert_intermediate_size')}: only FineRMoE's shared expert is the "
+                     f"dense network, as wide as it ({dense}).", "moe_use_upcycling", "moe_shared_expert_intermediate_size")  # fmt: skip
+    if fine and s.add_bias_linear:
+        yield broken(s, f"{s.flag('moe_use_upcycling')} to FineRMoE's experts needs --disable-bias-linear: they have no biases.", "moe_use_upcycling",
+                     "add_bias_linear")  # fmt: skip
 
 
 def old_flags(s: Settings, _f: Facts) -> Iterator[Violation]:
@@ -138,8 +177,11 @@ RESOLVE = (async_save_needs_worker, upcycling_starts_fresh)
 CHECKS = (
     saving_is_scheduled,
     own_checkpoints_are_somewhere,
+    dumps_are_somewhere,
     retained_saves_are_saves,
     conversion_knows_its_ends,
+    other_iterations_are_numbers,
+    legacy_files_know_adam,
     gloo_free_shards_need_new_format,
     upcycling_fits,
     old_flags,

@@ -83,6 +83,32 @@ def split_needs_one_corpus(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
+def blends_are_readable(s: Settings, _f: Facts) -> Iterator[Violation]:
+    """Numbers and prefixes take turns, or there are prefixes only. One word with blanks may be a whole blend; the start reads it."""
+    for dest in ("data_path", *SPLIT_PATHS):
+        words = as_list(getattr(s, dest))
+        weights = [_number(word) for word in words]
+        if len(words) < 2 or all(weight is None for weight in weights):
+            continue
+        if len(words) % 2 or None in weights[::2]:
+            text = "weights and data prefixes do not take turns; give a weight before every prefix, or before none (a prefix that is a number: ./7)"
+            yield broken(s, f"{say(s, dest)}: {text}.", dest)
+        elif not all(0 <= weight < math.inf for weight in weights[::2]) or sum(weights[::2]) <= 0:
+            yield broken(s, f"{say(s, dest)}: weights must be finite, not negative, and not all 0.", dest)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def null_tokenizer_has_a_size(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer") and s.vocab_size is None:
+        yield broken(s, f"{say(s, 'tokenizer_type')} needs --vocab-size: it has no vocabulary of its own.", "tokenizer_type", "vocab_size")
+
+
 def validation_names_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
     names, paths = as_list(s.validation_set_names), as_list(s.valid_data_path)
     if s.multiple_validation_sets and names and paths and len(names) != len(paths):
@@ -95,4 +121,4 @@ def validation_names_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 RESOLVE = (legacy_split, tokenizer_and_loader)
-CHECKS = (one_source, split_is_readable, split_needs_one_corpus, validation_names_fit)
+CHECKS = (one_source, split_is_readable, split_needs_one_corpus, blends_are_readable, null_tokenizer_has_a_size, validation_names_fit)

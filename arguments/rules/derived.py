@@ -25,7 +25,9 @@ def derived(s: Settings, world_size: int | None) -> dict[str, object]:
         "encoder_seq_length": s.seq_length,
         "padded_vocab_size": padded,
         "use_dist_ckpt": s.ckpt_format != "torch",
+        # here the layer-wise optimizer is the distributed one with another layout; Megatron-LM counts it as another optimizer
         "use_layer_wise_distributed_optimizer": layer_wise(s),
+        "use_distributed_optimizer": s.use_distributed_optimizer and not layer_wise(s),
         "bias_activation_fusion": s.bias_swiglu_fusion if s.swiglu else s.bias_gelu_fusion,
         "recompute_modules": as_list(s.recompute_modules) or ["core_attn"],
         "num_moe_layers": None if f.moe_layers is None else sum(f.moe_layers),

@@ -208,7 +208,7 @@ def old_model_parallel_size(s: Settings, _f: Facts) -> None:
 
 def _old_name(s: Settings, old: str, new: str) -> None:
     value = getattr(s, old)
-    if value is None or (s.given(new) and getattr(s, new) != value):
+    if not positive(value) or (s.given(new) and getattr(s, new) != value):
         return
     s.note(f"{s.shown(old)}: taken as {s.flag(new)} {value}.")
     s.set_derived(new, value, f"from {s.flag(old)}")

@@ -93,13 +93,13 @@ def _count_problems(layout: Layout, num_layers: int | None) -> list[str]:
     decoders = layout.count(DECODER)
     if num_layers is None or decoders == num_layers:
         return []
-    return [f"holds {decoders} decoder layers (t), but the model has {num_layers}"]
+    return [f"holds {decoders} decoder layers (t), but the model has --num-layers {num_layers}"]
 
 
 def _mtp_problems(layout: Layout, pp: int, mtp_num_layers: int) -> list[str]:
     count = layout.count(MTP)
     if count != mtp_num_layers:
-        return [f"holds {count} MTP layers (m), but the model has {mtp_num_layers}"]
+        return [f"holds {count} MTP layers (m), but the model has --mtp-num-layers {mtp_num_layers}"]
     if not count:
         return []
     found = []

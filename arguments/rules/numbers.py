@@ -16,14 +16,25 @@ POSITIVE = (
     "make_vocab_size_divisible_by", "kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "dsa_indexer_n_heads",
     "dsa_indexer_head_dim", "dsa_indexer_topk", "ddp_num_buckets", "ddp_bucket_size", "max_seqlen_per_dp_cp_rank",
+    "num_query_groups", "linear_num_key_heads", "linear_num_value_heads", "dsa_indexer_topk_freq", "dsa_indexer_k_norm_epsilon",
+    "yarn_original_max_position_embeddings", "moe_router_num_groups", "finermoe_intermediate_granularity", "finermoe_output_granularity",
+    "moe_shared_expert_glu_interleave_size",
+    "moe_mlp_glu_interleave_size", "suggested_communication_unit_size", "world_size", "model_parallel_size", "batch_size",
+    "hierarchical_context_parallel_sizes", "fp8_amax_history_len", "replication_factor",
     # factors
     "rotary_base", "rotary_scaling_factor", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
     "rotary_percent", "moe_router_topk_scaling_factor", "layernorm_epsilon", "loss_scale", "initial_loss_scale",
     "min_loss_scale", "loss_scale_window", "hysteresis", "seed", "moe_upcycling_granularity", "moe_expert_rank_capacity_factor",
-    "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda",
+    "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", "activation_func_clamp_value", "yarn_beta_fast",
+    "yarn_beta_slow", "qk_clip_threshold", "muon_extra_scale_factor", "muon_num_ns_steps",
+    # workers of a device or a host
+    "moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_hybridep_num_blocks_permute",
+    "moe_hybridep_num_blocks_unpermute", "moe_hybridep_num_sms_preprocessing", "num_dataset_builder_threads", "dist_ckpt_workers",
     # intervals and times
     "log_interval", "eval_interval", "tensorboard_log_interval", "exit_interval", "log_memory_interval",
-    "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "tensorboard_queue_size",
+    "save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval", "save_wgrads_interval", "save_dgrads_interval",
+    "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "tensorboard_queue_size", "train_sync_interval",
+    "fp8_interval", "moe_routing_trace_max_training_iters", "straggler_ctrlr_port", "straggler_minmax_count",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "train_iters", "train_samples", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "lr_decay_samples",
@@ -34,12 +45,29 @@ NOT_NEGATIVE = (
     "profile_step_start", "profile_step_end", "dsa_indexer_loss_coeff", "wgrad_deferral_limit",
     "cuda_graph_warmup_steps", "num_experts", "optimizer_offload_fraction", "optimizer_state_offload_fraction",
     "optimizer_state_offload_chunk_size_mb", "activation_offload_fraction",
-    "min_offloaded_tensor_size", "start_eval_at_iter", "iterations_to_skip", "moe_clone_hot_experts", "moe_paged_stash_buffer_size_factor_cpu",
+    "min_offloaded_tensor_size", "start_eval_at_iter", "iterations_to_skip", "moe_clone_hot_experts", "finermoe_intermediate_expansion", "finermoe_output_expansion", "moe_paged_stash_buffer_size_factor_cpu",
+    "mscale", "mscale_all_dim", "qk_clip_alpha", "moe_router_quantile_balancing_ema", "dsa_indexer_skip_topk_offset", "recompute_num_layers",
+    "delta_offload_bytes_across_pp_ranks", "fine_grained_offloading_max_inflight_offloads", "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16", "fp8_margin", "mid_level_dataset_surplus", "tiktoken_num_special_tokens", "local_rank", "logging_level",
+    "profile_ranks", "error_injection_rate", "flight_recorder_trace_buffer_size", "replication_jump",
 )  # fmt: skip
 MOST_SAMPLES = 10**12
 MOST_SEED = 2**32 - 1
-BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction")
-AT_MOST_ONE = ("rotary_percent", "optimizer_offload_fraction", "optimizer_state_offload_fraction", "activation_offload_fraction")
+COUNTS = ("train_iters", "train_samples", "eval_iters", "seq_length", "global_batch_size", "micro_batch_size")
+MOST_SIZE = 2**31 - 1
+MOST_EXPERTS = 1_000_000
+MOST_MINUTES = 500_000
+SIZES = (
+    "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "vocab_size", "padded_vocab_size",
+    "make_vocab_size_divisible_by", "mtp_num_layers",
+)  # fmt: skip
+BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction", "muon_momentum",
+             "lion_beta1", "lion_beta2")
+AT_MOST_ONE = (
+    "rotary_percent", "optimizer_offload_fraction", "optimizer_state_offload_fraction", "activation_offload_fraction", "qk_clip_alpha",
+    "moe_router_quantile_balancing_ema",
+)  # fmt: skip
 
 
 def _numbers(s: Settings, dest: str) -> list:
@@ -79,9 +107,18 @@ def layers_can_be_listed(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{say(s, 'num_layers')} must be at most {MOST_LAYERS}.", "num_layers")
 
 
+def sizes_are_within_reach(s: Settings, _f: Facts) -> Iterator[Violation]:
+    """Beyond this, one side of a weight no longer fits what kernels count with, the list of experts no memory, a time no C library."""
+    times = (("distributed_timeout_minutes",), MOST_MINUTES), (("distributed_timeout_seconds_after_init",), MOST_MINUTES * 60)
+    for dests, most in ((SIZES, MOST_SIZE), (("num_experts",), MOST_EXPERTS), *times):
+        for dest in dests:
+            if any(value > most for value in _numbers(s, dest)):
+                yield broken(s, f"{say(s, dest)} must be at most {most}.", dest)
+
+
 def counts_are_within_reach(s: Settings, _f: Facts) -> Iterator[Violation]:
     """Beyond this, sample counts no longer fit the 64-bit index of a dataset, whatever the batch size."""
-    for dest in ("train_iters", "train_samples", "eval_iters", "seq_length", "global_batch_size", "micro_batch_size"):
+    for dest in COUNTS:
         if any(value > MOST_SAMPLES for value in _numbers(s, dest)):
             yield broken(s, f"{say(s, dest)} must be at most {MOST_SAMPLES}.", dest)
 
@@ -96,6 +133,15 @@ def dumped_step_is_an_iteration(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{say(s, 'dump_step')}: the first value is the number of an iteration, from 1 on.", "dump_step")
 
 
+def recorded_step_has_a_place(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.record_step is None:
+        return
+    if s.record_step < 1:
+        yield broken(s, f"{say(s, 'record_step')}: the number of an iteration, from 1 on.", "record_step")
+    if s.save is None:
+        yield broken(s, f"{say(s, 'record_step')} needs --save DIR: the record is written to DIR/recorded_step_{s.record_step}.", "record_step")
+
+
 def exit_signal_can_be_caught(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.exit_signal_handler and s.exit_signal in ("SIGKILL", "SIGSTOP"):
         yield broken(s, f"{say(s, 'exit_signal')}: no program can catch this signal; use SIGTERM or SIGUSR1.", "exit_signal")
@@ -108,8 +154,10 @@ CHECKS = (
     shares,
     numbers_are_finite,
     layers_can_be_listed,
+    sizes_are_within_reach,
     counts_are_within_reach,
     seed_fits_its_generators,
     dumped_step_is_an_iteration,
+    recorded_step_has_a_place,
     exit_signal_can_be_caught,
 )

@@ -11,18 +11,13 @@ from arguments.rules.facts import Facts, broken, say
 from arguments.settings import Settings, Violation
 
 PLAIN = ("adam", "sgd")
+MUON_COEFFICIENTS = ("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5")
+"""Those of ops/newton_schulz.py, which this floor does not see."""
 
 
 def layer_wise(s: Settings) -> bool:
-    """Is the optimizer's work dealt out layer by layer (muon and its relatives, when distributed)?
-
-    `resolve` turns --use-distributed-optimizer off in that case; that it was given is still on record.
-    """
-    if s.optimizer in PLAIN:
-        return False
-    return (
-        s.optimizer == "dist_muon" or s.use_distributed_optimizer or s.source["use_distributed_optimizer"] == "derived"
-    )
+    """Is the optimizer's work dealt out layer by layer, in Megatron-LM's terms (muon and its relatives, when distributed)?"""
+    return s.optimizer not in PLAIN and (s.optimizer == "dist_muon" or s.use_distributed_optimizer)
 
 
 # Derived and normalised values.
@@ -36,11 +31,8 @@ def old_dist_muon(s: Settings, _f: Facts) -> None:
 
 
 def layer_wise_optimizer(s: Settings, _f: Facts) -> None:
-    if s.optimizer in PLAIN or s.optimizer == "dist_muon" or not s.use_distributed_optimizer:
-        return
-    s.note(f"{s.shown('optimizer')} with --use-distributed-optimizer: whole layers are dealt out to ranks, not ranges.")
-    s.set_derived("use_distributed_optimizer", False, "the layer-wise distributed optimizer runs instead")
-    s.source["use_distributed_optimizer"] = "derived"
+    if s.optimizer == "muon" and s.use_distributed_optimizer:
+        s.note(f"{s.shown('optimizer')} with --use-distributed-optimizer: whole matrices are dealt out to ranks, not ranges.")
 
 
 def fsdp_shards_the_optimizer(s: Settings, _f: Facts) -> None:
@@ -137,6 +129,23 @@ def unusual_optimizer_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
+def muon_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
+    """The second is ours: a matrix is updated as a whole, in fp32, where the model is. (Other offload needs the precision-aware Adam.)"""
+    if s.optimizer not in ("muon", "dist_muon"):
+        return
+    if s.muon_coefficient_type not in MUON_COEFFICIENTS:
+        yield broken(s, f"{say(s, 'muon_coefficient_type')} must be one of {', '.join(MUON_COEFFICIENTS)}.", "muon_coefficient_type")
+    for dest in ("chunked_optimizer_state_offload", "fp8_param_gather"):
+        if getattr(s, dest):
+            yield broken(
+                s,
+                f"{s.flag(dest)} needs --optimizer adam, sgd or lion, not {s.optimizer}: Muon keeps fp32 state beside the model and updates "
+                "whole matrices.",
+                dest,
+                "optimizer",
+            )
+
+
 def one_kind_of_fsdp(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.use_megatron_fsdp and s.use_torch_fsdp2:
         yield broken(
@@ -223,6 +232,7 @@ CHECKS = (
     warmup_start_below_peak,
     weight_decay_schedule,
     unusual_optimizer_fits,
+    muon_fits,
     one_kind_of_fsdp,
     megatron_fsdp_fits,
     torch_fsdp_fits,

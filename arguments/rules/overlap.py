@@ -80,7 +80,7 @@ def expert_overlap_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
     if "moe" in as_list(s.recompute_modules):
         yield broken(
-            s, f"{s.flag(OVERLAP)} cannot be combined with recomputing the module moe.", OVERLAP, "recompute_modules"
+            s, f"{s.flag(OVERLAP)} cannot be combined with {s.flag('recompute_modules')} moe.", OVERLAP, "recompute_modules"
         )
     if s.moe_shared_expert_overlap:
         yield broken(

@@ -92,6 +92,7 @@ def single_choice_needs_pre_softmax(s: Settings, f: Facts) -> Iterator[Violation
         and s.moe_router_score_function == "softmax"
         and not s.moe_router_pre_softmax
         and balancing_types(s) != ["sinkhorn"]
+        and s.finermoe_output_granularity is None
     ):
         yield broken(
             s,

@@ -24,7 +24,14 @@ def ffn_size(s: Settings, _f: Facts) -> None:
 
 
 def moe_ffn_size(s: Settings, f: Facts) -> None:
-    if f.experts and s.moe_ffn_hidden_size is None and s.ffn_hidden_size is not None:
+    if not f.experts or s.moe_ffn_hidden_size is not None or s.ffn_hidden_size is None:
+        return
+    cuts = s.finermoe_intermediate_granularity
+    if cuts is not None:
+        s.set_derived("moe_ffn_hidden_size", quotient(s.ffn_hidden_size, cuts), "--ffn-hidden-size / --finermoe-intermediate-granularity")
+    elif s.moe_use_upcycling and divides(s.moe_upcycling_granularity, s.ffn_hidden_size):
+        s.set_derived("moe_ffn_hidden_size", quotient(s.ffn_hidden_size, s.moe_upcycling_granularity), "--ffn-hidden-size / --moe-upcycling-granularity")
+    else:
         s.note(f"--moe-ffn-hidden-size is not given: each expert is as wide as a dense layer ({s.ffn_hidden_size}).")
         s.set_derived("moe_ffn_hidden_size", s.ffn_hidden_size, "as --ffn-hidden-size")
 
@@ -61,7 +68,7 @@ def softmax_in_fp32(s: Settings, _f: Facts) -> None:
 
 
 def required_are_given(s: Settings, _f: Facts) -> Iterator[Violation]:
-    from_checkpoint = s.use_checkpoint_args and (s.load is not None or s.pretrained_checkpoint is not None)
+    from_checkpoint = s.use_checkpoint_args and (s.load is not None or s.pretrained_checkpoint is not None or (s.auto_resume and s.save is not None))
     for dest in REQUIRED:
         if getattr(s, dest) is None and not (from_checkpoint and dest in SHAPE):
             yield broken(s, f"{s.flag(dest)} is missing; there is no default for it.", dest)

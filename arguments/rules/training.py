@@ -226,6 +226,28 @@ def memory_log_follows_log(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
+def checks_have_intervals(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in ("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval"):
+        if getattr(s, dest) is not None and getattr(s, dest) <= 0:
+            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
+
+
+def a_spike_is_above_the_rest(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.loss_spike_factor is not None and s.loss_spike_factor <= 1:
+        yield broken(s, f"{say(s, 'loss_spike_factor')} must be above 1: half of all losses are above their median.", "loss_spike_factor")
+
+
+def sharded_weights_are_held_once(s: Settings, _f: Facts) -> Iterator[Violation]:
+    dest, sharding = "check_weight_hash_across_dp_replicas_interval", "data_parallel_sharding_strategy"
+    if s.use_megatron_fsdp and getattr(s, dest) is not None and s.data_parallel_sharding_strategy == "optim_grads_params":
+        yield broken(s, f"{say(s, dest)} with {say(s, sharding)}: no weight is held by two ranks, there is nothing to compare.", dest, sharding)
+
+
+def switch_has_a_port(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.straggler_ctrlr_port > 65535:
+        yield broken(s, f"{say(s, 'straggler_ctrlr_port')}: the number of a port is at most 65535.", "straggler_ctrlr_port")
+
+
 RESOLVE = (batch_size, eval_batch_sizes, iterations_of_samples, decay_length)
 CHECKS = (
     batch_divides,
@@ -240,4 +262,8 @@ CHECKS = (
     wsd_has_a_decay,
     evaluation_is_scheduled,
     memory_log_follows_log,
+    checks_have_intervals,
+    a_spike_is_above_the_rest,
+    sharded_weights_are_held_once,
+    switch_has_a_port,
 )

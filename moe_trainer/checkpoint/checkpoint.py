@@ -8,6 +8,7 @@ planner.py.
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +16,12 @@ import torch
 
 from moe_trainer.checkpoint import common_state, random_state
 from moe_trainer.checkpoint.directory import TRACKER, tokenizer_files
-from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.find import (
     check_format,
     check_whole,
     find,
+    is_weights_only,
     latest_iteration,
     read_saved_args,
     saved_vocab_rows,
@@ -28,6 +30,7 @@ from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.loading import Loader
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.saving import PendingSave, check_writable
+from moe_trainer.checkpoint.upcycling import UpcycledIndex
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 
@@ -47,7 +50,7 @@ def save(directory: str | Path, state: CheckpointState, chunks: Sequence[Any], o
         `named_scaling_state()`.
     optimizer: anything with tensors(), scalars(), wait_params(); None (or options.save_optim False) saves weights only.
     Communication: the plans and the write results of all ranks, gathered as objects.
-    Raises: CheckpointError on every rank when any rank cannot write; the previous checkpoint is untouched then.
+    Raises: StorageError on every rank when any rank cannot write; the previous checkpoint is untouched then.
     """
     pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=False)
     pending.write()
@@ -87,7 +90,7 @@ class AsyncSaver:
     def finish(self) -> None:
         """Wait for the save under way, if there is any, and commit it. Collective. Call before exit and before a synchronous save.
 
-        Raises: CheckpointError when the save failed on any rank.
+        Raises: StorageError when the save failed on any rank.
         """
         if self._pending is None:
             return
@@ -102,17 +105,23 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
 
     The layout that wrote it need not be the present one, nor the formats of its optimizer state: a checkpoint holds fp32. Calls
     optimizer.begin_load, load_scalars and after_load, and restores the random states.
+    Of a release or a Hugging Face folder there are only weights, and the iteration is 0.
     Returns: None when `directory` has no checkpoint and options.exit_on_missing is False (a warning is logged).
-    Raises: CheckpointError when there is none and there must be, when it is incomplete or damaged (before anything is
-        overwritten where that can be seen from sizes), or when it is of another architecture.
+    Raises: CheckpointError when there is none and there must be, or when it is of another architecture; DamagedError when it is
+        incomplete or damaged (before anything is overwritten where that can be seen from sizes).
     """
     directory = Path(directory)
     folder = _together(lambda: _choose(directory, options) if ps.world.rank == 0 else None, ps)
     folder = collectives.broadcast_object(folder, ps.world)
     if folder is None:
         return _nothing_to_load(directory, options, ps)
+    weights_only = is_weights_only(folder)
+    if weights_only:
+        options = replace(options, load_optim=False, load_rng=False)
     index = _together(lambda: read_index(folder), ps)
     state, scalars, from_megatron = _together(lambda: common_state.parse(common_state.read(folder, index)), ps)
+    if options.upcycle:
+        index = _together(lambda: UpcycledIndex(folder, index, state.args, options.args), ps)
     with_optim = optimizer is not None and options.load_optim and not options.finetune
     with_main = optimizer is not None and options.load_main_params and not with_optim
     loader = Loader(folder, index, options, state.args, speaks=ps.world.rank == 0)
@@ -132,17 +141,17 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
     if optimizer is not None:
         optimizer.after_load(params_changed=True, state_loaded=with_optim or with_main)
     rng_loaded = _together(lambda: _restore_random(loader, chunks, state.iteration, ps, options), ps)
-    iteration = 0 if options.finetune or folder.name == "release" else state.iteration
+    iteration = 0 if options.finetune or weights_only else state.iteration
     if ps.world.rank == 0:
         logger.info("  successfully loaded checkpoint from %s [ t %d/%d, gtp_remat 1/1, p %d/%d ] at iteration %d",
                     directory, ps.tp.rank + 1, ps.tp.size, ps.pp.rank + 1, ps.pp.size, iteration)
-    return LoadedState(iteration, folder, state, with_optim, rng_loaded, from_megatron)
+    return LoadedState(iteration, folder, state, with_optim, rng_loaded, from_megatron, weights_only)
 
 
 def _choose(directory: Path, options: LoadOptions) -> Path | None:
     folder = find(directory, options.ckpt_step)
     if folder is not None:
-        check_format(folder, options.ckpt_format, options.auto_detect)
+        check_format(folder)
         check_whole(folder, hashes=options.verify_integrity)
     return folder
 
@@ -176,12 +185,13 @@ def _restore_random(loader: Loader, chunks: Sequence[Any], iteration: int, ps: P
 
 def _together(step: Callable[[], T], ps: ParallelState) -> T:
     """Run a step on every rank; if it is refused on any, refuse it on all."""
-    result, message = None, None
+    result, refusal = None, None
     try:
         result = step()
     except CheckpointError as error:
-        message = str(error)
-    messages = [text for text in collectives.all_gather_object(message, ps.world) if text is not None]
-    if messages:
-        raise CheckpointError("\n".join(dict.fromkeys(messages)))
+        refusal = (str(error), isinstance(error, DamagedError))
+    refusals = [each for each in collectives.all_gather_object(refusal, ps.world) if each is not None]
+    if refusals:
+        kind = DamagedError if any(damaged for _, damaged in refusals) else CheckpointError
+        raise kind("\n".join(dict.fromkeys(text for text, _ in refusals)))
     return result

@@ -70,7 +70,7 @@ def read_tracker(directory: Path) -> int | str | None:
     return int(text)
 
 
-def write_tracker(directory: Path, iteration: int) -> None:
+def write_tracker(directory: Path, iteration: int | str) -> None:
     """Replace the tracker at once, and flush it."""
     partial = directory / f"{TRACKER}.tmp-{socket.gethostname()}-{os.getpid()}"
     with open(partial, "w") as stream:
@@ -96,13 +96,18 @@ def flush_file(path: Path) -> None:
         os.fsync(stream.fileno())
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has the mark of a complete distributed checkpoint, or is one of the legacy format, which has no mark."""
+    return (folder / COMPLETE).is_file() or any(folder.glob("mp_rank_*"))
+
+
 def complete_iterations(directory: Path) -> list[int]:
-    """Iterations whose folder carries the mark of a complete distributed checkpoint, ascending."""
+    """Iterations whose folder holds a complete checkpoint, by its mark, ascending."""
     found = []
     if directory.is_dir():
         for entry in directory.iterdir():
             match = _ITERATION.match(entry.name)
-            if match and (entry / COMPLETE).is_file() and (entry / INDEX).is_file():
+            if match and is_complete(entry) and ((entry / INDEX).is_file() or not (entry / COMPLETE).is_file()):
                 found.append(int(match[1]))
     return sorted(found)
 
@@ -140,11 +145,11 @@ def publish(temporary: Path, directory: Path, iteration: int) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a folder if it is there; what cannot be deleted is named in a warning."""
-    if folder.exists():
-        try:
+    try:
+        if folder.exists():
             shutil.rmtree(folder)
-        except OSError as error:
-            logger.warning("cannot remove %s: %s", folder, error)
+    except OSError as error:
+        logger.warning("cannot remove %s: %s", folder, error)
 
 
 def retire(directory: Path, iteration: int) -> None:
@@ -168,7 +173,7 @@ def take_back(directory: Path, iteration: int) -> bool:
         return False
     for entry in sorted(directory.iterdir()):
         match = _ASIDE.match(entry.name)
-        if match and int(match[1]) == iteration and (entry / COMPLETE).is_file():
+        if match and int(match[1]) == iteration and is_complete(entry):
             try:
                 os.rename(entry, final)
             except OSError:
@@ -186,7 +191,7 @@ def clean(directory: Path) -> None:
             entry.unlink()
         elif folder and not _alive(entry, folder[3], int(folder[4])):
             final = directory / folder_name(int(folder[1]))
-            if folder[2] == "old" and not final.exists() and (entry / COMPLETE).is_file():
+            if folder[2] == "old" and not final.exists() and is_complete(entry):
                 os.rename(entry, final)
             else:
                 remove(entry)
@@ -229,6 +234,22 @@ def claim(directory: Path) -> str | None:
     os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
                           f"{_job()}\n".encode(), 0)
     return None
+
+
+def file_system(directory: Path) -> int:
+    """The number of the file system that holds the folder, or would hold it."""
+    return next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists()).stat().st_dev
+
+
+def still_there(directory: Path, number: int | None) -> None:
+    """Refuse to write where the disk of the save folder should be and is not: under a mount point lies a folder of another disk.
+
+    number: what `file_system` said at the start of the run. A disk that comes back may have another number, but it has
+    the file of the run's lock; a folder that somebody has deleted has the number, and is made again.
+    Raises: OSError.
+    """
+    if number is not None and not (directory / LOCK).exists() and file_system(directory) != number:
+        raise OSError("another file system is there than at the start of the run: the one of the save folder is no longer mounted")
 
 
 def _job() -> str:

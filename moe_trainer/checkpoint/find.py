@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint import common_state, hf, legacy
 from moe_trainer.checkpoint.directory import (
     COMPLETE,
     INDEX,
@@ -17,14 +17,13 @@ from moe_trainer.checkpoint.directory import (
     read_tracker,
     take_back,
 )
-from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.hf_files import is_folder
 from moe_trainer.checkpoint.index import check, detect_format, read_index
 
 logger = logging.getLogger(__name__)
 
 _OTHER_FORMATS = MappingProxyType({
-    "torch": "the legacy format of Megatron-LM (mp_rank_* folders), which this version does not read yet; "
-             "let Megatron-LM convert it with --ckpt-convert-format torch_dist --ckpt-convert-save DIR",
     "zarr": "the zarr format, which Megatron-LM itself has retired; convert it with an older Megatron-LM",
     "fsdp_dtensor": "written by Megatron-FSDP, which this version does not support; save it with --ckpt-format torch_dist",
 })
@@ -42,6 +41,8 @@ def find(directory: Path, ckpt_step: int | None) -> Path | None:
         wanted = read_tracker(directory)
         source = f"{directory / TRACKER} (which says {wanted})"
     if wanted is None:
+        if is_folder(directory):
+            return directory
         if (directory / COMPLETE).is_file() or (directory / INDEX).is_file():
             raise CheckpointError(f"--load {directory}: this is the folder of a single checkpoint; give its parent, "
                                   f"--load {directory.absolute().parent}, and choose it with --ckpt-step")
@@ -62,29 +63,26 @@ def find(directory: Path, ckpt_step: int | None) -> Path | None:
     return folder
 
 
-def check_format(folder: Path, ckpt_format: str, auto_detect: bool) -> None:
-    """Refuse what is not a torch_dist checkpoint, by its name.
+def check_format(folder: Path) -> None:
+    """Refuse formats that cannot be read, by their names; which one a folder has is seen from its files, not from --ckpt-format.
 
     Raises: CheckpointError.
     """
     found = detect_format(folder)
     # an index without a completion mark: judged by check_whole, for it may be a save that did not finish
-    if found not in (None, "torch_dist", "torch_dcp"):
+    if found not in (None, "torch_dist", "torch_dcp", hf.FORMAT, legacy.FORMAT):
         raise CheckpointError(f"{folder} is {_OTHER_FORMATS.get(found, f'in the format {found!r}, which is not supported')}")
-    # runs with --ckpt-format fsdp_dtensor write torch_dist here (arguments/rules/optimizer.py says so)
-    if ckpt_format not in ("torch_dist", "fsdp_dtensor") and not auto_detect:
-        raise CheckpointError(f"--ckpt-format {ckpt_format}: only torch_dist is supported in this version")
 
 
 def check_whole(folder: Path, hashes: bool = False) -> None:
     """Refuse an incomplete or damaged checkpoint, and say what can be loaded instead.
 
-    Raises: CheckpointError.
+    Raises: DamagedError.
     """
     problems = check(folder, hashes)
     if problems:
         shown = "\n  ".join(problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else []))
-        raise CheckpointError(f"the checkpoint {folder} is incomplete or damaged:\n  {shown}\n" + advice(folder))
+        raise DamagedError(f"the checkpoint {folder} is incomplete or damaged:\n  {shown}\n" + advice(folder))
 
 
 def latest_iteration(directory: str | Path) -> int | None:
@@ -95,13 +93,25 @@ def latest_iteration(directory: str | Path) -> int | None:
     folder = find(Path(directory), None)
     if folder is None:
         return None
-    return 0 if folder.name == "release" else int(folder.name.removeprefix("iter_"))
+    return 0 if is_weights_only(folder) else int(folder.name.removeprefix("iter_"))
 
 
-def newest_whole(directory: Path, hashes: bool = False) -> int | None:
-    """The newest iteration whose checkpoint is complete and undamaged, whatever the tracker says; None where there is none.
+def is_weights_only(folder: Path) -> bool:
+    """Whether a folder is a release or a Hugging Face model: weights that a run begins with at iteration 0."""
+    return folder.name == "release" or is_folder(folder)
 
-    Every newer one that is passed over is named in a warning. hashes: as in `check`.
+
+def newest_in_sight(directory: str | Path) -> int | None:
+    """What `newest_whole` will find, by the files' sizes; nothing is said and nothing is mended, so every rank may look for itself."""
+    found = complete_iterations(Path(directory))
+    return next((each for each in reversed(found) if not check(Path(directory) / folder_name(each), False)), None)
+
+
+def newest_whole(directory: Path, hashes: bool = False, before: int | None = None) -> int | None:
+    """The newest iteration whose checkpoint is complete and undamaged, whatever the tracker says; None where there is no checkpoint.
+
+    Every newer one that is passed over is named in a warning. hashes: as in `check`. before: only older ones than this iteration.
+    Raises: DamagedError when there are checkpoints, or were by the tracker, and none is whole: a run that begins anew would bury them.
     """
     try:
         tracker = read_tracker(directory)
@@ -110,13 +120,17 @@ def newest_whole(directory: Path, hashes: bool = False) -> int | None:
         logger.warning("WARNING: %s", error)
     if isinstance(tracker, int):
         take_back(directory, tracker)
-    for iteration in reversed(complete_iterations(directory)):
+    found = complete_iterations(directory)
+    for iteration in reversed([each for each in found if before is None or each < before]):
         problems = check(directory / folder_name(iteration), hashes)
         if not problems:
             if isinstance(tracker, int) and tracker != iteration:
                 logger.warning("WARNING: %s says %d; the newest whole checkpoint is that of iteration %d", directory / TRACKER, tracker, iteration)
             return iteration
         logger.warning("WARNING: the checkpoint %s is passed over, it is damaged: %s", directory / folder_name(iteration), problems[0])
+    if found or isinstance(tracker, int):
+        there = f"none of the checkpoints there (iteration {', '.join(map(str, found[-5:]))}) is whole" if found else "no checkpoint is there"
+        raise DamagedError(f"{directory}: {there}, and the tracker says {tracker}; mend one, or move them and the tracker elsewhere to begin anew")
     return None
 
 
@@ -126,7 +140,7 @@ def saved_vocab_rows(directory: str | Path, ckpt_step: int | None = None) -> int
     Raises: CheckpointError when the folder cannot be read.
     """
     folder = find(Path(directory), ckpt_step)
-    if folder is None or detect_format(folder) != "torch_dist":
+    if folder is None or detect_format(folder) not in ("torch_dist", hf.FORMAT, legacy.FORMAT):
         return None
     entry = read_index(folder).state_dict_metadata.get("embedding.word_embeddings.weight")
     return None if entry is None else int(entry.size[0])
@@ -141,7 +155,7 @@ def read_saved_args(directory: str | Path, ckpt_step: int | None = None) -> dict
     folder = find(Path(directory), ckpt_step)
     if folder is None:
         raise CheckpointError(f"--use-checkpoint-args: no checkpoint in {directory}: {Path(directory) / TRACKER} is missing")
-    check_format(folder, "torch_dist", True)
+    check_format(folder)
     check_whole(folder)
     state, _, _ = common_state.parse(common_state.read(folder, read_index(folder)))
     return dict(state.args)

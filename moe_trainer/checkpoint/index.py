@@ -8,20 +8,23 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from moe_trainer.checkpoint import hf, hf_files, legacy
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
-from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_pickle
 
 
 def detect_format(folder: Path) -> str | None:
-    """The format of one checkpoint folder: torch_dist, torch, torch_dcp, ... or None when nothing is recognised."""
+    """The format of one checkpoint folder: torch_dist, torch, torch_dcp, huggingface ... or None when nothing is recognised."""
+    if hf_files.is_folder(folder):
+        return hf.FORMAT
     if (folder / COMPLETE).is_file():
         try:
             return str(json.loads((folder / COMPLETE).read_text())["sharded_backend"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-    if any(folder.glob("mp_rank_*")):
-        return "torch"
+    if legacy.is_folder(folder):
+        return legacy.FORMAT
     if (folder / INDEX).is_file():
         return "torch_dcp"
     return None
@@ -30,17 +33,21 @@ def detect_format(folder: Path) -> str | None:
 def read_index(folder: Path) -> Metadata:
     """Read `.metadata`, the list of everything stored and where.
 
-    Raises: CheckpointError when it is missing or damaged.
+    Raises: DamagedError when it is missing or damaged.
     """
+    if hf_files.is_folder(folder):
+        return hf.read_index(folder)
+    if detect_format(folder) == legacy.FORMAT:
+        return legacy.LegacyIndex(folder)
     path = folder / INDEX
     try:
         index = load_pickle(path.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
+        raise DamagedError(f"{path} is missing") from error
     except DECODE_ERRORS as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        raise DamagedError(f"{path} is damaged: {error}") from error
     if not _is_sound(index):
-        raise CheckpointError(f"{path} is damaged: it holds no sound index")
+        raise DamagedError(f"{path} is damaged: it holds no sound index")
     return index
 
 
@@ -73,12 +80,14 @@ def check(folder: Path, hashes: bool = False) -> list[str]:
     of every tensor add up. hashes: also compare integrity.json (reads everything).
     """
     problems = check_mark(folder)
-    if problems:
+    if problems or hf_files.is_folder(folder):  # its files are judged when they are opened
         return problems
     try:
         index = read_index(folder)
     except CheckpointError as error:
         return [str(error)]
+    if isinstance(index, legacy.LegacyIndex):
+        return index.changed_files() if hashes else []
     problems = short_files(folder, index) + _uncovered(index)
     return problems + (changed_files(folder) if hashes and not problems else [])
 
@@ -87,6 +96,8 @@ def check_mark(folder: Path) -> list[str]:
     """Whether the folder is there and carries the mark of a complete torch_dist checkpoint."""
     if not folder.is_dir():
         return [f"{folder} does not exist"]
+    if detect_format(folder) in (hf.FORMAT, legacy.FORMAT):
+        return []
     if not (folder / COMPLETE).is_file():
         return [f"{folder / COMPLETE} is missing: the save did not finish, or it is no torch_dist checkpoint"]
     found = detect_format(folder)

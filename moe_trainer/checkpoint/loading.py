@@ -19,6 +19,7 @@ from arguments.checkpoint_args import SHAPE
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.legacy import LegacyIndex
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.reading import fill, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme, Piece, Placement, pieces, rng_key
@@ -118,7 +119,9 @@ class Loader:
     def _refuse_optimizer(self, missing: list[str]) -> None:
         kept = [key for key in self._stored if key.startswith(_OPTIMIZER_KEYS)]
         flat = [key for key in kept if not key.startswith(_OPTIMIZER + "state.")]
-        if flat:
+        if isinstance(self._index, LegacyIndex) and self._index.state_problem:
+            why = self._index.state_problem
+        elif flat:
             why = (f"its optimizer state is stored as the flat buckets of one layout ({flat[0]}, ...), which fit no other; "
                    "let Megatron-LM save it with --dist-ckpt-optim-fully-reshardable")
         elif not kept:

@@ -24,6 +24,7 @@ _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 _EXPERTS = re.compile(r"\bexperts\.experts\.")
 # where a norm is stored when it is fused into the linear that follows, and its own name
 _NORMS = (("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+          ("self_attention.in_proj.layer_norm_", "input_layernorm."),
           ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
           ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
           ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."))
@@ -120,6 +121,9 @@ def read_logical(folder: Path, index: Metadata, tensor: LogicalTensor) -> Tensor
 
     Raises: CheckpointError when a file is missing or damaged.
     """
+    box = (*tensor.at, *(0 for _ in tensor.shape)), (*(1 for _ in tensor.at), *tensor.shape)
+    if [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks] == [box]:  # as it is stored: no second copy in memory
+        return decode(folder, index, tensor.key, tensor.chunks[0]).view(tensor.shape)
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype)
     local = Piece(tensor.key, tensor.full, (*tensor.at, *(0 for _ in tensor.shape)), (*(1 for _ in tensor.at), *tensor.shape),
                   whole.view(*(1 for _ in tensor.at), *tensor.shape))

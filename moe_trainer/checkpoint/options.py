@@ -46,7 +46,8 @@ class PlanCache:
 class SaveOptions:
     """How to save. `from_args` fills it from the flags.
 
-    plan_cache: None plans every save anew.
+    plan_cache: None plans every save anew. file_system: what check_writable has returned; a save onto another one is refused.
+    ckpt_format: "torch" for Megatron-LM's legacy format; all others are written as torch_dist.
     """
 
     save_optim: bool = True
@@ -57,6 +58,8 @@ class SaveOptions:
     verify_integrity: bool = False
     tokenizer_files: tuple[Path, ...] = ()
     plan_cache: PlanCache | None = None
+    file_system: int | None = None
+    ckpt_format: str = "torch_dist"
 
     @classmethod
     def from_args(cls, output: OutputArgs, tokenizer_files: tuple[Path, ...] = ()) -> "SaveOptions":
@@ -70,6 +73,7 @@ class SaveOptions:
             verify_integrity=output.verify_integrity,
             tokenizer_files=tokenizer_files if output.save_tokenizer_assets else (),
             plan_cache=PlanCache() if output.ckpt_assume_constant_structure else None,
+            ckpt_format=output.ckpt_format,
         )
 
 
@@ -79,6 +83,7 @@ class LoadOptions:
 
     fully_parallel: ranks that hold the same share the reading and send it to each other.
     args: this run's flags by destination, as in CheckpointState.
+    upcycle: take the dense model that the checkpoint has for the MoE model of `args`; together with finetune.
     vocab_size: the tokenizer's size. If given, checkpoints whose embedding is padded differently are accepted.
     """
 
@@ -90,11 +95,10 @@ class LoadOptions:
     load_main_params: bool = False
     exit_on_missing: bool = False
     strictness: str = "assume_ok_unexpected"
-    ckpt_format: str = "torch_dist"
-    auto_detect: bool = False
     verify_integrity: bool = False
     vocab_size: int | None = None
     fully_parallel: bool = False
+    upcycle: bool = False
 
     @classmethod
     def from_args(cls, output: OutputArgs, args: Mapping[str, Any], vocab_size: int | None = None) -> "LoadOptions":
@@ -105,10 +109,8 @@ class LoadOptions:
             load_optim=not output.no_load_optim,
             load_rng=not output.no_load_rng,
             load_main_params=output.load_main_params_from_ckpt,
-            exit_on_missing=output.exit_on_missing_checkpoint,
+            exit_on_missing=output.exit_on_missing_checkpoint or output.ckpt_convert_format is not None,
             strictness=output.dist_ckpt_strictness,
-            ckpt_format=output.ckpt_format,
-            auto_detect=output.auto_detect_ckpt_format,
             verify_integrity=output.verify_integrity,
             vocab_size=vocab_size,
             fully_parallel=output.ckpt_fully_parallel_load,
@@ -120,7 +122,7 @@ class LoadedState:
     """What a load found.
 
     iteration: where to go on (0 with --finetune). state: the saved CheckpointState; its iteration is that of the file.
-    from_megatron: written by Megatron-LM, so state.extra is empty.
+    from_megatron: written by Megatron-LM, so state.extra is empty. weights_only: a release or a Hugging Face model, where a run begins.
     """
 
     iteration: int
@@ -129,3 +131,4 @@ class LoadedState:
     optim_loaded: bool
     rng_loaded: bool
     from_megatron: bool
+    weights_only: bool = False

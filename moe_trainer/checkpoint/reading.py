@@ -20,18 +20,30 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from moe_trainer.checkpoint.directory import advice
-from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.hf import HFIndex
+from moe_trainer.checkpoint.legacy import LegacyIndex
 from moe_trainer.checkpoint.sharding import Piece
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_object
 
 Box = tuple[slice, ...]
 
 
+class MadeIndex(Metadata):
+    """An index whose boxes are made when they are asked for."""
+
+    def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """The tensor of one box."""
+        raise NotImplementedError
+
+
 def read_object(folder: Path, index: Metadata, key: str) -> Any:
     """Decode a non-tensor entry.
 
-    Raises: CheckpointError when its file is missing or damaged.
+    Raises: DamagedError when its file is missing or damaged.
     """
+    if isinstance(index, LegacyIndex):
+        return index.object(key)
     place = MetadataIndex(key)
     try:
         return load_object(_read_entry(folder, index, place))[0]
@@ -44,7 +56,7 @@ def fill(folder: Path, index: Metadata, wanted: dict[str, list[Piece]]) -> None:
     """Read into the storage of local pieces, by saved key.
 
     wanted: for each key of the checkpoint the local boxes to fill; values are converted to the local dtype.
-    Raises: CheckpointError when the saved boxes do not cover a local one, or when a file is missing or damaged.
+    Raises: CheckpointError when the saved boxes do not cover a local one, DamagedError when a file is missing or damaged.
     """
     uses: dict[MetadataIndex, list[tuple[Tensor, Box, Box]]] = defaultdict(list)
     saved_boxes: dict[MetadataIndex, ChunkStorageMetadata] = {}
@@ -70,8 +82,10 @@ def fill(folder: Path, index: Metadata, wanted: dict[str, list[Piece]]) -> None:
 def decode(folder: Path, index: Metadata, key: str, chunk: ChunkStorageMetadata) -> Tensor:
     """One saved box, checked against its checksum, its shape and its type.
 
-    Raises: CheckpointError when its file is missing or damaged.
+    Raises: DamagedError when its file is missing or damaged.
     """
+    if isinstance(index, (HFIndex, LegacyIndex, MadeIndex)):
+        return index.box(key, chunk)
     place, dtype = MetadataIndex(key, chunk.offsets), index.state_dict_metadata[key].properties.dtype
     try:
         saved = torch.load(io.BytesIO(_read_entry(folder, index, place)), map_location="cpu", weights_only=True)
@@ -120,7 +134,7 @@ def _read_entry(folder: Path, index: Metadata, place: MetadataIndex) -> bytes:
     return content
 
 
-def _damaged(folder: Path, index: Metadata, place: MetadataIndex, error: BaseException) -> CheckpointError:
+def _damaged(folder: Path, index: Metadata, place: MetadataIndex, error: BaseException) -> DamagedError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return CheckpointError(f"{folder / index.storage_data[place].relative_path} is damaged: {place.fqn} cannot be read: "
+    return DamagedError(f"{folder / index.storage_data[place].relative_path} is damaged: {place.fqn} cannot be read: "
                            f"{reason}\n{advice(folder)}")

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from moe_trainer.checkpoint import common_state, random_state
+from moe_trainer.checkpoint import common_state, legacy, legacy_write, random_state
 from moe_trainer.checkpoint.directory import (
     COMPLETE,
     INTEGRITY,
@@ -27,15 +27,18 @@ from moe_trainer.checkpoint.directory import (
     aside,
     claim,
     clean,
+    file_system,
     flush_file,
     flush_folder,
+    folder_name,
     publish,
     read_tracker,
     remove,
     retire,
+    still_there,
 )
-from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.index import write_hashes
+from moe_trainer.checkpoint.errors import CheckpointError, StorageError
+from moe_trainer.checkpoint.index import check, read_index, write_hashes
 from moe_trainer.checkpoint.options import CheckpointState, SaveOptions
 from moe_trainer.checkpoint.planner import PieceSavePlanner, describe_plans
 from moe_trainer.checkpoint.sharding import KeyScheme, pieces, rng_key
@@ -47,6 +50,8 @@ from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
 
+_BOXES = "boxes"
+
 
 class PendingSave:
     """A checkpoint between its plan and its commit."""
@@ -55,7 +60,7 @@ class PendingSave:
                  ps: ParallelState, options: SaveOptions, copy_to_host: bool):
         """Plan the save; collective. With copy_to_host the model may change as soon as this returns.
 
-        Raises: CheckpointError when the folder cannot be made, or when the ranks' parameters do not fit together.
+        Raises: StorageError when the folder cannot be made, CheckpointError when the ranks' parameters do not fit together.
         """
         self._directory = Path(directory)
         self._iteration = state.iteration
@@ -63,16 +68,20 @@ class PendingSave:
         self._options = options
         self._results: list = []
         self._error: str | None = None
+        self._changed = False  # the model is not what it was: no other disk would help
         if ps.world.rank == 0:
-            logger.info("[%s] saving checkpoint at iteration %7d to %s in torch_dist format",
-                        datetime.datetime.now(), state.iteration, self._directory)
+            logger.info("[%s] saving checkpoint at iteration %7d to %s in %s format", datetime.datetime.now(), state.iteration, self._directory,
+                        legacy.FORMAT if options.ckpt_format == legacy.FORMAT else "torch_dist")
         self._temporary = self._open()
+        # files of the legacy format are made of the boxes when all of them are written
+        self._boxes = self._temporary / _BOXES if options.ckpt_format == legacy.FORMAT else self._temporary
         if optimizer is not None:
             optimizer.wait_params()
         saved_optimizer = optimizer if options.save_optim else None
+        self._legacy = self._legacy_writer(state, chunks, saved_optimizer) if self._boxes != self._temporary else None
         self._planner, self._index = self._divide(_batches(state, chunks, saved_optimizer, ps),
                                                   _objects(state, chunks, saved_optimizer, ps, options))
-        self._writer = FileSystemWriter(self._temporary, thread_count=1, sync_files=True)
+        self._writer = FileSystemWriter(self._boxes, thread_count=1, sync_files=True)
         self._writer.set_up_storage_writer(ps.world.rank == 0)
         # the writer numbers files by the place of a plan in the list of all; of the others' it needs nothing
         others = [SavePlan([])] * ps.world.rank
@@ -86,6 +95,7 @@ class PendingSave:
         key = structure(piece for batch in batches for piece in batch.pieces)
         if cache is not None and cache.writes is not None:
             if cache.structure != key:
+                self._changed = True
                 self._error = (f"rank {ps.world.rank}: the model or the optimizer state is not what it was at the first "
                                "save; run without --ckpt-assume-constant-structure")
             mine = [piece for batch in batches for piece in batch.pieces if (piece.key, piece.offsets) in cache.writes]
@@ -102,7 +112,7 @@ class PendingSave:
                 remove(self._temporary)
         problem = collectives.broadcast_object(problem, ps.world)
         if problem is not None:
-            raise self._failure(problem)
+            raise self._failure(problem, CheckpointError)
         if cache is not None:
             cache.structure, cache.index = key, index and replace(index)
             cache.writes = frozenset((piece.key, piece.offsets) for piece in mine)
@@ -113,17 +123,31 @@ class PendingSave:
         folder, problem = None, None
         if self._ps.world.rank == 0:
             try:
+                still_there(self._directory, self._options.file_system)
                 self._directory.mkdir(parents=True, exist_ok=True)
                 clean(self._directory)
                 folder = aside(self._directory, self._iteration, "tmp")
                 remove(folder)
-                folder.mkdir()
+                (folder / _BOXES if self._options.ckpt_format == legacy.FORMAT else folder).mkdir(parents=True)
             except OSError as error:
                 problem = str(error)
         folder, problem = collectives.broadcast_object((folder, problem), self._ps.world)
         if problem is not None:
             raise self._failure(problem)
         return folder
+
+    def _legacy_writer(self, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None) -> Callable[[], None]:
+        """What makes this rank's file of the legacy format out of the boxes, when they are there; collective."""
+        ps = self._ps
+        states = None
+        if self._options.save_rng:
+            states = collectives.all_gather_object(random_state.capture(random_state.streams_of(chunks)), ps.dp_cp)
+        scalars = optimizer.scalars() if optimizer is not None else None
+
+        def write() -> None:
+            legacy_write.write(self._boxes, self._temporary, read_index(self._boxes), state, chunks, scalars, states, ps)
+
+        return write if legacy_write.writes_here(ps) else lambda: None
 
     def write(self) -> None:
         """Write this rank's share and flush it. Not collective; errors are kept for `commit`."""
@@ -137,38 +161,68 @@ class PendingSave:
         """Make the checkpoint visible; collective.
 
         crash: what ended the write on this rank, if anything unforeseen did.
-        Raises: CheckpointError on every rank when any rank could not write; the unfinished folder is removed.
+        Raises: StorageError on every rank when any rank could not write, CheckpointError when it must not; the unfinished folder is
+            removed.
         """
         error = f"rank {self._ps.world.rank}: {crash!r}" if crash else self._error
-        shares = collectives.gather_object((error, self._results), self._ps.world)
-        problem = None
+        shares = collectives.gather_object((error, self._changed, self._results), self._ps.world)
+        problem, kind = None, StorageError
         if shares is not None:
-            problem = "; ".join(error for error, _ in shares if error is not None) or None
+            problem = "; ".join(error for error, _, _ in shares if error is not None) or None
+            kind = CheckpointError if any(changed for _, changed, _ in shares) else StorageError
             if problem is None:
                 try:
-                    self._finish([results for _, results in shares])
+                    self._writer.finish(self._index, [results for _, _, results in shares])
                 except OSError as error:
                     problem = str(error)
-            if problem is not None:
-                remove(self._temporary)
-        problem = collectives.broadcast_object(problem, self._ps.world)
-        if problem is not None:
-            raise self._failure(problem)
+        self._judge(problem, kind)
+        if self._legacy is not None:
+            self._judge(*self._convert())
+        problem = None
+        if shares is not None:
+            try:
+                self._finish()
+            except OSError as error:
+                problem = str(error)
+        self._judge(problem)
 
-    def _finish(self, results: list) -> None:
-        """On one rank: index, side files, completion mark, rename, tracker, retention."""
+    def _judge(self, problem: str | None, kind: type[CheckpointError] = StorageError) -> None:
+        """End the save on all ranks for a problem that rank 0 knows of; collective."""
+        if problem is not None and self._ps.world.rank == 0:
+            remove(self._temporary)
+        problem, kind = collectives.broadcast_object((problem, kind), self._ps.world)
+        if problem is not None:
+            raise self._failure(problem, kind)
+
+    def _convert(self) -> tuple[str | None, type[CheckpointError]]:
+        """Make the files of the legacy format out of the boxes; collective. Returns: what rank 0 knows to be wrong."""
+        found = None
+        try:
+            self._legacy()
+        except (OSError, RuntimeError) as error:
+            found = (f"rank {self._ps.world.rank}: {_root_cause(error)}", StorageError)
+        except CheckpointError as error:
+            found = (str(error), CheckpointError)
+        shares = collectives.gather_object(found, self._ps.world) or []
+        problems = [each for each in shares if each is not None]
+        return problems[0] if problems else (None, StorageError)
+
+    def _finish(self) -> None:
+        """On one rank: side files, completion mark, rename, tracker, retention."""
         folder = self._temporary
-        self._writer.finish(self._index, results)
+        if self._legacy is not None:
+            shutil.rmtree(self._boxes)
         if self._options.tokenizer_files:
             (folder / "tokenizer").mkdir()
             for path in self._options.tokenizer_files:
                 flush_file(Path(shutil.copyfile(path, folder / "tokenizer" / path.name)))
             flush_folder(folder / "tokenizer")
-        (folder / COMPLETE).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-        if self._options.verify_integrity:
-            write_hashes(folder)
-            flush_file(folder / INTEGRITY)
-        flush_file(folder / COMPLETE)
+        if self._legacy is None:
+            (folder / COMPLETE).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+            if self._options.verify_integrity:
+                write_hashes(folder)
+                flush_file(folder / INTEGRITY)
+            flush_file(folder / COMPLETE)
         flush_folder(folder)
         previous = _tracked(self._directory)
         publish(folder, self._directory, self._iteration)
@@ -187,10 +241,14 @@ class PendingSave:
             append_progress(self._directory, ps.world.size, f"Saved checkpoint\tIteration: {self._iteration}")
         interval = options.retain_interval
         if interval and previous is not None and previous != self._iteration and previous % interval:
+            # some file systems take bytes and lose them: of two checkpoints the older one goes only beside a younger one that is whole
+            problems = check(self._directory / folder_name(self._iteration))
+            if problems:
+                raise OSError(f"{problems[0]}; the checkpoint of iteration {previous} is kept")
             retire(self._directory, previous)
 
-    def _failure(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"cannot save the checkpoint of iteration {self._iteration} to {self._directory}: {problem}. "
+    def _failure(self, problem: str, kind: type[CheckpointError] = StorageError) -> CheckpointError:
+        return kind(f"cannot save the checkpoint of iteration {self._iteration} to {self._directory}: {problem}. "
                                f"{_free_space(self._directory)}{_what_remains(self._directory)}")
 
 
@@ -250,9 +308,12 @@ def _tracked(directory: Path) -> int | None:
 
 
 def _free_space(directory: Path) -> str:
-    for folder in (directory, *directory.parents):
-        if folder.is_dir():
-            return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there. "
+    try:
+        for folder in (directory, *directory.parents):
+            if folder.is_dir():
+                return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there. "
+    except OSError:  # the disk that failed
+        pass
     return ""
 
 
@@ -274,12 +335,13 @@ def _root_cause(error: BaseException) -> str:
     return str(cause) if cause is not None else (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def check_writable(directory: str | Path, ps: ParallelState) -> None:
+def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
     """Make the save folder, try to write in it and claim it, so that a wrong --save ends the run at its start; collective.
 
+    Returns: the number of its file system on rank 0, for SaveOptions.file_system.
     Raises: CheckpointError, also when another run is saving there.
     """
-    problem = None
+    problem, found = None, None
     if ps.world.rank == 0:
         probe = Path(directory) / f".write_test-{os.getpid()}"
         try:
@@ -287,9 +349,11 @@ def check_writable(directory: str | Path, ps: ParallelState) -> None:
             probe.write_text("")
             probe.unlink()
             holder = claim(Path(directory))
+            found = file_system(Path(directory))
             problem = holder and f"another run is saving there ({holder}); end it, or choose another folder"
         except OSError as error:
             problem = f"cannot write there: {error}"
     problem = collectives.broadcast_object(problem, ps.world)
     if problem is not None:
         raise CheckpointError(f"--save {directory}: {problem}")
+    return found

@@ -25,13 +25,14 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.params import ParamInfo, part_lengths
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.shape.layers import linear_layer_pattern
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
 # modules whose Megatron counterparts write an (empty) `_extra_state` object beside their weight
-_LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj)\.weight$")
+_LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj)\.weight$")
 
 _LOCAL_NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
                 ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
@@ -89,12 +90,14 @@ class KeyScheme:
 
     stacked: all decoder layers are alike and share one tensor with a leading layer axis.
     norms: pairs (prefix of a name inside a layer, its spelling in the key).
+    linear: which layers are gated DeltaNet ones, whose first linear is in_proj; empty where none is.
     """
 
     num_layers: int
     num_experts: int
     stacked: bool
     norms: tuple[tuple[str, str], ...]
+    linear: tuple[bool, ...] = ()
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "KeyScheme":
@@ -103,11 +106,14 @@ class KeyScheme:
         alike = not isinstance(freq, (list, tuple)) and int(freq or 1) == 1
         linear_freq = record.get("linear_attention_freq")
         alike = alike and not isinstance(linear_freq, (list, tuple)) and int(linear_freq or 1) == 1
+        linear = linear_layer_pattern(int(record["num_layers"]), record.get("experimental_attention_variant"), linear_freq)
         return cls(
             num_layers=int(record["num_layers"]),
             num_experts=int(record.get("num_experts") or 0),
             stacked=alike,
-            norms=() if record.get("multi_latent_attention") else _LOCAL_NORMS,
+            # a model with gated DeltaNet layers is always Transformer Engine's there, whose norm before experts stands alone
+            norms=() if record.get("multi_latent_attention") else _TE_MOE_NORMS if any(linear) else _LOCAL_NORMS,
+            linear=linear if any(linear) else (),
         )
 
     def alternatives(self) -> Iterator["KeyScheme"]:
@@ -132,6 +138,8 @@ class KeyScheme:
             if block == "decoder" and self.stacked:
                 prefix, at, extents = f"{block}.layers.", (number,), (self.num_layers,)
             rest = self._rename_norm(rest)
+            if self.linear and self.linear[min(number, self.num_layers - 1) if block == "decoder" else -1]:
+                rest = rest.replace("self_attention.linear_qkv.layer_norm_", "self_attention.in_proj.layer_norm_")
         expert = _EXPERT.match(rest)
         if expert:
             rest = f"{expert[1]}experts.{expert[3]}"
@@ -161,13 +169,18 @@ class KeyScheme:
         full, box = list(local), list(local)
         if info.sharded_dim is not None:
             full[info.sharded_dim] *= info.shard_count
-            box[info.sharded_dim] //= info.parts
-        runs = []
-        for part in range(info.parts):
+        lengths = [0] if info.sharded_dim is None else part_lengths(info, local[info.sharded_dim])
+        runs, begin, named = [], 0, info.part_names
+        for part, length in enumerate(lengths):
             first = [0] * len(local)
             if info.sharded_dim is not None:
-                first[info.sharded_dim] = box[info.sharded_dim] * (part * info.shard_count + info.shard_rank)
-            runs.append(Placement(key, (*extents, *full), (*at, *first), (*((1,) * len(at)), *box), start + part * math.prod(box)))
+                box[info.sharded_dim] = length
+                first[info.sharded_dim] = (0 if named else begin * info.shard_count) + info.shard_rank * length
+                begin += length
+                if named:
+                    full[info.sharded_dim] = length * info.shard_count
+            runs.append(Placement(f"{key}.{named[part]}" if named else key, (*extents, *full), (*at, *first), (*((1,) * len(at)), *box), start))
+            start += math.prod(box)
         return runs
 
     def extra_state_keys(self, info: ParamInfo) -> list[str]:

@@ -88,6 +88,8 @@ def read_split_blends_file(path: str) -> tuple[Blend | None, Blend | None, Blend
     blends = []
     for split in ("train", "valid", "test"):
         value = content.get(split)
+        if not isinstance(value, str | list | None):
+            raise InputError(f"--per-split-data-args-path {path}, {split}: needed a list of words, one string or null")
         words = value.split() if isinstance(value, str) else [str(word) for word in value or ()]
         blends.append(parse_blend(words, f"--per-split-data-args-path {path}, {split}") if words else None)
     return tuple(blends)
@@ -99,6 +101,8 @@ def _read_text(path: str, flag: str) -> str:
             return stream.read()
     except OSError as error:
         raise ValueError(f"{flag} {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{flag} {path}: the file is not text") from None
 
 
 def normalize(weights: Sequence[float]) -> list[float]:

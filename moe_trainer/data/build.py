@@ -92,13 +92,16 @@ def build_datasets(
     sizes = requested_sizes(training) if sizes is None else sizes
     datasets = _Plan(data, training, tokenizer).datasets(sizes)
     everything = [dataset for dataset in (datasets.train, *datasets.valid, datasets.test) if dataset is not None]
-    if is_builder:
+    try:
+        if is_builder:
+            for dataset in everything:
+                dataset.write_cache()
+        if barrier is not None:
+            barrier()
         for dataset in everything:
-            dataset.write_cache()
-    if barrier is not None:
-        barrier()
-    for dataset in everything:
-        dataset.load()
+            dataset.load()
+    except MemoryError as error:
+        raise InputError(f"the order of {sizes[0]} training samples (--train-iters, --train-samples) does not fit into memory: {error}") from error
     return datasets
 
 
@@ -219,7 +222,10 @@ class _Plan:
 
     def _single(self, prefix: str, number: int, size: int | None) -> GPTDataset:
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix, memory_map=self._config.memory_map)
+            try:
+                self._opened[prefix] = IndexedDataset(prefix, memory_map=self._config.memory_map)
+            except InputError as error:
+                raise InputError(f"{_source(self._data, number)}: {error}") from None
         low = self._opened[prefix]
         if low.dtype.kind not in "iu":
             raise ValueError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")
@@ -230,6 +236,14 @@ class _Plan:
         low = MockTokens(self._tokenizer.vocab_size, self._tokenizer.eod)
         begin, end = split_range(self._share_of(number), len(low))
         return GPTDataset(low, None, begin, end, size, SPLIT_NAMES[number], self._config)
+
+
+def _source(data: DataArgs, number: int) -> str:
+    """The flag, with its file, that names the data of split `number`."""
+    for dest in ("data_args_path", "per_split_data_args_path"):
+        if getattr(data, dest) is not None:
+            return f"--{dest.replace('_', '-')} {getattr(data, dest)}"
+    return "--data-path" if data.data_path is not None else f"--{SPLIT_NAMES[number]}-data-path"
 
 
 def _blend(data: DataArgs) -> Blend | None:

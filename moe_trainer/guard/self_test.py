@@ -71,7 +71,19 @@ def run_collectives(rank: int, size: int, backend: str, device: torch.device, de
 
     Raises: ValueError that names the first whose result is wrong.
     """
-    world = Group("world", tuple(range(size)), rank, size, dist.group.WORLD)
+    def wrong(name: str) -> None:
+        raise ValueError(f"{name} over {backend} gave a wrong result")
+
+    return try_collectives(Group("world", tuple(range(size)), rank, size, dist.group.WORLD), device, deadline.at, wrong)
+
+
+def try_collectives(world: Group, device: torch.device, at: Callable[[str | None], None],
+                    wrong: Callable[[str], None]) -> tuple[list[str], float]:
+    """Run and check every kind of collective on a group. at: told what begins, None at the end. wrong: told whose result is wrong.
+
+    Returns: the names of those that passed, and GB/s of an all-reduce.
+    """
+    rank, size = world.rank, world.size
     everyone = torch.arange(size, device=device, dtype=torch.float32)
 
     def own(rows: int) -> torch.Tensor:
@@ -107,18 +119,19 @@ def run_collectives(rank: int, size: int, backend: str, device: torch.device, de
 
     passed = []
     for test in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send_and_receive):
-        deadline.at(test.__name__)
+        at(test.__name__)
         got, want = test()
-        if not torch.equal(got.cpu(), want.cpu()):
-            raise ValueError(f"{test.__name__} over {backend} gave a wrong result")
-        passed.append(test.__name__)
-    deadline.at("an all-reduce of 8 MB")
+        if torch.equal(got.cpu(), want.cpu()):
+            passed.append(test.__name__)
+        else:
+            wrong(test.__name__)
+    at("an all-reduce of 8 MB")
     large, begin = torch.ones(2**21, device=device), time.perf_counter()
     float(collectives.all_reduce(large, world)[0])  # waits for it
     speed = large.numel() * 4 / (time.perf_counter() - begin) / 1e9
-    deadline.at("the last barrier")
+    at("the last barrier")
     collectives.barrier(world)
-    deadline.at(None)
+    at(None)
     return passed, speed
 
 

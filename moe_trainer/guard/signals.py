@@ -14,7 +14,7 @@ BATCH_SYSTEM = ("SIGTERM", "SIGUSR1")  # preemption and `scancel`; `sbatch --sig
 
 
 class ExitSignal:
-    """Remembers that a signal arrived at this rank; all ranks must agree before anybody acts on it (train_agreement.py).
+    """Remembers that a signal arrived at this rank; all ranks must agree before anybody acts on it (training/agreement.py).
 
     received: the first of the named signals that has arrived, or None. Use as a context manager, in the main thread: the
     previous handlers come back afterwards.

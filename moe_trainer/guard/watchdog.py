@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
 from moe_trainer.guard.bulletin import PATIENCE, Bulletin, Note, StoreGoneError
+from moe_trainer.guard.flight_recorder import FlightRecorder
 from moe_trainer.parallel.trace import (
     Call,
     CommunicationError,
@@ -40,16 +41,18 @@ _TICK = 0.5  # seconds: how soon a changed timeout is noticed
 class Watchdog:
     """Watches one rank; use as a context manager around everything that communicates.
 
-    timeout: seconds that a collective may take; may be changed at any time. end: how the process ends (tests).
+    timeout: seconds that a collective may take; may be changed at any time. recorder: writes its last communications when a rank ends
+    because of another. end: how the process ends (tests).
     """
 
     def __init__(self, trace: Trace, world_size: int, bulletin: Bulletin | None, timeout: float,
-                 end: Callable[[int], None] = os._exit):
+                 end: Callable[[int], None] = os._exit, recorder: FlightRecorder | None = None):
         self.timeout = timeout
         self._trace = trace
         self._world_size = world_size
         self._bulletin = bulletin
         self._end = end
+        self._recorder = recorder
         self._beat = 0
         self._others_ended = False
         self._stopped = threading.Event()
@@ -93,13 +96,20 @@ class Watchdog:
         return CommunicationError(f"a collective of torch's own, {where}: failed ({backend_reason(error)})")
 
     def _leave(self, error: BaseException) -> None:
-        """Tell the others why this rank ends; a CommunicationError learns from them what they were doing."""
+        """Tell the others why this rank ends; a CommunicationError learns from them what they were doing, and is printed."""
         ours = isinstance(error, CommunicationError)
         text = str(error).splitlines()[0] if str(error) else ""
         self._say(Note(0, "failed" if ours else "ended", "", text if ours else f"{type(error).__name__}: {text}", 0.0))
         if ours:
-            error.peers = self._peers()
+            written = [] if self._recorder is None else [f"  {self._recorder.write()}"]
+            error.peers = "\n".join([self._peers(), *written])
+            self._tell(error)
         self._linger()
+
+    def _tell(self, error: CommunicationError) -> None:
+        """Print it before lingering: launchers kill the others half a minute after they have seen one rank die."""
+        error.told = True
+        print(f"pretrain_moe.py: rank {self._trace.rank}: {error}", file=sys.stderr, flush=True)
 
     def _say(self, final: Note) -> None:
         self._final = final  # from now on the posting thread repeats it
@@ -174,7 +184,8 @@ class Watchdog:
         error = CommunicationError(f"{call.site()}: {why}")
         if self._bulletin is not None:
             self._leave(error)
-        print(f"pretrain_moe.py: rank {self._trace.rank}: {error}", file=sys.stderr, flush=True)
+        else:
+            self._tell(error)
         self._end(EXIT_CODE)
         self._stopped.set()
 

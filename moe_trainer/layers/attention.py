@@ -1,6 +1,7 @@
 """Self-attention with grouped queries (multi-head attention is the case of one query per group).
 
-linear_qkv's rows are ordered by key-value group: [q..q, k, v], each of --kv-channels rows, as in Megatron-Core.
+linear_qkv's rows are ordered by key-value group: [q..q, k, v], each of --kv-channels rows, as in Megatron-Core. With
+--attention-output-gate every query head has a gate besides, [q..q, g..g, k, v]: what the head gives is multiplied by sigmoid(g).
 
 Tensor parallelism deals out whole groups. With fewer groups than ranks several ranks share one: the rows of linear_qkv are
 still cut evenly, wherever that falls, so the projections are gathered, and every rank takes its own queries and its
@@ -9,38 +10,61 @@ group's key and value out of them. The gradient of a shared key is summed on the
 Shapes: S sequence, B microbatch, H hidden, N query heads, G key-value groups (both of this rank), D head dim.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
-from moe_trainer.layers.core_attention import Visible
+from moe_trainer.layers.core_attention import Visible, make_sinks
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.logit_peaks import LogitPeaks
 from moe_trainer.layers.norm import L2Norm
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.attention import compact
 from moe_trainer.parallel.mappings import gather_last_dim
+from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.state import ParallelState
 
 
 class _SplitQKV(torch.autograd.Function):
-    """Views of q, k and v; the backward fills one gradient instead of adding three zero-padded ones."""
+    """Views of q (and the gates behind it), k and v; the backward fills one gradient instead of adding zero-padded ones."""
 
     @staticmethod
-    def forward(ctx, qkv_SBGRD):
+    def forward(ctx, qkv_SBGRD, gated):
         ctx.shape = qkv_SBGRD.shape
         last = qkv_SBGRD.shape[3] - 2
-        return qkv_SBGRD[..., :last, :], qkv_SBGRD[..., last, :], qkv_SBGRD[..., last + 1, :]
+        queries = qkv_SBGRD[..., :last, :].chunk(1 + gated, dim=3)
+        return *queries, qkv_SBGRD[..., last, :], qkv_SBGRD[..., last + 1, :]
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k, grad_v):
+    def backward(ctx, *grads):
+        *queries, grad_k, grad_v = grads
         last = ctx.shape[3] - 2
-        grad = torch.empty(ctx.shape, dtype=grad_q.dtype, device=grad_q.device)
-        grad[..., :last, :] = grad_q
+        grad = torch.empty(ctx.shape, dtype=grad_k.dtype, device=grad_k.device)
+        for part, grad_q in zip(grad[..., :last, :].chunk(len(queries), dim=3), queries):
+            part.copy_(grad_q)
         grad[..., last, :] = grad_k
         grad[..., last + 1, :] = grad_v
-        return grad
+        return grad, None
+
+
+class _OutputGate(torch.autograd.Function):
+    """y * sigmoid(gate), computed in fp32; keeps the two as they came."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(y, gate)
+        return (y * torch.sigmoid(gate.float())).to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        y, gate = ctx.saved_tensors
+        share = torch.sigmoid(gate.float())
+        scaled = grad * share
+        return scaled.to(y.dtype), (scaled * y * (1.0 - share)).to(gate.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -52,8 +76,6 @@ class SelfAttention(nn.Module):
     def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit,
                  sequence_parallel: bool = False):
         super().__init__()
-        if model.attention_output_gate:
-            raise ValueError("--attention-output-gate is not built yet")
         heads, groups, tp = model.num_attention_heads, model.query_groups, ps.tp
         if heads % tp.size or (groups % tp.size and tp.size % groups):
             raise ValueError(f"{name}: {heads} heads in {groups} groups cannot be dealt out to {tp.size} tensor-parallel ranks")
@@ -62,16 +84,22 @@ class SelfAttention(nn.Module):
         self.num_heads = heads // tp.size
         self.num_groups = max(1, groups // tp.size)
         self.ranks_per_group = max(1, tp.size // groups)
+        self.gated = model.attention_output_gate
         self.rope = not skips_rope(model, layer_number)
         self.interleaved = model.rotary_interleaved
         self.stream = kit.stream if model.attention_dropout > 0.0 else None
         self.activations, self.apply_rope = kit.activations, kit.kernels.apply_rope
         self.linear_qkv = kit.column_linear(
-            model.hidden_size, (heads + 2 * groups) * self.head_dim, name=f"{name}.linear_qkv", group=tp,
+            model.hidden_size, (heads * (1 + self.gated) + 2 * groups) * self.head_dim, name=f"{name}.linear_qkv", group=tp,
             init=hidden_init(model), bias=model.add_bias_linear or model.add_qkv_bias, sequence_parallel=sequence_parallel)
+        queries = heads // groups * self.head_dim
+        self.linear_qkv.weight.info = replace(
+            info_of(self.linear_qkv.weight), row_blocks=(*(queries,) * (1 + self.gated), self.head_dim, self.head_dim))
         self.q_layernorm = self._qk_norm(model, kit, f"{name}.q_layernorm")
         self.k_layernorm = self._qk_norm(model, kit, f"{name}.k_layernorm")
         self.core_attention = kit.core_attention(model, layer_number, head_dim=self.head_dim)
+        self.logits = LogitPeaks(model, layer_number, self.head_dim**-0.5, ps.cp)
+        self.softmax_offset = make_sinks(model, name, tp)
         self.linear_proj = kit.row_linear(
             heads * self.head_dim, model.hidden_size, name=f"{name}.linear_proj", group=tp, init=residual_init(model),
             bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
@@ -82,20 +110,24 @@ class SelfAttention(nn.Module):
         # one gain for all heads, of which this rank sees some
         return kit.norm(self.head_dim, model, name=name, partial=self.tp.size > 1) if model.qk_layernorm else None
 
-    def _queries_keys_values(self, x_SBH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [S, B, G, N / G, D], k and v [S, B, G, D]."""
+    def _queries_keys_values(self, x_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """q and its gates [S, B, G, N / G, D], k and v [S, B, G, D]."""
         qkv = self.linear_qkv(x_SBH)
         if self.ranks_per_group == 1:
-            return _SplitQKV.apply(qkv.view(*qkv.shape[:2], self.num_groups, -1, self.head_dim))
-        group, place = divmod(self.tp.rank, self.ranks_per_group)
-        every = gather_last_dim(qkv, self.tp).chunk(self.tp.size // self.ranks_per_group, dim=-1)
-        q, k_SBGD, v_SBGD = _SplitQKV.apply(every[group].unflatten(-1, (1, -1, self.head_dim)))
-        return q.narrow(3, place * self.num_heads, self.num_heads), k_SBGD, v_SBGD
+            *queries, k_SBGD, v_SBGD = _SplitQKV.apply(qkv.view(*qkv.shape[:2], self.num_groups, -1, self.head_dim), self.gated)
+        else:
+            group, place = divmod(self.tp.rank, self.ranks_per_group)
+            every = gather_last_dim(qkv, self.tp).chunk(self.tp.size // self.ranks_per_group, dim=-1)
+            *queries, k_SBGD, v_SBGD = _SplitQKV.apply(every[group].unflatten(-1, (1, -1, self.head_dim)), self.gated)
+            queries = [every.narrow(3, place * self.num_heads, self.num_heads) for every in queries]
+        return queries[0], queries[1] if self.gated else None, k_SBGD, v_SBGD
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
         """rope: cos and sin [S, R/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
         with self.activations.offloading("qkv_linear"):
-            q, k_SBGD, v_SBGD = self._queries_keys_values(x_SBH)
+            q, gate, k_SBGD, v_SBGD = self._queries_keys_values(x_SBH)
+            if gate is not None:
+                gate = compact(gate.reshape(*gate.shape[:2], -1))
         v_SBGD = compact(v_SBGD)
         if self.q_layernorm is not None or rope is None or not self.rope:
             k_SBGD = compact(k_SBGD)  # else rotated at once, into a storage of its own
@@ -108,8 +140,10 @@ class SelfAttention(nn.Module):
         with self.activations.offloading("core_attn"):
             y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBGD, v_SBGD)
         with self.activations.offloading("attn_proj"):
-            return self.linear_proj(y)
+            return self.linear_proj(y if gate is None else _OutputGate.apply(y, gate))
 
     def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visible: Visible | None) -> Tensor:
+        if self.training:
+            self.logits.see(q_SBND, k_SBGD, visible)
         with drawing(self.stream if self.training else None, q_SBND.device):
-            return self.core_attention(q_SBND, k_SBGD, v_SBGD, visible)
+            return self.core_attention(q_SBND, k_SBGD, v_SBGD, visible, self.softmax_offset)

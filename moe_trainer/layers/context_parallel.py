@@ -71,23 +71,29 @@ class ContextParallelAttention(CoreAttention):
         """Never before they travel."""
         return False
 
-    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None) -> Tensor:
+    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None,
+                sink_N: Tensor | None = None) -> Tensor:
         """All of this rank's positions; visible: document ids of the whole sequence. Returns: [S, B, N * E].
 
         Raises: ValueError when heads cannot be dealt out, or for an explicit mask.
         """
         if visible is not None and visible.mask is not None:
             raise ValueError("an explicit attention mask cannot be cut over context-parallel ranks; give document ids")
-        q, k, v = _heads_for_positions(self.heads, q_SBND, k_SBGD, v_SBGE)
+        q, k, v = heads_for_positions(self.heads, q_SBND, k_SBGD, v_SBGE)
+        if sink_N is not None:
+            sink_N = sink_N.chunk(self.heads.size)[self.heads.rank]
         if self.positions.size == 1:
-            out = super().forward(q, k, v, visible)
+            out = super().forward(q, k, v, visible, sink_N)
         else:
-            out = self.attend(q, k, v, self.scale, self.rule(visible, q.device), self.positions)
-        return _positions_for_heads(self.heads, out)
+            out = self.attend(q, k, v, self.scale, self.rule(visible, q.device), self.positions, self.sinks(q, sink_N))
+        return positions_for_heads(self.heads, out)
 
 
-def _heads_for_positions(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """[S, B, N, D] -> [S * size, B, N / size, D], all members' positions in the order of the sequence."""
+def heads_for_positions(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """[S, B, N, D] -> [S * size, B, N / size, D], all members' positions in the order of the sequence. Differentiable.
+
+    Raises: ValueError when heads cannot be dealt out.
+    """
     size = group.size
     if size == 1:
         return tensors
@@ -100,8 +106,8 @@ def _heads_for_positions(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(natural_order(x, size) for x in all_to_all(group, [rows] * size, [rows] * size, *pieces))
 
 
-def _positions_for_heads(group: Group, x_SBH: Tensor) -> Tensor:
-    """[S * size, B, H / size] -> [S, B, H]: the way back."""
+def positions_for_heads(group: Group, x_SBH: Tensor) -> Tensor:
+    """[S * size, B, H / size] -> [S, B, H]: the way back. Differentiable."""
     size = group.size
     if size == 1:
         return x_SBH

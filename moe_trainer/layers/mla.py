@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
-from moe_trainer.layers.core_attention import Visible
+from moe_trainer.layers.core_attention import Visible, make_sinks
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.logit_peaks import LogitPeaks
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.attention import compact, pad_values
 from moe_trainer.ops.rope import yarn_mscale
@@ -77,9 +78,11 @@ class MultiLatentAttention(nn.Module):
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         self.core_attention = kit.core_attention(
             model, layer_number, head_dim=key_dim, scale=temperature * temperature / math.sqrt(key_dim))
+        self.logits = LogitPeaks(model, layer_number, temperature * temperature / math.sqrt(key_dim), ps.cp)
         # where its inputs are not kept, attention saves them as they come, and they come as it would save them
         self.core_attention.saves_inputs = "mla_up_proj" in kit.activations.recomputed
         self.core_attention.value_width = self.value_dim
+        self.softmax_offset = make_sinks(model, name, ps.tp)
         self.linear_proj = kit.row_linear(
             heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp, init=residual_init(model),
             bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
@@ -124,5 +127,7 @@ class MultiLatentAttention(nn.Module):
             return self.linear_proj(y)
 
     def _attend(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: Visible | None) -> Tensor:
+        if self.training:
+            self.logits.see(q_SBND, k_SBND, visible)
         with drawing(self.stream if self.training else None, q_SBND.device):
-            return self.core_attention(q_SBND, k_SBND, v_SBNE, visible)
+            return self.core_attention(q_SBND, k_SBND, v_SBNE, visible, self.softmax_offset)

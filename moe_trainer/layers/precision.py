@@ -126,6 +126,13 @@ def begin_iteration(chunks: Iterable[nn.Module], iteration: int) -> None:
             products.rounding.begin(iteration)
 
 
+def forget_maxima(chunks: Iterable[nn.Module]) -> None:
+    """Drop the maxima of the iteration under way: it is repeated, or skipped."""
+    for products in quantized_products(chunks):
+        if products.recipe.delayed is not None:
+            products.amax.zero_()
+
+
 @torch.no_grad()
 def update_scales(chunks: Iterable[nn.Module], ps: ParallelState) -> None:
     """End an iteration of delayed scaling: new scales from the maxima of all ranks.

@@ -9,7 +9,8 @@ Both save the inputs, the output and its log-sum-exp, and recompute everything e
 Blocks above the causal diagonal or outside the window are not computed; with the zigzag cut every rank is left with the
 same amount of work. Sums over blocks and the travelling gradient are fp32 (or wider), whatever the inputs are.
 
-A group of one rank computes the whole sequence: that is how packed documents are attended to without a mask.
+A group of one rank computes the whole sequence: that is how packed documents are attended to without a mask, and attention sinks
+(--softmax-type): a sink is where the running result begins, the log-sum-exp of one key whose value is zero.
 
 Shapes: S local positions, B sequences, N query heads, G key-value heads, D key width, E value width.
 """
@@ -27,35 +28,38 @@ from moe_trainer.parallel.sequence import chunks_of, natural_order, rank_order
 from moe_trainer.parallel.state import Group
 
 
-def ring_attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, rule: Rule, group: Group) -> Tensor:
+def ring_attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, rule: Rule, group: Group,
+                   sink_N: Tensor | None = None) -> Tensor:
     """softmax(scale * q k^T) v of this rank's queries with the keys of all ranks that `rule` lets them see.
 
+    sink_N: the score of one key more for every head, whose value is zero.
     Returns: [S, B, N * E].
     Communication: S * B * G * (D + E) elements to the next member, size - 1 times forward and backward, and in backward
     as many fp32 elements size times.
     """
-    return _RingAttention.apply(q_SBND, k_SBGD, v_SBGE, scale, rule, group)
+    return _RingAttention.apply(q_SBND, k_SBGD, v_SBGE, sink_N, scale, rule, group)
 
 
-def gathered_attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, rule: Rule, group: Group) -> Tensor:
+def gathered_attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, rule: Rule, group: Group,
+                       sink_N: Tensor | None = None) -> Tensor:
     """The same result with keys and values all-gathered (again in backward) and their fp32 gradients reduce-scattered."""
-    return _GatheredAttention.apply(q_SBND, k_SBGD, v_SBGE, scale, rule, group)
+    return _GatheredAttention.apply(q_SBND, k_SBGD, v_SBGE, sink_N, scale, rule, group)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_SBND, k_SBGD, v_SBGE, scale, rule, group):
-        q, out, lse = _begin(q_SBND, v_SBGE)
+    def forward(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, scale, rule, group):
+        q, out, lse = _begin(q_SBND, v_SBGE, sink_N)
         mine = _runs(group.rank, group.size, q.shape[2])
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
             _attend(_blocks(mine, _runs(source, group.size, q.shape[2]), rule), q, k, v, scale, rule, out, lse)
-        return _end(ctx, q_SBND, k_SBGD, v_SBGE, out, lse, scale, rule, group)
+        return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, rule, group)
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        q_SBND, k_SBGD, v_SBGE, out_SBH, lse = ctx.saved_tensors
+        q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse = ctx.saved_tensors
         scale, rule, group = ctx.how
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         mine = _runs(group.rank, group.size, q.shape[2])
@@ -72,27 +76,28 @@ class _RingAttention(torch.autograd.Function):
             leaving, arriving, work = sums, *_send_on(sums, group)  # noqa: F841 - leaving lives until it is sent
         work.wait()
         grad_k, grad_v = pair.unpack(arriving)
-        return _like(grad_q, q_SBND), _like(grad_k, k_SBGD), _like(grad_v, v_SBGE), None, None, None
+        return (_like(grad_q, q_SBND), _like(grad_k, k_SBGD), _like(grad_v, v_SBGE), _sink_grad(sink_N, final),
+                None, None, None)
 
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_SBND, k_SBGD, v_SBGE, scale, rule, group):
-        q, out, lse = _begin(q_SBND, v_SBGE)
+    def forward(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, scale, rule, group):
+        q, out, lse = _begin(q_SBND, v_SBGE, sink_N)
         k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
         _attend(_blocks_of_all(group, q.shape[2], rule), q, k, v, scale, rule, out, lse)
-        return _end(ctx, q_SBND, k_SBGD, v_SBGE, out, lse, scale, rule, group)
+        return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, rule, group)
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        q_SBND, k_SBGD, v_SBGE, out_SBH, lse = ctx.saved_tensors
+        q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse = ctx.saved_tensors
         scale, rule, group = ctx.how
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
         grad_k, grad_v = torch.zeros_like(k, dtype=grad_q.dtype), torch.zeros_like(v, dtype=grad_q.dtype)
         _attend_backward(_blocks_of_all(group, q.shape[2], rule), q, k, v, scale, rule, final, (grad_q, grad_k, grad_v))
         return (_like(grad_q, q_SBND), _scatter(grad_k, group).to(k_SBGD.dtype), _scatter(grad_v, group).to(v_SBGE.dtype),
-                None, None, None)
+                _sink_grad(sink_N, final), None, None, None)
 
 
 _Block = tuple[Run, slice, Run, slice]
@@ -150,19 +155,19 @@ def _blocks_of_all(group: Group, length: int, rule: Rule) -> Iterator[_Block]:
     return _blocks(_runs(group.rank, group.size, length), (Run(0, length * group.size),), rule)
 
 
-def _begin(q_SBND: Tensor, v_SBGE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q with heads first, and the running output and log-sum-exp of nothing."""
+def _begin(q_SBND: Tensor, v_SBGE: Tensor, sink_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q with heads first, and the running output and log-sum-exp of nothing, or of the sink, whose value is zero."""
     q = q_SBND.permute(1, 2, 0, 3)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(*q.shape[:3], v_SBGE.shape[3], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
-    return q, out, lse
+    return q, out, lse if sink_N is None else lse.copy_(sink_N[:, None])
 
 
-def _end(ctx, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, out: Tensor, lse: Tensor, scale: float, rule: Rule,
-         group: Group) -> Tensor:
+def _end(ctx, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, sink_N: Tensor | None, out: Tensor, lse: Tensor, scale: float,
+         rule: Rule, group: Group) -> Tensor:
     out_SBH = out.permute(2, 0, 1, 3).to(q_SBND.dtype).flatten(2)
-    ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, out_SBH, lse)
+    ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse)
     ctx.how = scale, rule, group
     return out_SBH
 
@@ -174,6 +179,13 @@ def _begin_backward(q_SBND: Tensor, grad_SBH: Tensor, out_SBH: Tensor, lse_BNS: 
     grad, out = (x.unflatten(2, (q.shape[1], -1)).permute(1, 2, 0, 3) for x in (grad_SBH.contiguous(), out_SBH))
     delta = (grad.to(wide) * out).sum(-1)
     return q, Final(grad, out, lse_BNS, delta), torch.zeros(q.shape, dtype=wide, device=q.device)
+
+
+def _sink_grad(sink_N: Tensor | None, final: Final) -> Tensor | None:
+    """Of the sinks: their probability of every query, times what it takes from the keys, over this rank's queries."""
+    if sink_N is None:
+        return None
+    return -((sink_N[:, None] - final.lse).exp() * final.delta).sum((0, 2)).to(sink_N.dtype)
 
 
 def _like(grad_BNSD: Tensor, x_SBND: Tensor) -> Tensor:

@@ -136,8 +136,9 @@ class FusedAttention(nn.Module):
         """As the local one's; the library takes values as wide as they are."""
         return visible is not None and self.local.pads_values(length, visible, device)
 
-    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None) -> Tensor:
-        """As CoreAttention.forward."""
+    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None,
+                sink_N: Tensor | None = None) -> Tensor:
+        """As CoreAttention.forward; there are no sinks (`attention_problem`)."""
         return self.fused(q_SBND, k_SBGD, v_SBGE) if visible is None else self.local(q_SBND, k_SBGD, v_SBGE, visible)
 
 
@@ -146,6 +147,8 @@ def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) ->
 
     Under context parallelism only what all of its kinds of exchange know is asked of it.
     """
+    if model.softmax_type != "vanilla":
+        return f"attention sinks (--softmax-type {model.softmax_type}) are not asked of it"
     if ps.cp.size == 1:
         return None
     what = {
@@ -165,8 +168,9 @@ def experts_problem(library: ModuleType, model: ModelArgs, moe: MoEArgs, ps: Par
     if problem := library_products.experts_problem(moe, ps.ep.size):
         return problem
     ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
-    if model.hidden_size % alignment or ffn % (ps.etp.size * alignment):
-        return f"its units take widths in multiples of {alignment}, and these are {model.hidden_size} and {ffn} over {ps.etp.size} ranks"
+    reads, makes = moe.expert_widths(model.hidden_size)
+    if reads % alignment or makes % alignment or ffn % (ps.etp.size * alignment):
+        return f"its units take widths in multiples of {alignment}, and these are {reads}, {makes} and {ffn} over {ps.etp.size} ranks"
     return None
 
 

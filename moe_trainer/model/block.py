@@ -9,12 +9,14 @@ from arguments import Arguments
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.dropout import Dropout
+from moe_trainer.layers.gated_delta_net import GatedDeltaNet
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.moe.layer import MoELayer, Routed
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.shape.layers import is_linear
 
 
 class TransformerLayer(nn.Module):
@@ -30,6 +32,8 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout = Dropout(model.hidden_dropout, kit.stream if rows_cut else None)
         self.input_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.input_layernorm", partial=rows_cut)
         attention = MultiLatentAttention if model.multi_latent_attention else SelfAttention
+        if is_linear(model, layer_number - 1):
+            attention = GatedDeltaNet
         self.self_attention = attention(model, ps, name=f"{name}.self_attention", layer_number=layer_number, kit=kit,
                                         sequence_parallel=sp)
         self.pre_mlp_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.pre_mlp_layernorm", partial=rows_cut)

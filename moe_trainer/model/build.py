@@ -14,8 +14,10 @@ from torch.nn import Parameter
 from arguments import Arguments
 from arguments.parallel import ParallelArgs
 from moe_trainer.backends import Backends
+from moe_trainer.errors import InputError
 from moe_trainer.layers.kernels import choose_kernels
 from moe_trainer.layers.kit import choose
+from moe_trainer.layers.qk_clip import watch_logits
 from moe_trainer.memory.activations import Activations
 from moe_trainer.memory.cuda_graph import Graphs
 from moe_trainer.memory.offload import Offload
@@ -70,6 +72,8 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
         dispatcher = choose_dispatcher(args.moe, ps, _dispatched_rows(args, ps, dtype, device), backends, kernels)
         layers = [layer for chunk in chunks for layer in chunk.moe_layers()]
         connect_dispatcher(layers, dispatcher, choose_fused_topk(args.moe, backends, kernels), kernels.balance)
+    if args.model.qk_clip or args.output.log_max_attention_logit:
+        watch_logits(chunks)
     backends.check()
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info("model: %s parameters on this rank (%s) in %s, %s layers (kit)", f"{count:,}", device, str(dtype)[6:], kit.name)
@@ -82,7 +86,7 @@ def _dispatched_rows(args: Arguments, ps: ParallelState, dtype: torch.dtype, dev
     """What a rank dispatches at a time: a microbatch, of which every rank of tp and cp has tokens of its own."""
     sequences = max(args.training.micro_batch_size or 1, args.training.eval_micro_batch_size or 1)
     tokens = -(-(args.data.seq_length or 1) // ps.tp_cp.size) * sequences
-    return Rows(args.model.hidden_size, tokens, dtype, device, args.training.deterministic_mode)
+    return Rows(args.moe.expert_widths(args.model.hidden_size)[0], tokens, dtype, device, args.training.deterministic_mode)
 
 
 def _activations(args: Arguments, ps: ParallelState, device: torch.device, stream: ShardStream | None) -> Activations:
@@ -132,10 +136,24 @@ def _make(param: Parameter, device: torch.device, dtype: torch.dtype, seed: int)
     if device.type == "meta":
         new = Parameter(param.detach().to(dtype))
     else:
-        new = Parameter(torch.empty(param.shape, dtype=dtype, device=device))
+        new = Parameter(_storage(param, dtype, device))
     new.info = info
     init_parameter(new, seed)  # leaves a meta parameter alone
     return new
+
+
+def _storage(param: Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Raises: InputError where the memory does not suffice."""
+    try:
+        return torch.empty(param.shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, a host's allocator raises the plain one
+        gigabytes = param.numel() * dtype.itemsize / 1e9
+        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error) and "overflow" not in str(error):
+            raise
+        raise InputError(
+            f"the model does not fit into the memory of this rank: a weight of {' x '.join(map(str, param.shape))} numbers takes {gigabytes:.1f} GB; "
+            "look at --hidden-size, --ffn-hidden-size, --vocab-size and --num-experts, or cut the model over more ranks (--dry-run tells what a rank needs)"
+        ) from error
 
 
 @torch.no_grad()

@@ -5,7 +5,8 @@ of the token d places ahead, runs one transformer layer and its own final norm, 
 with the model's own output head. Tokens, labels and mask are shifted left by one per depth; the places freed at the end
 are masked. Its loss never leaves the module: it is attached to the hidden state that the main loss reads, with weight
 factor / depths over the valid tokens of the microbatch, and its value goes to a counter for the log. In evaluation none
-of it runs.
+of it runs. With --mtp-detach-heads the main model learns nothing from these losses: hidden state, embeddings and output head are
+constants to them.
 
 Under context parallelism tokens, labels and mask are shifted whole and cut then, so the last position of one chunk predicts
 the first of the next. As in Megatron-LM each context rank divides by the valid tokens that it holds, and the ranks' means
@@ -45,6 +46,18 @@ def shift_left(x_BS: Tensor) -> Tensor:
     return shifted
 
 
+class _NoGradient(torch.autograd.Function):
+    """The same values; their gradient is zero. Unlike a detached tensor it leaves every parameter with a gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+
 class MTPLayer(nn.Module):
     """One depth. name: global name, e.g. "mtp.layers.0"."""
 
@@ -81,7 +94,7 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         model = args.model
         self.sequence = SequenceShard(ps.cp)
-        self.num_depths = model.mtp_num_layers
+        self.num_depths, self.detached = model.mtp_num_layers, model.mtp_detach_heads
         num_layers = 1 if model.mtp_use_repeated_layer else self.num_depths
         self.layers = nn.ModuleList(
             MTPLayer(args, ps, name=f"mtp.layers.{i}", layer_number=model.num_layers + i + 1, is_moe=is_moe, kit=kit)
@@ -90,11 +103,13 @@ class MultiTokenPrediction(nn.Module):
     def forward(self, x_SBH: Tensor, tokens_BS: Tensor, position_ids_BS: Tensor, embed: Callable[[Tensor, Tensor], Tensor],
                 rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> list[Tensor]:
         """Return the normed hidden state of every depth. x_SBH: the decoder's normed output."""
-        local, hidden, states = self.sequence.local, x_SBH, []
+        local, states = self.sequence.local, []
+        hidden = _NoGradient.apply(x_SBH) if self.detached else x_SBH
         for depth in range(self.num_depths):
             tokens_BS, position_ids_BS = shift_left(tokens_BS), shift_left(position_ids_BS)
             layer = self.layers[min(depth, len(self.layers) - 1)]
-            hidden = layer(hidden, embed(local(tokens_BS, 1), local(position_ids_BS, 1)), rope, visible, grad_scale)
+            embedded = embed(local(tokens_BS, 1), local(position_ids_BS, 1))
+            hidden = layer(hidden, _NoGradient.apply(embedded) if self.detached else embedded, rope, visible, grad_scale)
             states.append(hidden)
         return states
 
@@ -128,6 +143,13 @@ class MTPLosses(nn.Module):
             x_SBH = attach_loss(x_SBH, masked_BS, norm * self.loss_weight * grad_scale)
         self.losses[-1] += 1
         return x_SBH
+
+
+def forget_mtp_metrics(chunks: list[nn.Module]) -> None:
+    """Drop what collect_mtp_metrics would report of the iteration under way."""
+    for chunk in chunks:
+        if chunk.mtp_losses is not None:
+            chunk.mtp_losses.losses.zero_()
 
 
 def collect_mtp_metrics(chunks: list[nn.Module], ps: ParallelState) -> dict[str, float]:

@@ -121,7 +121,7 @@ class Transformer(nn.Module):
         self.rows_cut = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
         self.hidden_size = model.hidden_size
         self.fp32_residual = model.fp32_residual_connection
-        self.mtp_depths = model.mtp_num_layers or 0
+        self.mtp_depths, self.mtp_detached = model.mtp_num_layers or 0, model.mtp_detach_heads
         self.rotary = make_rotary(model, self.sequence)
         self.tied = not model.untie_embeddings_and_output_weights
         self.embedding = None
@@ -190,7 +190,7 @@ class Transformer(nn.Module):
         if labels_BS is None:
             return self.output_layer.logits_BSV(x_SBH, self._tied_weight())
         if states:
-            x_SBH = self.mtp_losses(x_SBH, states, labels_BS, loss_mask_BS, self._loss_BS, grad_scale)
+            x_SBH = self.mtp_losses(x_SBH, states, labels_BS, loss_mask_BS, partial(self._loss_BS, detached=self.mtp_detached), grad_scale)
         return self._loss_BS(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
 
     def _layers(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
@@ -209,8 +209,12 @@ class Transformer(nn.Module):
     def _tied_weight(self) -> Tensor | None:
         return self.embedding.word_embeddings.weight if self.tied else None
 
-    def _loss_BS(self, x_SBH: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
-        return self.output_layer.loss_BS(x_SBH, labels_BS, self._tied_weight(), weights_BS)
+    def _loss_BS(self, x_SBH: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None, detached: bool = False) -> Tensor:
+        """detached: the head's weight is a constant."""
+        weight = self._tied_weight()
+        if detached:
+            weight = (self.output_layer.weight if weight is None else weight).detach()
+        return self.output_layer.loss_BS(x_SBH, labels_BS, weight, weights_BS)
 
     def moe_layers(self) -> list[MoELayer]:
         """The chunk's MoE layers: the decoder's in order, then those of multi-token prediction."""

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives, p2p
-from moe_trainer.parallel.params import ParamInfo, info_of, speaks_for, unique_params
+from moe_trainer.parallel.params import ParamInfo, info_of, part_lengths, speaks_for, unique_params
 from moe_trainer.parallel.shards import whole as whole_tensor
 from moe_trainer.parallel.state import ParallelState
 
@@ -125,7 +125,7 @@ def join_shards(shards: Sequence[Tensor], info: ParamInfo) -> Tensor:
     if len(shards) == 1:
         return shards[0]
     dim = info.sharded_dim + int(info.stacked)
-    cut = [shard.chunk(info.parts, dim) for shard in shards]
+    cut = [shard.split(part_lengths(info, shard.shape[dim]), dim) for shard in shards]
     return torch.cat([pieces[part] for part in range(info.parts) for pieces in cut], dim)
 
 
@@ -133,7 +133,8 @@ def own_shard(whole: Tensor, info: ParamInfo) -> Tensor:
     """This rank's piece of one named (unstacked) tensor: a view, unless the tensor has several parts."""
     if info.shard_count == 1:
         return whole
-    pieces = [part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in whole.chunk(info.parts, info.sharded_dim)]
+    parts = whole.split(part_lengths(info, whole.shape[info.sharded_dim]), info.sharded_dim)
+    pieces = [part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, info.sharded_dim)
 
 

@@ -13,7 +13,7 @@ share one gradient pass: the c's are added up, and dL/dlogits has a closed form,
 
 so no autograd graph is built: a [T, E] gradient is computed beside the forward pass and added, times grad_scale, when backward
 comes by (`attach_gradient`). The z-loss, coeff * mean(logsumexp^2), joins the same sum. Counts come from a plain top-k of
-the scores: expert bias, groups and drops take no part. Rejected: returning losses through the pipeline (stages other than the last
+the scores: expert bias, groups and drops take no part; of FineRMoE's experts (finermoe.py) those that are chosen are counted. Rejected: returning losses through the pipeline (stages other than the last
 must back-propagate them too), and a global scale (a hidden argument).
 
 A rank computes its own tokens' share of these losses: over tp the shares add up in the router's gradient (ParamInfo.partial), over cp
@@ -121,10 +121,14 @@ def normalised_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, T
     return raw_TE / total_T1, slope_TE / total_T1
 
 
-def scores_and_counts(logits_TE: Tensor, topk: int, score_function: str, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalised scores and slopes, and per sequence the sums of scores and the counts of the plain top-k, both [B, E]."""
+def scores_and_counts(logits_TE: Tensor, topk: int, score_function: str, num_sequences: int,
+                      choose: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalised scores and slopes, and per sequence the sums of scores and the counts of the plain top-k, both [B, E].
+
+    choose: stands in for the plain top-k; from the logits to indices_TK.
+    """
     scores_TE, slope_TE = normalised_scores(logits_TE, score_function)
-    chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1], 1.0)
+    chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1] if choose is None else choose(logits_TE), 1.0)
     probs_BE, counts_BE = (table.view(-1, num_sequences, table.shape[1]).sum(0) for table in (scores_TE, chosen_TE))
     return scores_TE, slope_TE, probs_BE, counts_BE
 
@@ -221,6 +225,14 @@ def start_iteration(chunks) -> None:
         if router.coefficients["global_load_balancing_loss"]:
             router.global_tokens_per_expert.zero_()
             router.ga_steps.zero_()
+
+
+def forget_iteration(chunks) -> None:
+    """Empty the books of the iteration under way, as if none of its microbatches had run: for one that is repeated or skipped."""
+    for router in _routers(chunks):
+        for books in (router.loss_sums, router.dropped, router.tokens_per_expert, getattr(router, "local_tokens_per_expert", None)):
+            if books is not None:
+                books.zero_()
 
 
 @torch.no_grad()

@@ -86,12 +86,12 @@ class Experts(nn.Module):
         first = ps.ep.rank * num_local
         names = [f"{name}.local_experts.{expert}" for expert in range(first, first + num_local)]
         bias = model.add_bias_linear
+        reads, makes = moe.expert_widths(model.hidden_size)
         parts = self.activation.in_per_out
         self.linear_fc1 = _ExpertLinear(
-            [f"{expert}.linear_fc1" for expert in names], ffn * parts, model.hidden_size, bias, hidden_init(model), group=ps.etp,
-            cut=0, parts=parts)
+            [f"{expert}.linear_fc1" for expert in names], ffn * parts, reads, bias, hidden_init(model), group=ps.etp, cut=0, parts=parts)
         self.linear_fc2 = _ExpertLinear(
-            [f"{expert}.linear_fc2" for expert in names], model.hidden_size, ffn, bias, residual_init(model), group=ps.etp, cut=1)
+            [f"{expert}.linear_fc2" for expert in names], makes, ffn, bias, residual_init(model), group=ps.etp, cut=1)
         self.quantized = None
         self.grouped = self._grouped_linears(grouped_linear)
         if quantize is not None and self.grouped is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
-EXTRA_COLUMNS = ("dropped", "bias_drift", "is_moe")
+EXTRA_COLUMNS = ("dropped", "cloned", "bias_drift", "is_moe")
 
 
 @torch.no_grad()
@@ -17,8 +17,8 @@ def collect_loads(chunks, ps: ParallelState, num_experts: int, num_layers: int, 
     """Read and reset the routers' counts of this iteration; read their drops, so call it before `collect_moe_metrics` forgets these.
 
     Called on every rank, also where a pipeline stage has no experts. num_layers: of the whole model, with multi-token-prediction layers.
-    Returns: fp64 [num_layers, num_experts + 3], the same on every rank: tokens that chose each expert, in the global batch; pairs of token
-    and expert that were dropped; how far an expert bias is from the mean one; 1 for MoE layers (rows of others are 0).
+    Returns: fp64 [num_layers, num_experts + 4], the same on every rank: tokens that chose each expert, in the global batch; pairs of token
+    and expert that were dropped, and that clones of hot experts took over; how far an expert bias is from the mean one; 1 for MoE layers (rows of others are 0).
     Communication: this table over tp_dp_cp, then over pp; nothing on one rank.
     """
     table = torch.zeros(num_layers, num_experts + len(EXTRA_COLUMNS), dtype=torch.float64, device=device)
@@ -27,11 +27,13 @@ def collect_loads(chunks, ps: ParallelState, num_experts: int, num_layers: int, 
             router, row = layer.router, table[layer.layer_number - 1]
             row[:num_experts] = router.tokens_per_expert
             row[num_experts] = router.dropped
+            row[num_experts + 1] = layer.cloned_rows / ps.tp_ep.size  # whose ranks all know the whole plan
+            layer.cloned_rows = 0
             if router.expert_bias is not None:
                 bias_E = router.expert_bias.double()
-                row[num_experts + 1] = (bias_E - bias_E.mean()).abs().max()
-            row[num_experts + 2] = 1.0
+                row[num_experts + 2] = (bias_E - bias_E.mean()).abs().max()
+            row[num_experts + 3] = 1.0
             router.tokens_per_expert.zero_()
     all_reduce(table, ps.tp_dp_cp)
-    table[:, num_experts + 1:] /= ps.tp_dp_cp.size  # the same on all of these ranks
+    table[:, num_experts + 2:] /= ps.tp_dp_cp.size  # the same on all of these ranks
     return all_reduce(table, ps.pp)

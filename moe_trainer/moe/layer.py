@@ -5,6 +5,9 @@ such already; without it all ranks of tp hold the same rows, so the layer takes 
 after. The shared experts are an ordinary feed-forward cut over tp and take the rows as they come; with
 --moe-shared-expert-overlap they run while the rows of the routed experts are under way. With --overlap-moe-expert-parallel-comm
 the pass of another microbatch runs meanwhile (parallel/baton.py).
+
+LatentMoE (--moe-latent-size): what is dispatched is a projection of the tokens to fewer channels, which is where the experts live, and
+what comes back is projected up; router and shared experts read and write whole tokens. Every rank projects the rows that it dispatches.
 """
 
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
+from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.moe.budget import ReceiveBudget, place
 from moe_trainer.moe.cloning import HotExperts, Redirect
@@ -31,8 +35,8 @@ from moe_trainer.parallel.state import Group, ParallelState
 class Routed:
     """What stands before the exchange of tokens. shape: of this rank's rows [S, B, H].
 
-    Either own_SBH, probs_TE and routing_TE, or `sent`, where the rows are ordered for sending already. shared_SBH: of the shared experts,
-    None where they run later.
+    Either own_SBH (as experts read them), probs_TE and routing_TE, or `sent`, where the rows are ordered for sending already. shared_SBH:
+    of the shared experts, None where they run later.
     """
 
     shape: torch.Size
@@ -47,7 +51,7 @@ class MoELayer(nn.Module):
     """The feed-forward part of a block, made of experts.
 
     Parameters (global names under `name`): router.weight, experts.local_experts.{e}.linear_fc1 / linear_fc2 (stacked in
-    memory), shared_experts.linear_fc1 / linear_fc2 / gate_weight.
+    memory), shared_experts.linear_fc1 / linear_fc2 / gate_weight, fc1_latent_proj / fc2_latent_proj.
     `dispatcher` is shared by the layers of a model (it holds no state of a layer) and set before the first forward pass; see
     dispatch/choose.py. `budget`: None where the experts' buffers are as long as there are rows.
     """
@@ -65,6 +69,9 @@ class MoELayer(nn.Module):
         self.row_multiple = 1 if low is None else low.recipe.alignment
         self.experts = Experts(model, moe, ps, f"{name}.experts", kit.queue, kit.activations, kit.quantize, kit.kernels,
                                kit.grouped_linear)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if moe.moe_latent_size is not None:
+            self._make_projections(model, moe.moe_latent_size, ps, name, kit)
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", kit, sequence_parallel)
@@ -73,12 +80,18 @@ class MoELayer(nn.Module):
         self.budget = None
         if moe.moe_expert_rank_capacity_factor is not None:
             self.budget = ReceiveBudget(f"{name}.experts", moe.moe_expert_rank_capacity_factor, moe.moe_router_topk, ps.etp.size)
-        self.hot = None
+        self.hot, self.cloned_rows = None, 0  # rows that clones took over since they were last read, on all ranks of tp_ep
         if moe.moe_clone_hot_experts and ps.ep.size > 1:
             self.hot = HotExperts(ps, moe.num_experts, moe.moe_clone_hot_experts)
         self.baton, self.queue, self.activations, self.graphs = kit.baton, kit.queue, kit.activations, kit.graphs
         # the group over which rows must be dealt out: all its ranks hold the same ones
         self.replicas = Group.single("tp", ps.tp.ranks[ps.tp.rank]) if sequence_parallel else ps.tp
+
+    def _make_projections(self, model: ModelArgs, latent: int, ps: ParallelState, name: str, kit: Kit) -> None:
+        # rows are a rank's own, with or without sequence parallelism between blocks
+        options = {"group": ps.tp, "bias": model.add_bias_linear, "sequence_parallel": True}
+        self.fc1_latent_proj = kit.replicated_linear(model.hidden_size, latent, name=f"{name}.fc1_latent_proj", init=hidden_init(model), **options)
+        self.fc2_latent_proj = kit.replicated_linear(latent, model.hidden_size, name=f"{name}.fc2_latent_proj", init=residual_init(model), **options)
 
     def forward(self, x_SBH: Tensor | None, grad_scale: float | Tensor = 1.0, routed: Routed | None = None) -> Tensor:
         """Run the layer. grad_scale: factor by which the auxiliary losses enter the gradient. routed: of `route`, if that has run; then
@@ -92,10 +105,10 @@ class MoELayer(nn.Module):
         dispatcher, redirect, sent, shared_SBH = self.dispatcher, None, routed.sent, routed.shared_SBH
         if sent is None:
             probs_TE, routing_TE = routed.probs_TE, routed.routing_TE
-            redirect = None if self.hot is None else self.activations.once(lambda: self.hot.plan(routing_TE))
+            redirect = None if self.hot is None else self.activations.once(lambda: self._plan(routing_TE))
             if redirect is not None:
                 probs_TE, routing_TE = redirect.apply(probs_TE, routing_TE)
-            own_TH = routed.own_SBH.reshape(-1, routed.shape[-1])
+            own_TH = routed.own_SBH.flatten(0, 1)
             known = self._known(routed.shape, self.graphs.captures("moe", "layer", "iteration"))
             hints = Hints(None if redirect is None else redirect.expert_V, known)
             sent = dispatcher.preprocess(own_TH, probs_TE, routing_TE, hints)
@@ -108,7 +121,10 @@ class MoELayer(nn.Module):
         y_RH, under_way = dispatcher.start_exchange_back(dispatcher.regroup(y_RH, sent), sent)
         y_RH, = hand_over(self.baton, self.queue, y_RH)
         y_TH = dispatcher.restore(dispatcher.finish_exchange_back(y_RH, under_way, sent), sent)
-        y_SBH = gather_rows_replicated(y_TH.view(routed.shape), self.replicas)
+        y_SBH = y_TH.view(*routed.shape[:2], y_TH.shape[1])
+        if self.fc2_latent_proj is not None:
+            y_SBH = self.fc2_latent_proj(y_SBH)
+        y_SBH = gather_rows_replicated(y_SBH, self.replicas)
         if self.shared_experts is None:
             return y_SBH
         return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
@@ -118,7 +134,7 @@ class MoELayer(nn.Module):
         shared experts unless they run beside the exchange. Nothing in it waits for other ranks' rows."""
         routed = self._routed(x_SBH, grad_scale)
         if self.graphs.captures("moe_preprocess") and self.dispatcher.takes_known:
-            own_TH = routed.own_SBH.reshape(-1, routed.shape[-1])
+            own_TH = routed.own_SBH.flatten(0, 1)
             hints = Hints(known=self._known(routed.shape, True))
             sent = self.dispatcher.preprocess(own_TH, routed.probs_TE, routed.routing_TE, hints)
             routed = Routed(routed.shape, None, None, None, sent)
@@ -130,14 +146,16 @@ class MoELayer(nn.Module):
     def routing_modules(self) -> list[nn.Module]:
         """Whose parameters `route` reads."""
         beside = self.shared_experts is None or self.overlap_shared
-        return [self.router] if beside else [self.router, self.shared_experts]
+        modules = (self.router, self.fc1_latent_proj, None if beside else self.shared_experts)
+        return [module for module in modules if module is not None]
 
     def _routed(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Routed:
         own_SBH = scatter_rows_to_group(x_SBH, self.replicas)
         probs_TE, routing_TE = self.router(own_SBH, grad_scale)
         if self.row_multiple > 1 and self.dispatcher.takes_padding:
             routing_TE = pad_routing(routing_TE, self.row_multiple)
-        return Routed(own_SBH.shape, own_SBH, probs_TE, routing_TE)
+        read_SBH = own_SBH if self.fc1_latent_proj is None else self.fc1_latent_proj(own_SBH)
+        return Routed(own_SBH.shape, read_SBH, probs_TE, routing_TE)
 
     def _known(self, shape: torch.Size, wanted: bool) -> Known | None:
         """What can be told of the rows beforehand, to dispatchers that use it: captured parts must not ask."""
@@ -149,6 +167,12 @@ class MoELayer(nn.Module):
             rows = expert_capacity(num_tokens, self.router.topk, self.router.num_experts, self.capacity)
             return Known(rows * self.router.num_experts, rows)
         return None if self.drops else Known(num_tokens * self.router.topk)
+
+    def _plan(self, routing_TE: Tensor) -> Redirect | None:
+        redirect = self.hot.plan(routing_TE)
+        if redirect is not None and self.training and torch.is_grad_enabled():
+            self.cloned_rows += sum(clone.rows for clone in redirect.clones)
+        return redirect
 
     def _run_experts(self, sent: Dispatched, num_tokens: int, redirect: Redirect | None) -> Tensor:
         """The routed experts, and clones of others, on the rows that have arrived. num_tokens: this rank's own."""

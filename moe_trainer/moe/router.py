@@ -14,6 +14,7 @@ torch.topk breaks them. The position drop policy keeps the first tokens of each 
 Shape letters: S sequence, B microbatch, H hidden, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -21,12 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from arguments.fine_grid import FineGrid
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, make_parameter
 from moe_trainer.memory.activations import Activations
-from moe_trainer.moe.balancing import LOSS_NAMES, attach_gradient, balancing_losses, loss_coefficients
+from moe_trainer.moe.balancing import (
+    LOSS_NAMES,
+    attach_gradient,
+    balancing_losses,
+    loss_coefficients,
+    scores_and_counts,
+)
+from moe_trainer.moe.finermoe import choose_slices
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
@@ -86,7 +95,9 @@ def _anew(compute: Callable[[], Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _select(scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
+def _select(scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, grid: FineGrid | None = None) -> Tensor:
+    if grid is not None:
+        return choose_slices(scores_TE, grid, topk)
     if group_topk:
         return group_limited_topk(scores_TE, topk, num_groups, group_topk)
     return scores_TE.topk(topk, dim=-1)[1]
@@ -102,11 +113,12 @@ def score_topk(
     scaling_factor: float | None = None,
     expert_bias_E: Tensor | None = None,
     once: Once = _anew,
+    grid: FineGrid | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose top-k experts per token and weigh them.
 
     The bias takes part in the choice only; weights come from unbiased scores. once: is asked for the choice.
-    Returns: probs_TE in the dtype of the logits, zero where not chosen; routing_TE bool.
+    grid: of FineRMoE, which chooses by logits; with softmax over the chosen only. Returns: probs_TE in the dtype of the logits, zero where not chosen; routing_TE bool.
     """
     dtype = logits_TE.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -116,7 +128,7 @@ def score_topk(
             indices_TK = once(lambda: _select(scores_TE, topk, num_groups, group_topk))
             weights_TK = scores_TE.gather(1, indices_TK)
         else:
-            indices_TK = once(lambda: _select(logits_TE, topk, num_groups, group_topk))
+            indices_TK = once(lambda: _select(logits_TE, topk, num_groups, group_topk, grid))
             weights_TK = torch.softmax(logits_TE.gather(1, indices_TK), dim=-1, dtype=wide).to(dtype)
     else:
         raw_TE = logits_TE.to(wide)
@@ -213,7 +225,7 @@ class TopKRouter(nn.Module):
         self.activations = activations or Activations()
         self.stream = stream
         self.moe, self.ps, self.name, self.layer_number = moe, ps, name, layer_number
-        self.num_experts, self.topk = moe.num_experts, moe.moe_router_topk
+        self.num_experts, self.topk, self.grid = moe.num_experts, moe.moe_router_topk, moe.finermoe
         self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype)
         self.coefficients = loss_coefficients(moe)
         self.per_token_loss = per_token_loss
@@ -334,6 +346,7 @@ class TopKRouter(nn.Module):
             scaling_factor=moe.moe_router_topk_scaling_factor,
             expert_bias_E=self.expert_bias,
             once=self.activations.once,
+            grid=self.grid,
         )
 
     def _losses(self, logits_TE: Tensor, shape: torch.Size) -> Tensor:
@@ -352,10 +365,14 @@ class TopKRouter(nn.Module):
             per_token_loss=self.per_token_loss,
             running=running,
             ps=self.ps,
-            balance=self.balance,
+            balance=self.balance if self.grid is None else self._fine_counts,
         )
         self.loss_sums += losses.values
         return losses.grad_TE
+
+    def _fine_counts(self, logits_TE: Tensor, topk: int, *what: object) -> tuple[Tensor, ...]:
+        """Scores over all experts, and counts of those that FineRMoE chooses."""
+        return scores_and_counts(logits_TE, topk, *what, choose=functools.partial(choose_slices, grid=self.grid, topk=topk))
 
     def _drops(self) -> bool:
         factor = self.moe.moe_expert_capacity_factor

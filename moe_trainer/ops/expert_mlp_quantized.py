@@ -26,7 +26,7 @@ class _QuantizedExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, products, queue):
         fc1, fc2 = products
-        h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), torch.zeros_like(x_RH)
+        h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), x_RH.new_zeros(x_RH.shape[0], w2.shape[1])
         found = [(expert, slice(start, stop)) for expert, start, stop, _ in spans(counts)]
 
         def activated():

@@ -16,6 +16,7 @@ product is met on a device a small one is computed both ways, and where the devi
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from moe_trainer.ops.scaled_layouts import by_columns, filled_up, in_tiles, of_s
 logger = logging.getLogger(__name__)
 
 _PROBE = 256
-CLOSE = 2e-2
+_CLOSE = 2e-2
 """How far a device's product may be from the definition, of its norm."""
 
 
@@ -121,12 +122,18 @@ def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> 
     generator = torch.Generator(device).manual_seed(0)
     left, right = (quantize(torch.randn(_PROBE, _PROBE, generator=generator, device=device), scaling) for scaling in (a, b))
     expected = left.dequantized() @ right.dequantized().t()
+    return as_defined(lambda: multiply(left, right, dtype), expected, f"torch's scaled_mm {{}} {a} with {b}: these products are computed by "
+                      "definition, in fp32")
+
+
+def as_defined(compute: Callable[[], Tensor], expected: Tensor, complaint: str) -> bool:
+    """Whether a device computes what the definition gives; a warning where it does not. complaint: with a place for what it does."""
     try:
-        found = multiply(left, right, dtype).float()
+        found = compute().float()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        logger.warning("torch's scaled_mm refuses %s with %s: these products are computed by definition, in fp32 (%s)", a, b, error)
+        logger.warning("%s (%s)", complaint.format("refuses"), error)
         return False
-    close = (found - expected).norm() <= CLOSE * expected.norm()
+    close = bool((found - expected).norm() <= _CLOSE * expected.norm())
     if not close:
-        logger.warning("torch's scaled_mm gives other numbers for %s with %s: these products are computed by definition, in fp32", a, b)
-    return bool(close)
+        logger.warning("%s", complaint.format("gives other numbers for"))
+    return close

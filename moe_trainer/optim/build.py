@@ -37,9 +37,9 @@ def build_optimizer(chunks: Sequence[nn.Module], grads: DataParallelGrads | Shar
     if isinstance(grads, ShardedGrads):
         states = [ShardedState(grads, optimizer, plan, ps, device, precision.bf16 or precision.fp16)]
     else:
-        states = make_states(grads, optimizer, plan, ps)
+        states = make_states(grads, optimizer, ps)
     if isinstance(grads, DataParallelGrads) and grads.sharded:
         gather = ParamGather([(state.layout, state.wire) for state in states], chunks, parallel.overlap_param_gather)
-    updater = Updater(states, optimizer, plan, device)
+    updater = Updater(states, optimizer, plan, device, ps)
     return Optimizer(grads, states, updater, optimizer, loss_scale, gather, ps, device, check_for_nan=check_for_nan, count_zeros=count_zeros,
                      timer=timer)

@@ -3,10 +3,16 @@
 Gradients become ready from the last layer to the first, so parameters are laid out in reverse: the first bucket is
 complete first and can be reduced while the rest of the backward runs. The same layout serves gradients, model
 parameters, main parameters and optimizer moments, which makes every copy between them one pass over memory.
+
+Parameters that are updated as whole matrices (optim/muon.py) have layouts of their own. Where the state is sharded, each of the equal
+parts of their buckets is made of whole parameters, dealt out by size: so the owner of a matrix reduces, keeps and updates it by the
+same code that shards everything else by range, and nobody else has to know. The price is the gap behind the parameters of the lesser
+parts, the smaller the more matrices share a bucket; so such a bucket closes only when its parts are about even. Whole buffers that are
+all-reduced, with matrices sent to everybody by their owners, were rejected: twice the traffic, and a second way to gather.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +25,7 @@ from moe_trainer.parallel.state import Group, ParallelState
 
 PARAM_ALIGN = 64  # elements; keeps every parameter on a cache line and every row of a grouped product aligned
 BUCKET_ALIGN = 128
+EVEN = 1.25  # a bucket of whole parameters is long enough when its gaps are at most a fourth of these
 HIGH_BANDWIDTH_ALIGN = 1 << 16
 MIN_BUCKET_SIZE = 40_000_000
 MIN_BUCKET_SIZE_PER_RANK = 1_000_000
@@ -59,7 +66,7 @@ class FlatLayout:
 
     Gradients are reduced over `group`, which is also what a sharded state is divided among, and then over `outer`: the ranks
     that hold the same elements in the other instances of the distributed optimizer (alone, where there is one instance). stored: the
-    model keeps these weights in 8 bits (stored_state.py).
+    model keeps these weights in 8 bits (stored_state.py). whole: no parameter reaches over the end of a rank's part.
     """
 
     kind: str
@@ -69,6 +76,7 @@ class FlatLayout:
     outer: Group
     buckets: tuple[Bucket, ...]
     stored: bool = False
+    whole: bool = False
 
     @property
     def size(self) -> int:
@@ -96,24 +104,27 @@ class FlatLayout:
         return flat
 
 
-def plan_layouts(params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs) -> tuple[FlatLayout, ...]:
-    """Lay out the parameters that need gradients, one layout per kind, dtype, device, and way of keeping them.
+def plan_layouts(params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs,
+                 whole: Callable[[Parameter], bool] = lambda param: False) -> tuple[FlatLayout, ...]:
+    """Lay out the parameters that need gradients, one layout per kind, dtype, device, and way of keeping and updating them.
 
-    `params` come in order of use. Raises: ValueError when one carries no ParamInfo.
+    `params` come in order of use. whole: which are updated as whole matrices. Raises: ValueError when one carries no ParamInfo.
     """
     groups = _reducing_groups(ps, parallel.use_distributed_optimizer)
     ordered = [param for param in unique_params(params) if param.requires_grad]
-    kinds: dict[tuple[str, torch.dtype, torch.device, bool], list[tuple[int, Parameter]]] = {}
+    kinds: dict[tuple[str, torch.dtype, torch.device, bool, bool], list[tuple[int, Parameter]]] = {}
     for position, param in enumerate(ordered):
-        kinds.setdefault((info_of(param).kind, param.dtype, param.device, is_stored(param)), []).append((position, param))
+        kinds.setdefault((info_of(param).kind, param.dtype, param.device, is_stored(param), whole(param)), []).append((position, param))
     bucket_size = _bucket_size(sum(param.numel() for param in ordered), ps.dp_cp.size, parallel)
     layouts = []
-    for (kind, dtype, device, stored), members in kinds.items():
+    for (kind, dtype, device, stored, as_matrices), members in kinds.items():
         group, outer = groups[kind]
         align = math.lcm(group.size, BUCKET_ALIGN)
         if parallel.ddp_pad_buckets_for_high_nccl_busbw:
             align = math.lcm(align, HIGH_BANDWIDTH_ALIGN)
-        layouts.append(FlatLayout(kind, dtype, device, group, outer, _buckets(members, bucket_size, align), stored))
+        sharded = parallel.use_distributed_optimizer
+        buckets = _dealt_buckets(members, bucket_size, align, group.size) if as_matrices and sharded else _buckets(members, bucket_size, align)
+        layouts.append(FlatLayout(kind, dtype, device, group, outer, buckets, stored, as_matrices))
     return tuple(layouts)
 
 
@@ -156,6 +167,56 @@ def _buckets(members: Sequence[tuple[int, Parameter]], bucket_size: int | None, 
             close()
     close()
     return tuple(buckets)
+
+
+def _dealt_buckets(members: Sequence[tuple[int, Parameter]], bucket_size: int | None, align: int, owners: int) -> tuple[Bucket, ...]:
+    """Buckets whose equal parts consist of whole parameters."""
+    buckets, begin = [], 0
+    for portion in _even_portions(list(reversed(members)), bucket_size, owners):
+        parts = _deal(portion, owners)
+        length = _round_up(max(sum(_room(param) for _, param in part) for part in parts), align)
+        slots = []
+        for owner, part in enumerate(parts):
+            start = begin + owner * length
+            for position, param in part:
+                slots.append(Slot(param, position, start, start + param.numel()))
+                start += _room(param)
+        buckets.append(Bucket(begin, begin + owners * length, tuple(slots)))
+        begin += owners * length
+    return tuple(buckets)
+
+
+def _even_portions(members: list[tuple[int, Parameter]], bucket_size: int | None, owners: int) -> list[list[tuple[int, Parameter]]]:
+    """Cut into buckets that are large enough and can be dealt out about evenly; the last one takes what would not be."""
+    portions, open_one = [], []
+    for member in members:
+        open_one.append(member)
+        total = sum(_room(param) for _, param in open_one)
+        if bucket_size is not None and total >= bucket_size:
+            longest = max(sum(_room(param) for _, param in part) for part in _deal(open_one, owners))
+            if longest * owners <= EVEN * total:
+                portions.append(open_one)
+                open_one = []
+    if open_one and portions:
+        portions[-1] += open_one
+    elif open_one:
+        portions.append(open_one)
+    return portions
+
+
+def _deal(members: Sequence[tuple[int, Parameter]], owners: int) -> list[list[tuple[int, Parameter]]]:
+    """The largest first, each to whoever has least; in order of use backwards for each owner."""
+    parts: list[list[tuple[int, Parameter]]] = [[] for _ in range(owners)]
+    loads = [0] * owners
+    for position, param in sorted(members, key=lambda member: (-_room(member[1]), member[0])):
+        owner = loads.index(min(loads))
+        parts[owner].append((position, param))
+        loads[owner] += _room(param)
+    return [sorted(part, key=lambda member: -member[0]) for part in parts]
+
+
+def _room(param: Parameter) -> int:
+    return _round_up(param.numel(), PARAM_ALIGN)
 
 
 def _round_up(value: int, multiple: int) -> int:

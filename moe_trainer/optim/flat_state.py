@@ -22,6 +22,7 @@ class FlatState(KeptState):
 
     def __init__(self, buffer: GradBuffer, model: Tensor, plan: StatePlan, groups: dict[Parameter, ParamGroup], ps: ParallelState):
         self.layout: FlatLayout = buffer.layout
+        self.whole = self.layout.whole
         self.device = self.layout.device
         self.model = model
         self.buffer = buffer

@@ -140,8 +140,8 @@ class DataParallelGrads:
     """
 
     def __init__(self, params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs, precision: PrecisionArgs, *,
-                 per_token_loss: bool, main_grads: str = "fp32"):
-        """Allocate the buffers and register hooks. `params` in order of use. main_grads: --main-grads-dtype.
+                 per_token_loss: bool, main_grads: str = "fp32", whole: Callable[[Parameter], bool] = lambda param: False):
+        """Allocate the buffers and register hooks. `params` in order of use. main_grads: --main-grads-dtype. whole: see plan_layouts.
 
         Raises: ValueError when a parameter carries no ParamInfo.
         """
@@ -151,7 +151,7 @@ class DataParallelGrads:
             GradBuffer(layout, main_grad_dtype(layout.dtype, precision, main_grads), self.sharded,
                        *_mean_factor(layout, ps, per_token_loss, parallel.ddp_average_in_collective),
                        wide_sums=parallel.ddp_reduce_scatter_with_fp32_accumulation)
-            for layout in plan_layouts(params, ps, parallel))
+            for layout in plan_layouts(params, ps, parallel, whole))
         self._order = sorted((_PendingBucket(buffer, bucket) for buffer in self.buffers for bucket in buffer.layout.buckets),
                              key=lambda pending: -min(slot.position for slot in pending.bucket.slots))
         self._next = 0  # first bucket in order that is not launched

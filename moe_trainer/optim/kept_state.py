@@ -9,12 +9,13 @@ gradients arrive in that order.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from moe_trainer.optim.flat import Slot
 from moe_trainer.optim.formats import FORMATS
@@ -133,11 +134,13 @@ class KeptState(ABC):
     """Main parameters, gradients and moments of some parameters, or of this rank's part of them.
 
     device: of model and gradients. pieces: they cover, in any order, what this rank keeps of every parameter. stored: the model keeps
-    no values of its own of them, and what it keeps instead is made of the main parameters (stored_state.py).
+    no values of its own of them, and what it keeps instead is made of the main parameters (stored_state.py). whole: each piece is a whole
+    parameter and is updated as such (muon.py).
     A subclass calls `lay_out` when model_at and grad_at work.
     """
 
     stored: bool = False
+    whole: bool = False
 
     device: torch.device
     pieces: Sequence[Piece]
@@ -153,6 +156,10 @@ class KeptState(ABC):
     def grad_at(self, start: int, stop: int) -> Tensor:
         """The main gradients of a range inside a run, flat; live."""
 
+    def param_at(self, start: int) -> Parameter:
+        """The parameter whose piece begins at an element of the flat state."""
+        return next(piece.slot.param for piece in self.pieces if piece.offset == start)
+
     def grad_of(self, piece: Piece) -> Tensor:
         """The main gradient of a piece."""
         return self.grad_at(piece.offset, piece.end)
@@ -165,8 +172,11 @@ class KeptState(ABC):
 
     def lay_out(self, plan: StatePlan, size: int, dtype: torch.dtype) -> None:
         """Allocate the state of `size` elements of a model in `dtype`, gaps included."""
-        cuts = list(_cuts(self.pieces if plan.needs_pieces else self.runs,
-                          plan.longest or (STRETCH_CPU if self.device.type == "cpu" else STRETCH_GPU)))
+        if self.whole:
+            cuts = [Run(piece.group, piece.counted, piece.offset, piece.end) for piece in self.pieces]
+        else:
+            cuts = list(_cuts(self.pieces if plan.needs_pieces else self.runs,
+                              plan.longest or (STRETCH_CPU if self.device.type == "cpu" else STRETCH_GPU)))
         total, on_host, count = sum(run.stop - run.start for run in cuts), 0, 0
         while count < len(cuts) and on_host < plan.host_share * total:
             on_host += cuts[count].stop - cuts[count].start
@@ -205,6 +215,23 @@ class KeptState(ABC):
             main = stretch.store.main
             if main is not None:
                 self.take(stretch.start, stretch.stop, main.close_main(stretch.start, stretch.stop, main.open(stretch.start, stretch.stop)))
+
+    @torch.no_grad()
+    def scale_rows(self, rows: Mapping[Parameter, Tensor]) -> None:
+        """Multiply the main parameters of some parameters, and with them the model's, row by row."""
+        wanted = [piece for piece in self.pieces if piece.slot.param in rows]
+        for stretch in self.stretches if wanted else ():
+            inside = [piece for piece in wanted if piece.offset < stretch.stop and stretch.start < piece.end]
+            if not inside:
+                continue
+            main, moments = stretch.open()
+            for piece in inside:
+                first, last = max(piece.offset, stretch.start), min(piece.end, stretch.stop)
+                param = piece.slot.param
+                numbers = torch.arange(first - piece.offset + piece.start, last - piece.offset + piece.start, device=main.device)
+                factors = rows[param].to(main.device)[numbers // (param.numel() // param.shape[0])]
+                main[first - stretch.start:last - stretch.start].mul_(factors)
+            self.take(stretch.start, stretch.stop, stretch.close(main, moments))
 
     def stage(self) -> None:
         """Make all state live fp32 storage, to be loaded in place."""

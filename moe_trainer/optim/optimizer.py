@@ -15,8 +15,9 @@ Sums over model-parallel groups, dense and expert ones apart, were rejected: the
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -30,6 +31,7 @@ from moe_trainer.optim.flat import Slot
 from moe_trainer.optim.kept_state import KeptState
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
 from moe_trainer.optim.param_groups import ParamGroup
+from moe_trainer.optim.state_plan import rule_of
 from moe_trainer.optim.stored_state import stored_states
 from moe_trainer.optim.update import Updater
 from moe_trainer.parallel import collectives
@@ -90,7 +92,7 @@ class Gradients(Protocol):
 
 
 class Optimizer:
-    """AdamW or SGD over all parameters; see build.build_optimizer."""
+    """One step over all parameters; see build.build_optimizer."""
 
     def __init__(self, grads: Gradients, states: Sequence[KeptState], updater: Updater, settings: OptimizerArgs, loss_scale: LossScale,
                  gather: ParamGather | None, ps: ParallelState, device: torch.device, *, check_for_nan: bool = True, count_zeros: bool = False,
@@ -122,18 +124,30 @@ class Optimizer:
         return self._scaler.scale
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> StepOutcome:
-        """Update the parameters from the reduced main gradients.
+    def grad_norm(self, alarm: bool = False) -> float:
+        """Norm of the reduced main gradients, unscaled, before clipping; may be anything but finite. Collective; the same bits on every rank.
+
+        alarm: make it NaN on all ranks: a rank's way to tell the others that it has seen something.
+        """
+        self.wait_params()  # nothing to wait for, unless some module did not run since the last step
+        with self._timer("optimizer-unscale-and-check-inf"):
+            views = (state.grad_at(run.start, run.stop) for state in self._states for run in state.runs if run.counted)
+            return self._norm(views, alarm) * (1.0 / self.loss_scale)
+
+    @torch.no_grad()
+    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None, norm: float | None = None,
+             rows: Mapping[Parameter, Tensor] = MappingProxyType({})) -> StepOutcome:
+        """Update the parameters from the reduced main gradients. norm: of grad_norm(), if that was asked before.
+
+        rows: parameters, as far as this rank has them without the data-parallel cut, and what every row of theirs is multiplied by after the
+        update; the same on all ranks that hold a parameter.
 
         Overflowing gradients skip the update (and let a dynamic loss scale shrink).
         Raises: NonFiniteGradientError for such gradients when no loss scale can help and the NaN check is on.
         """
-        self.wait_params()  # nothing to wait for, unless some module did not run since the last step
-        with self._timer("optimizer-unscale-and-check-inf"):
-            inverse = 1.0 / self.loss_scale
-            norm = self._norm(state.grad_at(run.start, run.stop) for state in self._states for run in state.runs if run.counted) * inverse
-            found_inf = not math.isfinite(norm)
-            self._scaler.update(found_inf)
+        norm = self.grad_norm() if norm is None else norm
+        inverse, found_inf = 1.0 / self.loss_scale, not math.isfinite(norm)
+        self._scaler.update(found_inf)
         if found_inf:
             if self._check_for_nan and not isinstance(self._scaler, DynamicLossScale):
                 raise NonFiniteGradientError(self._describe_non_finite())
@@ -149,6 +163,8 @@ class Optimizer:
         with self._timer("optimizer-inner-step"):
             self.step_count += 1
             self._updater.step(lambda group: group.rates(lr, weight_decay, decoupled_lr), factor, self.step_count)
+            for state in self._states if rows else ():
+                state.scale_rows(rows)
         self._release()
         return StepOutcome(True, norm, num_zeros, False)
 
@@ -173,7 +189,7 @@ class Optimizer:
     def tensors(self) -> Iterator[ParamState]:
         """All state of this rank, parameter by parameter in model order; after begin_load() all of it can be overwritten in place.
 
-        Names: exp_avg, exp_avg_sq (adam), momentum_buffer (sgd), fp32_param (bf16 and fp16 models).
+        Names: exp_avg, exp_avg_sq (adam), exp_avg (lion), momentum_buffer (sgd, muon), fp32_param (bf16 and fp16 models).
         """
         self._settle()
         found = ((piece.slot.position, piece, state) for state in self._states for piece in state.pieces)
@@ -242,13 +258,21 @@ class Optimizer:
 
     def _describe_group(self, group: ParamGroup) -> dict:
         settings = self._settings
-        own = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps, "bias_correction": True} \
-            if settings.optimizer == "adam" else {"momentum": settings.sgd_momentum}
+        own = {
+            "adam": {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps, "bias_correction": True},
+            "lion": {"betas": (settings.lion_beta1, settings.lion_beta2)},
+            "sgd": {"momentum": settings.sgd_momentum},
+        }[rule_of(settings)]
+        if settings.optimizer == "muon":
+            own["momentum"] = settings.muon_momentum
         return {**asdict(group), "step": self.step_count, **own}
 
-    def _norm(self, views: Iterable[Tensor]) -> float:
-        """Norm over all ranks of what is counted here; the same number on every rank. Collective."""
-        return sum_over_ranks(square_sum(views), self._world, self._device) ** 0.5
+    def _norm(self, views: Iterable[Tensor], alarm: bool = False) -> float:
+        """Norm over all ranks of what is counted here; the same number on every rank, with an alarm on any of them NaN. Collective."""
+        squares = square_sum(views)
+        if alarm:
+            squares = torch.full((), math.nan, dtype=torch.float64, device=self._device)
+        return sum_over_ranks(squares, self._world, self._device) ** 0.5
 
     def _num_zeros(self) -> int:
         """Zero gradients over all ranks, piece by piece: the gaps between parameters do not count. Collective."""

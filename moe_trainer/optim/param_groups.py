@@ -1,4 +1,4 @@
-"""Which parameters are decayed, and which follow their own learning rate: Megatron's parameter groups."""
+"""Which parameters are decayed, which follow their own learning rate, and which are matrices: Megatron's parameter groups."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ from arguments.optimizer import OptimizerArgs
 from moe_trainer.parallel.params import info_of, logical_ndim
 
 _QK_NORMS = (".q_layernorm.", ".k_layernorm.")
+_NO_MATRICES = ("embeddings.weight", "output_layer.weight")
 _EMBEDDING_OR_OUTPUT = ("word_embeddings.weight", "output_layer.weight")
 
 
@@ -24,6 +25,12 @@ class ParamGroup:
         """(learning rate, weight decay) of this group in an iteration."""
         base = decoupled_lr if self.is_decoupled_lr and decoupled_lr is not None else lr
         return base * self.lr_mult, weight_decay * self.wd_mult
+
+
+def is_matrix(param: Parameter, optimizer: OptimizerArgs) -> bool:
+    """Whether Muon updates a parameter: matrices do, and stacks of them, but embeddings and the output layer do not."""
+    name = info_of(param).names[0]
+    return optimizer.optimizer == "muon" and logical_ndim(param) == 2 and not name.endswith(_NO_MATRICES)
 
 
 def group_of(param: Parameter, optimizer: OptimizerArgs, expert_parallel: bool) -> ParamGroup:

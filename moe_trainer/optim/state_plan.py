@@ -10,8 +10,9 @@ from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.formats import FORMATS
 from moe_trainer.optim.kept import Place
 
-# moments that each --optimizer keeps, under their checkpoint names
-MOMENTS = MappingProxyType({"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)})
+# moments that each update rule keeps, under their checkpoint names
+MOMENTS = MappingProxyType({
+    "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",), "muon": ("momentum_buffer",)})
 MAIN = "fp32_param"
 SQUARES = "exp_avg_sq"
 
@@ -49,9 +50,14 @@ class StatePlan:
         return Place(host, host if self.host_update else device, not self.host_update, self.pinned and device.type == "cuda")
 
 
-def plan_state(settings: OptimizerArgs) -> StatePlan:
-    """The plan of a command line."""
-    names, aware = MOMENTS[settings.optimizer], settings.use_precision_aware_optimizer
+def rule_of(settings: OptimizerArgs, matrices: bool = False) -> str:
+    """The update rule, of MOMENTS, of matrices or of all other parameters; they differ with --optimizer muon."""
+    return settings.muon_scalar_optimizer if settings.optimizer == "muon" and not matrices else settings.optimizer
+
+
+def plan_state(settings: OptimizerArgs, matrices: bool = False) -> StatePlan:
+    """The plan of a command line, for matrices or all other parameters."""
+    names, aware = MOMENTS[rule_of(settings, matrices)], settings.use_precision_aware_optimizer
     formats = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype) if aware else ("fp32",) * len(names)
     plan = StatePlan(dict(zip(names, formats)), settings.main_params_dtype if aware else "fp32",
                      aware and settings.main_params_dtype == "fp32", pinned=settings.pin_cpu_params)

@@ -27,7 +27,7 @@ from moe_trainer.optim.grad_buffer import DataParallelGrads, GradBuffer
 from moe_trainer.optim.kept import Kept, moved
 from moe_trainer.optim.kept_state import Piece
 from moe_trainer.optim.param_groups import ParamGroup, group_of
-from moe_trainer.optim.state_plan import StatePlan
+from moe_trainer.optim.state_plan import StatePlan, plan_state
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 
@@ -148,10 +148,11 @@ class Home:
         return [] if piece is None else [(self.state.to_load()[piece.offset:piece.end], piece.start, piece.stop)]
 
 
-def make_states(grads: DataParallelGrads, settings: OptimizerArgs, plan: StatePlan, ps: ParallelState) -> list[FlatState]:
+def make_states(grads: DataParallelGrads, settings: OptimizerArgs, ps: ParallelState) -> list[FlatState]:
     """Flatten the model's parameters and allocate this rank's optimizer state beside the gradient buffers."""
     states: list[FlatState] = []
     for buffer in grads.buffers:
+        plan = plan_state(settings, buffer.layout.whole)
         groups = {slot.param: group_of(slot.param, settings, ps.ep.size > 1) for slot in buffer.layout.slots}
         if buffer.layout.stored:
             states.append(StoredState(buffer, plan, groups, ps))

@@ -1,4 +1,4 @@
-"""The update rules on stretches of the flat state: AdamW and SGD in fp32, whatever the formats.
+"""The update rules on stretches of the flat state: AdamW, SGD and Lion in fp32, whatever the formats. Whole matrices are muon.py's.
 
 Every stretch is opened (its gradients unscaled and clipped on the way), updated by torch's fused kernels, closed, and copied to the model. So
 gradients are never scaled in place, and no fp32 copy outlives its portion of the state. Stretches whose state the host updates come last: the
@@ -17,8 +17,10 @@ from torch import Tensor
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.host_copies import HostLane
 from moe_trainer.optim.kept_state import KeptState, Stretch
+from moe_trainer.optim.muon import Muon
 from moe_trainer.optim.param_groups import ParamGroup
-from moe_trainer.optim.state_plan import StatePlan
+from moe_trainer.optim.state_plan import StatePlan, rule_of
+from moe_trainer.parallel.state import ParallelState
 
 _TOGETHER = 64  # stretches in one call: small parameters share it
 
@@ -28,9 +30,11 @@ Rates = Callable[[ParamGroup], tuple[float, float]]
 class Updater:
     """Updates all states of a rank."""
 
-    def __init__(self, states: Sequence[KeptState], settings: OptimizerArgs, plan: StatePlan, device: torch.device):
+    def __init__(self, states: Sequence[KeptState], settings: OptimizerArgs, plan: StatePlan, device: torch.device, ps: ParallelState):
         self._settings = settings
-        stretches = [stretch for state in states for stretch in state.stretches]
+        self._rule, self._muon = rule_of(settings), Muon(settings, ps)
+        self._matrices = [(state.param_at(stretch.start), stretch) for state in states if state.whole for stretch in state.stretches]
+        stretches = [stretch for state in states if not state.whole for stretch in state.stretches]
         self._on_host = [stretch for stretch in stretches if stretch.store.by_host]
         self._on_device = sorted((stretch for stretch in stretches if not stretch.store.by_host), key=lambda stretch: stretch.group)
         self.lane = HostLane(device, pinned_grads=plan.pinned_grads, pinned_params=plan.pinned, overlap=plan.overlap)
@@ -42,6 +46,10 @@ class Updater:
             grads = [_scaled(stretch.grad, factor) for stretch in together]
             for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count)):
                 stretch.state.take(stretch.start, stretch.stop, values)
+        for param, stretch in self._matrices:
+            main, moments = stretch.open()
+            self._muon.update(param, main, _scaled(stretch.grad, factor), moments["momentum_buffer"], *rates(stretch.group))
+            stretch.state.take(stretch.start, stretch.stop, stretch.close(main, moments))
         if self._on_host:
             for stretch, grad in self.lane.gradients(self._on_host):
                 values, = self._update([stretch], [_scaled(grad, factor)], rates(stretch.group), step_count)
@@ -53,7 +61,7 @@ class Updater:
         """Returns: what the model must become."""
         opened = [stretch.open() for stretch in stretches]
         params, moments = [param for param, _ in opened], [moment for _, moment in opened]
-        (self._adam if self._settings.optimizer == "adam" else self._sgd)(params, grads, moments, *rates, step_count)
+        {"adam": self._adam, "sgd": self._sgd, "lion": self._lion}[self._rule](params, grads, moments, *rates, step_count)
         return [stretch.close(param, moment) for stretch, (param, moment) in zip(stretches, opened)]
 
     def _adam(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float,
@@ -70,6 +78,15 @@ class Updater:
         buffers = [moment["momentum_buffer"] for moment in moments if self._settings.sgd_momentum]
         torch._fused_sgd_(params, grads, buffers, weight_decay=weight_decay, momentum=self._settings.sgd_momentum, lr=lr, dampening=0.0,
                           nesterov=False, maximize=False, is_first_step=False)
+
+    def _lion(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float,
+              step_count: int) -> None:
+        """Along the sign of a mean of the gradient and the momentum, which follows more slowly (arXiv 2302.06675)."""
+        averages, beta1, beta2 = [moment["exp_avg"] for moment in moments], self._settings.lion_beta1, self._settings.lion_beta2
+        signs = [average.sign_() for average in torch._foreach_lerp(averages, grads, 1.0 - beta1)]
+        torch._foreach_mul_(params, 1.0 - lr * weight_decay)
+        torch._foreach_add_(params, signs, alpha=-lr)
+        torch._foreach_lerp_(averages, grads, 1.0 - beta2)
 
 
 def _scaled(grad: Tensor, factor: float) -> Tensor:

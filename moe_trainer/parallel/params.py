@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from moe_trainer.parallel.state import Group, ParallelState
 
 KINDS = ("dense", "expert")
-INITS = ("normal", "zeros", "ones", "xavier_uniform")
+INITS = ("normal", "zeros", "ones", "xavier_uniform", "uniform", "log_uniform")
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,17 @@ class ParamInfo:
     kind: which data-parallel group reduces it: "dense" over dp_cp, "expert" over edp.
     sharded_dim, shard_rank, shard_count: tensor-parallel cut (over tp; over etp for experts); the dimension is that of one
     named (unstacked) tensor. parts: that dimension holds so many equal parts, each of which is cut by itself (a gated fc1 is
-    [gate; up]: 2); a rank has its piece of every part, one after the other.
+    [gate; up]: 2); a rank has its piece of every part, one after the other. part_sizes: of parts that are not equal, in the whole
+    tensor. part_names: checkpoints keep every part as a tensor of its own, under the name with this ending (Megatron-Core's
+    gated DeltaNet).
+    row_blocks: the rows are made of equal runs, and each of these of so many rows of one projection, so many of the next (a fused
+    linear_qkv: those of a query group). Whoever treats a matrix as a whole (optim/muon.py) takes every projection by itself.
     partial: its gradient is partial over the tensor-parallel group (tp; etp for experts) and must be summed there.
     tied: several pipeline stages hold it; its gradient must be summed over ps.embedding.
     copy: an earlier stage owns it: not counted in norms, not written to checkpoints.
     stacked: the leading dimension enumerates `names` (local experts).
-    init, init_std: initial distribution; init_std is read by "normal" only.
+    init, init_std: initial distribution; init_std is read by "normal" and "uniform" only. log_uniform: the logarithm of a number
+    between 1 and 16 (the decay of a gated DeltaNet head).
     """
 
     names: tuple[str, ...]
@@ -33,6 +38,9 @@ class ParamInfo:
     shard_rank: int = 0
     shard_count: int = 1
     parts: int = 1
+    part_sizes: tuple[int, ...] = ()
+    part_names: tuple[str, ...] = ()
+    row_blocks: tuple[int, ...] = ()
     partial: bool = False
     tied: bool = False
     copy: bool = False
@@ -47,7 +55,15 @@ class ParamInfo:
         assert self.init in INITS, f"ParamInfo.init {self.init!r} of {self.names[0]}: one of {INITS}"
         assert 0 <= self.shard_rank < self.shard_count, f"shard {self.shard_rank} of {self.shard_count}"
         assert self.parts == 1 or self.sharded_dim is not None, f"{self.names[0]}: parts of an uncut tensor"
+        assert all(len(each) in (0, self.parts) for each in (self.part_sizes, self.part_names)), f"{self.names[0]}: {self.parts} parts"
         assert not self.copy or self.tied, f"{self.names[0]}: a copy is tied to its owner"
+
+
+def part_lengths(info: ParamInfo, length: int) -> list[int]:
+    """Lengths of the parts of the cut dimension of a tensor, or of a rank's piece of it, which has so many rows (or columns)."""
+    sizes = info.part_sizes or (1,) * info.parts
+    assert all(size * length % sum(sizes) == 0 for size in sizes), f"{info.names[0]}: {length} in parts like {sizes}"
+    return [size * length // sum(sizes) for size in sizes]
 
 
 def info_of(param: Parameter) -> ParamInfo:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from moe_trainer.parallel.params import ParamInfo, info_of
+from moe_trainer.parallel.params import ParamInfo, info_of, part_lengths
 
 BLOCK_NUMEL = 1 << 16
+LOG_RANGE = (1.0, 16.0)
 
 
 def name_seed(seed: int, *parts: str | int) -> int:
@@ -60,11 +61,11 @@ def _draw(local: Tensor, name: str, info: ParamInfo, seed: int) -> None:
         return
     dim = info.sharded_dim
     full[dim] *= info.shard_count
-    pieces = local.chunk(info.parts, dim)
-    assert len(pieces) == info.parts and local.shape[dim] % info.parts == 0, f"{name}: {local.shape[dim]} in {info.parts} parts"
-    for part, piece in enumerate(pieces):
+    begin = 0
+    for piece in local.split(part_lengths(info, local.shape[dim]), dim):
         first = [0] * len(full)
-        first[dim] = (part * info.shard_count + info.shard_rank) * piece.shape[dim]
+        first[dim] = begin * info.shard_count + info.shard_rank * piece.shape[dim]
+        begin += piece.shape[dim]
         _draw_piece(piece, full, first, name, info, seed)
 
 
@@ -89,6 +90,10 @@ def _draw_piece(piece: Tensor, full: list[int], first: list[int], name: str, inf
 def _fill(values: Tensor, full: list[int], info: ParamInfo, generator: torch.Generator) -> None:
     if info.init == "normal":
         values.normal_(0.0, info.init_std, generator=generator)
+    elif info.init == "uniform":
+        values.uniform_(-math.sqrt(3.0) * info.init_std, math.sqrt(3.0) * info.init_std, generator=generator)
+    elif info.init == "log_uniform":
+        values.uniform_(*LOG_RANGE, generator=generator).log_()
     else:
         # the bounds need the whole tensor's fans, of which this block is a part
         fan_out, fan_in = (full[0], full[1]) if len(full) > 1 else (full[0], full[0])

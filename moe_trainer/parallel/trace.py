@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,14 @@ _PRUNE = 512  # open calls from which on finished ones are looked for
 class CommunicationError(RuntimeError):
     """Another rank ended, is stuck or does something else: a collective of this rank failed or waited in vain.
 
-    The first line says which, where and how long. `peers`, filled in by guard/watchdog.py, says what the others were doing.
+    The first line says which, where and how long. `peers`, filled in by guard/watchdog.py, says what the others were doing; it then
+    prints all of it (`told`).
     """
 
     def __init__(self, message: str):
         super().__init__(message)
         self.peers = ""
+        self.told = False
 
     def __str__(self) -> str:
         return f"{self.args[0]}\n{self.peers}" if self.peers else self.args[0]
@@ -96,6 +98,19 @@ class Call:
         return f"{self.operation} number {self.number} of group {self.group} (ranks {shown_ranks(self.ranks)}) " + ", ".join(parts)
 
 
+class Meter(Protocol):
+    """Somebody who measures what a rank does, and what it waits for (guard/straggler.py)."""
+
+    def enter(self, phase: str) -> None:
+        """A phase of the loop begins, or the one around it goes on."""
+
+    def wait(self) -> None:
+        """From here on the rank, or its stream, waits for others."""
+
+    def proceed(self) -> None:
+        """It has waited."""
+
+
 class Trace:
     """The open calls of one rank, and where its program stands. Written by the rank, read by its watchdog."""
 
@@ -107,6 +122,7 @@ class Trace:
         self.failed: Call | None = None
         self.progress = 0  # calls begun so far
         self.completed = 0.0  # when the GPU was last seen to have done a call, by time.monotonic()
+        self.meter: Meter | None = None  # is told of phases and waits, where somebody measures them
         self._phase = ""
         self._here = threading.local()  # two passes may run in two threads, and backward on a GPU has one of its own
         self._counts: dict[str, int] = {}  # calls by group
@@ -119,6 +135,8 @@ class Trace:
     @phase.setter
     def phase(self, name: str) -> None:
         self._phase, self.layer = name, ""
+        if self.meter is not None:
+            self.meter.enter(name)
 
     @property
     def layer(self) -> str:
@@ -222,10 +240,15 @@ class Pending:
         if call is None:
             return True
         call.trace.reopen(call)
+        meter = call.trace.meter
+        if meter is not None:
+            meter.wait()
         try:
             self._work.wait()
         except RuntimeError as error:
             raise call.failure(error) from error
+        if meter is not None:
+            meter.proceed()
         call.end(self._x)
         self._work = self._x = None
         return True
@@ -240,11 +263,16 @@ def communicate(trace: Trace, group: str, ranks: tuple[int, ...], operation: str
     Raises: CommunicationError when other ranks are the cause, and whatever else launch raises.
     """
     call = trace.begin(operation, group, ranks)
+    meter = None if async_op else trace.meter
+    if meter is not None:
+        meter.wait()
     try:
         work = launch(*args, **kwargs)
     except RuntimeError as error:
         raise call.failure(error) from error
     if async_op:
         return Pending(call, work, x)
+    if meter is not None:
+        meter.proceed()
     call.end(x)
     return None

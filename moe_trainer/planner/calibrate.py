@@ -1,14 +1,17 @@
-"""Fit the constants of layer_time.py to published runs, and tell honestly what that is worth: every run predicted by the others.
+"""Fit the constants of layer_time.py to published runs, and tell honestly what that is worth: every run predicted by the others, and
+every family of models by the other families.
 
 The error of a run is predicted / published - 1 of TFLOP/s per GPU. The fit takes the constants with the least mean absolute logarithm of
-that ratio (large errors of odd runs then do not pull the others), one constant after the other, twice.
+that ratio (large errors of odd runs then do not pull the others), of all that are tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
 
 from arguments import parse_args
 from moe_trainer.planner.hardware import find_hardware
@@ -17,15 +20,11 @@ from moe_trainer.planner.plan import Plan, make_plan
 from moe_trainer.planner.published import ROWS, Published
 from moe_trainer.planner.step_time import plan_step
 
-GRID = (
-    ("products_bf16", tuple(step / 100 for step in range(48, 79, 2))), ("products_fp8", tuple(step / 100 for step in range(36, 65, 2))),
-    ("iteration", (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4)),
-)
+PRODUCTS = MappingProxyType({"products_bf16": tuple(step / 100 for step in range(60, 81, 2)),
+                             "products_fp8": tuple(step / 100 for step in range(40, 67, 2))})
 """Values that are tried: round the fractions of their peaks that large products of cuBLAS and of block-scaled kernels reach."""
-
-
-START = Constants(0.7, 0.5, 0.0)
-"""Where every fit begins: it knows of no run."""
+FILLS, ITERATIONS = (0.0, 256.0, 512.0, 768.0), (0.02, 0.05, 0.1, 0.2, 0.3)
+"""An iteration takes something beside its microbatches: the norm's and the loss's collectives, logging, the next batch."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Calibration:
         plan = self.plans[name]
         # the iteration is added below; each format sees its own fraction, the head and the router of an 8-bit run the usual one
         field = "products_bf16" if plan.width == "bf16" else "products_fp8"
-        timed = replace(Constants(iteration=0.0), **{field: getattr(constants, field)})
+        timed = Constants(**{field: getattr(constants, field)}, fill=constants.fill, iteration=0.0)
         key = name, timed
         if key not in self._found:
             args = plan.args
@@ -71,12 +70,18 @@ class Calibration:
 
     def fit(self, names: Sequence[str]) -> Constants:
         """The constants that tell these runs best."""
-        best = START
-        for _ in range(2):
-            for field, values in GRID:
-                best = min((replace(best, **{field: value}) for value in values),
-                           key=lambda constants: sum(abs(math.log(self.tflops(name, constants) / self.rows[name].tflops)) for name in names))
-        return best
+        found = []
+        for fill, iteration in product(FILLS, ITERATIONS):
+            constants, total = Constants(fill=fill, iteration=iteration), 0.0
+            for field, values in PRODUCTS.items():  # runs in one width know nothing of the other's fraction
+                own = [name for name in names if field.endswith(self.rows[name].width)]
+                misfit, value = min((self._misfit(own, replace(constants, **{field: value})), value) for value in values)
+                constants, total = replace(constants, **{field: value}), total + misfit
+            found.append((total, constants))
+        return min(found, key=lambda each: each[0])[1]
+
+    def _misfit(self, names: Sequence[str], constants: Constants) -> float:
+        return sum(abs(math.log(self.tflops(name, constants) / self.rows[name].tflops)) for name in names)
 
     def fitted(self) -> tuple[str, ...]:
         """Names of the runs that constants are fitted to."""
@@ -84,11 +89,19 @@ class Calibration:
 
     def leave_one_out(self) -> list[Error]:
         """Every run by constants fitted to the others."""
-        names = self.fitted()
-        found = []
+        return self._without(lambda row: row.name)
+
+    def leave_family_out(self) -> list[Error]:
+        """Every run by constants fitted to the runs of other models."""
+        return self._without(lambda row: row.model)
+
+    def _without(self, label: Callable[[Published], str]) -> list[Error]:
+        names, found, fits = self.fitted(), [], {}
         for name in names:
-            constants = self.fit([other for other in names if other != name])
-            found.append(Error(self.rows[name], self.tflops(name, constants), constants))
+            left_out = label(self.rows[name])
+            if left_out not in fits:
+                fits[left_out] = self.fit([other for other in names if label(self.rows[other]) != left_out])
+            found.append(Error(self.rows[name], self.tflops(name, fits[left_out]), fits[left_out]))
         return found
 
     def predicted(self, constants: Constants) -> list[Error]:

@@ -10,7 +10,7 @@ from arguments import ArgumentError, Arguments, parse_args
 from arguments.report import world_size_of
 from moe_trainer.planner.hardware import Hardware, find_hardware
 from moe_trainer.planner.plan import Plan, PlanError, make_plan
-from moe_trainer.planner.text import plan_json, plan_lines
+from moe_trainer.planner.text import memory_json, plan_json, plan_lines
 from moe_trainer.shape.batch_sizes import sizes_that_wait
 
 DEFAULT_HARDWARE = "h100"
@@ -41,10 +41,19 @@ def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = Non
     if violations:
         raise ArgumentError(violations)
     if world_size is None:
+        parse_args(argv, None, checkpoint)  # what else is wrong comes first
         raise PlanError("a plan needs the number of ranks: give --world-size N")
     args = judged(argv, world_size, checkpoint)
     hardware: Hardware = find_hardware(args.output.hardware or DEFAULT_HARDWARE)
     return make_plan(args, world_size, hardware)
+
+
+def planned_memory(args: Arguments, world_size: int) -> dict[str, object] | None:
+    """The memory of a plan of legal flags, as in the report of --dry-run; None where no plan can be made of them."""
+    try:
+        return memory_json(make_plan(args, world_size, find_hardware(args.output.hardware or DEFAULT_HARDWARE)))
+    except ValueError:
+        return None
 
 
 def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> int:

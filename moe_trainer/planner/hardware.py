@@ -110,7 +110,7 @@ def _from_file(path: Path) -> Hardware:
     values = {"name": path.stem, "source": str(path)}
     like = table.pop("like", None)
     if like is not None:
-        if like not in KNOWN:
+        if not isinstance(like, str) or like not in KNOWN:
             raise HardwareError(f"{where}: like: {like} is none of {', '.join(KNOWN)}")
         values = dataclasses.asdict(KNOWN[like]) | values
     unknown = sorted(map(str, set(table) - set(fields)))
@@ -128,5 +128,5 @@ def _from_file(path: Path) -> Hardware:
         value = values[name]
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value < 0 or (value == 0 and name not in may_be_zero) or (kind == "int" and value != int(value)):
-            raise HardwareError(f"{where}: {name}: {value} is not {'a whole number' if kind == 'int' else 'a number'} above 0")
+            raise HardwareError(f"{where}: {name}: {value!r} is not {'a whole number' if kind == 'int' else 'a number'} above 0")
     return Hardware(**values)

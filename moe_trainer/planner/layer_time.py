@@ -6,10 +6,9 @@ measured kernels. Everything between products is bound by memory: in forward eac
 and a gradient of its size is written and read; tokens are permuted on their way out and back. Quantisation reads and writes the
 operands once more. A layer takes at least the time in which the host launches its kernels.
 
-Constants: fractions that no data sheet has. Those of `Constants` were fitted to published runs (scripts/plan.py
-calibrate prints the error of each run when it is left out of the fit), and FILL was chosen with all of them in sight: their errors are
-somewhat too kind (without FILL their median is 5.9 %); the others are measurements with source. None of them was
-measured on this program, which has not run on a cluster yet: the published runs are Megatron-LM's.
+Constants: what no data sheet has. Those of `Constants` are fitted to published runs (scripts/plan.py calibrate prints the error of each
+run, and of each family of models, when it is left out of the fit); the others are measurements with source. None of them was measured
+on this program, which has not run on a cluster yet: the published runs are Megatron-LM's.
 
 Shapes: T tokens of this rank (whole over tp), R rows of its experts.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moe_trainer.planner.links import Links, exchange_seconds
+from moe_trainer.planner.links import Links, round_trip_seconds
 from moe_trainer.planner.memory import ChunkBytes
 from moe_trainer.shape.parts import captured_parts, recomputed_parts
 
@@ -29,19 +28,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Constants:
-    """Fractions and times that are fitted: products_bf16, products_fp8 of the peak; iteration: seconds of an iteration in which the
-    device waits for the host, between the microbatches of one and of the next."""
+    """Fractions and times that are fitted.
+
+    products_bf16, products_fp8: of the peak, by large products. fill: what filling and draining the pipeline of every output tile costs,
+    as contracted elements that compute nothing: large products come near their fraction, narrow experts do not. iteration: seconds of an
+    iteration in which the device waits for the host, between the microbatches of one and of the next.
+    """
 
     products_bf16: float = 0.70
-    products_fp8: float = 0.52
-    iteration: float = 0.3
+    products_fp8: float = 0.50
+    fill: float = 512
+    iteration: float = 0.02
 
 
-FILL = 512
-"""What filling and draining the pipeline of every output tile costs, as contracted elements that compute nothing: large products come
-near their fraction of the peak, narrow experts do not. Chosen among 0, 256, 512 and 800 with all published runs in sight."""
-LAUNCH = 8e-6
-"""Seconds of the host for one kernel of an eager program: PyTorch's usual 5 to 10 microseconds."""
+LAUNCH = 30e-6
+"""Seconds of the host for one kernel of an eager program, with its modules' and autograd's Python. Moonlight's published comparison of
+recompute (Megatron-Bridge, perf-activation-recompute): making heads of latents once more, some 30 kernels and next to nothing for the
+device, takes 24 ms over 27 layers. Not more: Qwen3-30B's fastest run has 6.6 ms for the 200 kernels of a layer."""
 MEMORY = 0.8
 """Of the memory's peak, by elementwise kernels."""
 ATTENTION = ((False, (0.679, 885), (0.574, 1421)), (True, (0.75, 1703), (0.556, 1161)))
@@ -101,7 +104,7 @@ class LayerTime:
         if self.size == 4:
             peak /= 2  # TF32
         traffic = (m * k + n * k) * (1 if narrow else self.size) + m * n * self.size
-        seconds = count * max(2.0 * m * n * (k + FILL) / peak, traffic / self.memory)
+        seconds = count * max(2.0 * m * n * (k + self.constants.fill) / peak, traffic / self.memory)
         if narrow:  # what is quantised is read, and written for both directions
             seconds += count * m * k * (self.size + 2) / self.memory
         return seconds
@@ -151,15 +154,18 @@ class LayerTime:
 
     def _routed(self) -> float:
         moe, hidden, experts = self.moe, self.model.hidden_size, self.moe.num_experts // self.ep
+        reads, makes = moe.expert_widths(hidden)
         width = (moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
         each = self.sizes.received / experts
-        seconds = self.product(each, self.gate * width, hidden, experts) + self.product(each, hidden, width, experts)
+        seconds = self.product(each, self.gate * width, reads, experts) + self.product(each, makes, width, experts)
+        if moe.moe_latent_size:
+            seconds += self.product(self.own, reads, hidden) + self.product(self.own, hidden, reads)
         return seconds + self.product(self.own, moe.num_experts, hidden, plain=True)
 
     def _permuting(self) -> float:
         """Tokens to the order of the experts and back: read and written, here and where they arrive."""
         rows = self.sizes.sent + (self.sizes.received if self.ep * self.etp > 1 else 0)
-        return 4.0 * rows * self.model.hidden_size * self.size / self.memory
+        return 2.0 * rows * sum(self.moe.expert_widths(self.model.hidden_size)) * self.size / self.memory
 
     def _launches(self, is_moe: bool) -> float:
         """Seconds in which the host launches a forward."""
@@ -204,7 +210,7 @@ class LayerTime:
 
     def passes(self, is_moe: bool) -> tuple[Pass, Pass]:
         """Forward and backward of one layer, recompute included, with the exchange of tokens on its own."""
-        exchange = 2 * exchange_seconds(self.args, self.links, self.own, self.size) if is_moe else 0.0
+        exchange = round_trip_seconds(self.args, self.links, self.own, self.size) if is_moe else 0.0
         feed = self._routed() + self._shared() if is_moe else self._feed_forward(self.model.ffn_hidden_size)
         attention, (core, core_back) = self._attention(), self._core()
         kept = self._kept(is_moe)

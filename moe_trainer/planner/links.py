@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from arguments import Arguments
+    from arguments.moe import MoEArgs
     from moe_trainer.planner.hardware import Hardware
 
 NETWORK = 0.87
@@ -26,6 +27,9 @@ NVLINK = 0.75
 """Of NVLink's peak, by kernels of DeepEP and HybridEP: 650 to 690 of 900 GB/s on GB200, 410 of 450 on H100; and by NCCL's rings."""
 NVLINK_ALL_TO_ALL = 0.62
 """The same by NCCL's all-to-all: 500 to 560 of 900 GB/s, 325 of 450."""
+DEEPEP_WIDE = 2.0
+"""Times as long as HybridEP's takes DeepEP's exchange where NVLink joins more than the 8 ranks it was made for: of 256 GB200, DeepSeek-V3 went
+from 830 to 944 TFLOP/s when one took the place of the other, 0.6 ms for each of 1,900 exchanges (Megatron-LM, branch dev, discussion)."""
 LATENCY = 20e-6
 """Seconds of a collective that sends nothing: launch and one round of a small message."""
 
@@ -59,7 +63,7 @@ def distinct(places: float, draws: float) -> float:
     return places * (1.0 - (1.0 - 1.0 / places) ** draws) if places > 1 else 1.0
 
 
-def domains_hit(domains: int, topk: int, groups: int | None, group_topk: int | None) -> float:
+def domains_hit(domains: int, topk: float, groups: int | None, group_topk: int | None) -> float:
     """Domains among which a token's experts lie, on average; groups of experts stand in order over the domains."""
     if domains == 1:
         return 1.0
@@ -72,11 +76,28 @@ def domains_hit(domains: int, topk: int, groups: int | None, group_topk: int | N
     return group_topk * distinct(domains / groups, topk / group_topk)
 
 
-def exchange_seconds(args: Arguments, links: Links, tokens: float, size: int) -> float:
-    """One way of the exchange of `tokens` rows of a rank among the expert ranks: dispatch or combine. size: bytes of an element."""
+def kept_share(moe: MoEArgs, load: float = 1.0) -> float:
+    """Rows that an expert gets, as a multiple of an even share, when the routing sends it `load` times as many: tokens beyond its capacity
+    are dropped, and it may be filled up to it."""
+    capacity = moe.moe_expert_capacity_factor
+    if capacity is None or capacity < 0:
+        return load
+    return capacity if moe.moe_pad_expert_input_to_capacity else min(load, capacity)
+
+
+def round_trip_seconds(args: Arguments, links: Links, tokens: float, size: int) -> float:
+    """There and back. Rows that come back by all-to-all are as wide as what an expert makes; other ways carry whole ones."""
+    reads, makes = args.moe.expert_widths(args.model.hidden_size)
+    back = makes if args.moe.moe_token_dispatcher_type == "alltoall" else reads
+    return sum(exchange_seconds(args, links, tokens, size, width) for width in (reads, back))
+
+
+def exchange_seconds(args: Arguments, links: Links, tokens: float, size: int, width: int | None = None) -> float:
+    """One way of the exchange of `tokens` rows of a rank among the expert ranks: dispatch or combine. size: bytes of an element; width: of a
+    row, None for what an expert reads."""
     moe, hardware = args.moe, links.hardware
     ep, etp = args.parallel.expert_model_parallel_size, args.parallel.expert_tensor_parallel_size or 1
-    row, topk = args.model.hidden_size * size, moe.moe_router_topk
+    row, topk = (width or moe.expert_widths(args.model.hidden_size)[0]) * size, moe.moe_router_topk * kept_share(moe)
     nvlink, network = hardware.nvlink_gb_s * 1e9, hardware.network_gb_s * 1e9 * NETWORK
     seconds = 0.0
     if ep > 1:
@@ -88,7 +109,8 @@ def exchange_seconds(args: Arguments, links: Links, tokens: float, size: int) ->
             hit = domains_hit(domains, topk, moe.moe_router_num_groups, moe.moe_router_group_topk)
             across = tokens * row * hit * inside / network
             spread = tokens * row * distinct(ep, topk) * (1 - 1 / min(ep, hardware.domain)) / (nvlink * NVLINK)
-            seconds = max(across, spread) + LATENCY
+            wide = moe.moe_flex_dispatcher_backend == "deepep" and min(ep, hardware.domain) > 8
+            seconds = (DEEPEP_WIDE if wide else 1.0) * max(across, spread) + LATENCY
         else:
             across = tokens * row * topk * inside / network
             within = tokens * row * topk * (1 - inside) * (1 - 1 / min(ep, hardware.domain)) / (nvlink * NVLINK_ALL_TO_ALL)

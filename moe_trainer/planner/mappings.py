@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.tokens import FIELDS
@@ -31,6 +32,14 @@ SEARCHED = frozenset(
     "moe_enable_deepep overlap_moe_expert_parallel_comm delay_wgrad_compute world_size hardware dry_run validate_only fake_process_group report".split()
 )
 """Flags that a mapping sets, or that have no meaning beside it: what the user gave of them is left out."""
+FORMATS = MappingProxyType({
+    "bf16": ("--bf16",), "tensorwise": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
+    "blockwise": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"),
+    "mxfp8": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
+    "nvfp4": ("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
+})
+"""Formats of products that a search may be asked to compare, as flags."""
+FORMAT_FLAGS = frozenset(("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe"))
 FULL = ("full",)
 MOST_STAGES, MOST_TENSOR, LEAST_POSITIONS = 32, 16, 2048
 
@@ -87,14 +96,27 @@ class Mapping:
 
 def without(argv: Sequence[str], dests: frozenset[str] = SEARCHED) -> list[str]:
     """The command line without the flags of these destinations and their values."""
-    kept, dropping = [], False
+    return [word for word, within in _marked(argv, dests) if not within]
+
+
+def only(argv: Sequence[str], dests: frozenset[str] = SEARCHED) -> list[str]:
+    """The flags of these destinations and their values."""
+    return [word for word, within in _marked(argv, dests) if within]
+
+
+def _marked(argv: Sequence[str], dests: frozenset[str]) -> Iterator[tuple[str, bool]]:
+    within = False
     for word in argv:
         name = word.split("=", 1)[0]
         if word.startswith("--"):
-            dropping = name in FIELDS and FIELDS[name].dest in dests
-        if not dropping:
-            kept.append(word)
-    return kept
+            within = name in FIELDS and FIELDS[name].dest in dests
+        yield word, within
+
+
+def formats_of(hardware: Hardware) -> tuple[str, ...]:
+    """Formats that a device has products in: 32-element blocks since Blackwell, larger ones before it."""
+    eight = () if not hardware.fp8 else ("tensorwise", "mxfp8") if hardware.is_blackwell else ("tensorwise", "blockwise")
+    return ("bf16", *eight, *(("nvfp4",) if hardware.fp4 else ()))
 
 
 def divisors(number: int, most: int) -> list[int]:
@@ -120,11 +142,11 @@ def exchanges(args: Arguments, hardware: Hardware, ep: int, etp: int) -> list[tu
         return [("", False)]
     half = args.precision.bf16 or args.precision.fp16
     over = [False, True] if ep > 1 and half and (args.model.mtp_num_layers or 0) <= 1 and not args.moe.moe_shared_expert_overlap else [False]
-    found = [("", overlap) for overlap in over]
-    if etp == 1 and ep > 1:
-        # one call of HybridEP sends and receives, so nothing of it can be overlapped here
-        found += [("deepep", overlap) for overlap in over] + ([("hybridep", False)] if hardware.is_blackwell else [])
-    return found
+    if etp > 1 or ep == 1:
+        return [("", overlap) for overlap in over]
+    # An all-to-all over NCCL is not known to hide much: with it 133 were left of a tuned run's 299 TFLOP/s (published.py, alltoall).
+    # One call of HybridEP sends and receives, so nothing of it can be overlapped here.
+    return [("", False), *(("deepep", overlap) for overlap in over), *([("hybridep", False)] if hardware.is_blackwell else [])]
 
 
 def shapes(args: Arguments, gpus: int, hardware: Hardware) -> Iterator[Mapping]:

@@ -6,11 +6,14 @@ That number is not chosen: the rank's order of work (shape/orders.py) is walked,
 most bytes counts. Where weight gradients are computed apart, W takes away.
 
 Buffers live only while something runs, and the largest counts: tokens that are sent and received with the experts' gradients; what
-recompute brings back, a layer at a time; with full sharding the gathered layer and the one that is gathered ahead.
+recompute brings back, a layer at a time; with full sharding the gathered layer and the one that is gathered ahead. Gradients at the
+borders of CUDA graphs stay in their places for every microbatch in flight.
 
-In 8 bits, TransformerEngine's layers (the default --transformer-impl) keep the inputs of their products as they were quantised; this
-program's own layers keep them whole, as shape/activations.py lists them. Which of them compute is told by flags
-(shape/library_products.py) and takes for granted that the package is there. What its layers keep otherwise is taken for what ours keep.
+In 8 bits, TransformerEngine's layers (the default --transformer-impl) keep the inputs of their products as they were quantised, its
+experts that of their second product too; this program's own layers keep the first whole, as shape/activations.py lists them, and compute the
+second again. Which of them compute is told by flags (shape/library_products.py) and takes for granted that the package is there. What the
+library's layers keep otherwise is taken for what ours keep; its attention keeps less where values are narrower than keys (ours pads them and its
+output: 256 MiB of a layer of DeepSeek-V3 and 4096 tokens), so plans of latent attention err to the safe side.
 
 Rows of experts are an even share (forced balancing, as the published runs). `headroom` says how far from even the routing may be: the load
 of the rank with most rows, as a multiple of an even share, in all layers at once, at which the device is full.
@@ -22,10 +25,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from moe_trainer.planner.links import kept_share
 from moe_trainer.planner.params import Held, LayerParams
 from moe_trainer.planner.state import stage_states
 from moe_trainer.shape import deferral
@@ -34,6 +39,7 @@ from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
 from moe_trainer.shape.library_products import quantised_by_library
 from moe_trainer.shape.orders import orders
+from moe_trainer.shape.parts import captured_parts, recomputed_parts
 from moe_trainer.shape.state_bytes import StateBytes
 from moe_trainer.shape.timetable import BACKWARD, FORWARD, WEIGHT, Order, actions_of
 
@@ -43,8 +49,8 @@ if TYPE_CHECKING:
 
 GIB = 2.0**30
 QUANTIZED = ("normed", "q_latent", "kv_latent", "core_attn.y", "experts.x", "linear_fc2.x")
-"""Inputs of quantised products. TransformerEngine's layers keep them as they were quantised, with a scale for 32 elements at most."""
-QUANTIZED_BYTES = 1 + 1 / 32
+"""Inputs of quantised products. TransformerEngine's layers keep them as they were quantised, with a scale for 32 elements at most (in 4 bits for 16)."""
+QUANTIZED_BYTES = MappingProxyType({"fp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16})
 RESERVE = 3 * GIB
 """Bytes of a device that tensors cannot have. An assumption: about 0.5 GiB for the context, the rest for NCCL's channels and workspaces."""
 _MODULES = (
@@ -86,6 +92,15 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.kept + self.dispatch + self.working
 
 
+def graph_bytes(args: Arguments, chunks: Sequence[ChunkLayout], counts: Sequence[int], sizes: ChunkBytes) -> float:
+    """What parts of layers that are captured as graphs keep in their places beside what any pass keeps: the gradients of their inputs and
+    outputs, for every microbatch of `counts` that a chunk has in flight (memory/cuda_graph.py)."""
+    parts = captured_parts(args.training)
+    by_kind = {kind: len(parts & {"layer", "attn", *(("moe", "moe_router") if kind else ("mlp",))}) for kind in (False, True)}
+    units = sum(count * sum(by_kind[sizes.pattern[number]] for number in chunk.layers) for count, chunk in zip(counts, chunks))
+    return 2.0 * units * sizes.rows * args.model.hidden_size * sizes.size
+
+
 def _bare(name: str) -> str:
     """A name without "decoder.layers.3." or "mtp.layers.0."."""
     return (name.split(".", 3)[-1] if ".layers." in name else name).removeprefix("mtp_model_layer.")
@@ -109,8 +124,8 @@ class ChunkBytes:
         self.tokens = args.training.micro_batch_size * args.data.seq_length // args.parallel.context_parallel_size
         self.rows = self.tokens // self.tp if args.parallel.sequence_parallel else self.tokens
         self.etp = args.parallel.expert_tensor_parallel_size or self.tp
-        self.sent = self.tokens // self.tp * args.moe.moe_router_topk
-        self.received = math.ceil(self.sent * self.etp * load)
+        self.sent = math.ceil(self.tokens // self.tp * args.moe.moe_router_topk * kept_share(args.moe))
+        self.received = math.ceil(self.tokens // self.tp * args.moe.moe_router_topk * self.etp * kept_share(args.moe, load))
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.quantized_linears, self.quantized_experts = quantised_by_library(args)
         self._found: dict[object, Counter[tuple[str, bool]]] = {}
@@ -119,20 +134,29 @@ class ChunkBytes:
     def of(self, layout: ChunkLayout) -> Mapping[tuple[str, bool], float]:
         """Bytes by (module, are they on the host) of one chunk and microbatch."""
         kinds: object = tuple(self.pattern[number] for number in layout.layers)
-        if len(self.args.parallel.cp_comm_type) > 1:
+        if len(self.args.parallel.cp_comm_type) > 1 or self.args.model.linear_attention_freq is not None:
             kinds = layout.layers  # kinds of attention that differ by number
         key = (kinds, layout.mtp, layout.has_loss, layout.has_final_norm)
         if key not in self._found:
             self._found[key] = found = Counter()
-            for entry in [*chunk_activations(self.args, layout, received=self.received), *self._ends(layout)]:
+            for entry in [*self._with_library(chunk_activations(self.args, layout, received=self.received)), *self._ends(layout)]:
                 found[module_of(entry.name), entry.on_host] += self._kept(entry)
         return self._found[key]
+
+    def _with_library(self, entries: Iterable[Kept]) -> Iterator[Kept]:
+        """And what the library's experts keep beside: the input of their second product, which ours compute again."""
+        keeps = self.quantized_experts and "moe_act" not in recomputed_parts(self.args.training)
+        gate = 2 if self.args.model.swiglu or self.args.model.quick_geglu else 1
+        for entry in entries:
+            yield entry
+            if keeps and entry.name.endswith("experts.linear_fc1.y") and not entry.name.endswith("shared_experts.linear_fc1.y"):
+                yield replace(entry, name=entry.name.replace("linear_fc1.y", "linear_fc2.x"), shape=(entry.shape[0], entry.shape[1] // gate))
 
     def _kept(self, entry: Kept) -> float:
         leaf = _bare(entry.name)
         by_library = self.quantized_experts if leaf.startswith("experts.") else self.quantized_linears
         quantized = by_library and not leaf.startswith("pre_mlp") and leaf.endswith(QUANTIZED)
-        return entry.num_bytes * (QUANTIZED_BYTES / self.size if quantized else 1)
+        return entry.num_bytes * (QUANTIZED_BYTES["fp4" if self.args.precision.fp4 else "fp8"] / self.size if quantized else 1)
 
     def _ends(self, layout: ChunkLayout) -> list[Kept]:
         """The final norm, and head with loss: of the model, and of every depth of multi-token prediction."""
@@ -159,7 +183,7 @@ class ChunkBytes:
     def _layer(self, is_moe: bool, args: Arguments) -> float:
         key = is_moe, args is self.args
         if key not in self._layers:
-            entries = layer_activations(args, is_moe=is_moe, received=self.received)
+            entries = self._with_library(layer_activations(args, is_moe=is_moe, received=self.received))
             self._layers[key] = sum(map(self._kept, (entry for entry in entries if not entry.on_host)))
         return self._layers[key]
 
@@ -212,9 +236,12 @@ def plan_memory(args: Arguments, world_size: int, vocab_rows: int, num_microbatc
     for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows))):
         now = _stage(args, stage, chunks, params, state, even, ways[stage])
         if args.moe.num_experts and hardware is not None:
-            slope = _stage(args, stage, chunks, params, state, crowded, ways[stage]).total - now.total
+            limit = kept_share(args.moe, math.inf)  # where tokens are dropped, no load is larger
+            more = kept_share(args.moe, 2.0) - kept_share(args.moe)
+            slope = (_stage(args, stage, chunks, params, state, crowded, ways[stage]).total - now.total) / more if more else 0.0
             margin = hardware.memory_gib * GIB - RESERVE - now.total
-            now = replace(now, headroom=max(0.0, 1 + margin / slope) if slope > 0 else None)
+            headroom = max(0.0, 1 + margin / slope) if slope > 0 else math.inf
+            now = replace(now, headroom=headroom if headroom < limit else None)
         found.append(now)
     return tuple(found)
 
@@ -234,8 +261,9 @@ def _stage(args: Arguments, stage: int, chunks: Sequence[ChunkLayout], params: L
                 host += number * count
             else:
                 modules[module] += number * count
+    dispatch, working = _buffers(args, chunks, params, sizes)
     return StageMemory(stage, held, state.weights, state.gradients, state.main_params + state.moments - state.host, dict(modules), counts,
-                       *_buffers(args, chunks, params, sizes), host)
+                       dispatch, working + graph_bytes(args, chunks, counts, sizes), host)
 
 
 def _buffers(args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams, sizes: ChunkBytes) -> tuple[float, float]:
@@ -245,11 +273,13 @@ def _buffers(args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams
     kinds |= {mtp_is_moe(sizes.pattern)} if any(chunk.mtp for chunk in chunks) else set()
     dispatch = 0.0
     if True in kinds:
-        sent, received = sizes.sent, sizes.received
+        sent, received, (reads, makes) = sizes.sent, sizes.received, moe.expert_widths(hidden)
+        back = makes
         if moe.moe_token_dispatcher_type == "allgather":
+            back = reads  # as whole rows, of which ranks make parts
             sent = sizes.tokens // sizes.tp * sizes.etp * args.parallel.expert_model_parallel_size
-        rows = 2 * sent + 2 * received  # on the way there and back; of the experts' output and of its gradient
-        dispatch = float(rows * hidden * sizes.size)
+        # on the way there and back; of the experts' output and of its gradient
+        dispatch = float((sent * (reads + back) + received * (reads + makes)) * sizes.size)
         width = (moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) // sizes.etp
         dispatch += received * 3 * width * sizes.size  # gradients of what the activation reads and makes
         dispatch *= 2 if args.parallel.overlap_moe_expert_parallel_comm else 1

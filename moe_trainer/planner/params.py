@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+from moe_trainer.shape.counts import gated_delta_net
+from moe_trainer.shape.layers import is_linear, moe_layer_pattern, mtp_is_moe
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -53,9 +54,10 @@ class LayerParams:
         """One attention, without the norm before it."""
         model = self.model
         hidden, heads = model.hidden_size, model.num_attention_heads
-        bias = hidden if self._bias else 0
+        bias = (hidden if self._bias else 0) + (heads // self.tp if model.softmax_type == "learnable" else 0)
         if not model.multi_latent_attention:
-            queries, rows = heads * model.kv_channels, (heads + 2 * model.query_groups) * model.kv_channels
+            queries = heads * model.kv_channels
+            rows = queries * (1 + model.attention_output_gate) + 2 * model.query_groups * model.kv_channels
             count = hidden * (rows + queries) // self.tp + bias
             count += rows // self.tp if self._bias or model.add_qkv_bias else 0
             return count + (2 * self.norm(model.kv_channels) if model.qk_layernorm else 0)
@@ -69,13 +71,28 @@ class LayerParams:
         count += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) // self.tp
         return count + heads * model.v_head_dim * hidden // self.tp + bias
 
+    def more(self, number: int) -> Held:
+        """What a layer (from 0) has more than `layers` say, where its attention is linear; fewer are below zero."""
+        model = self.model
+        if not is_linear(model, number):
+            return Held(0, 0)
+        return Held(gated_delta_net(model) // self.tp + self.norm(model.linear_value_head_dim) - self.attention(), 0)
+
     def _feed_forward(self, width: int, cut: int, bias: bool) -> int:
         up = (2 if self.model.swiglu or self.model.quick_geglu else 1) * width // cut
         return self.model.hidden_size * (up + width // cut) + (up + self.model.hidden_size if bias else 0)
 
     def expert(self) -> int:
         """One routed expert's piece."""
-        return self._feed_forward(self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size, self.etp, self._bias)
+        reads, makes = self.moe.expert_widths(self.model.hidden_size)
+        width = (self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
+        up = (2 if self.model.swiglu or self.model.quick_geglu else 1) * width
+        return reads * up + width * makes + (up + makes if self._bias else 0)
+
+    def projections(self) -> int:
+        """Those of tokens to latents and back."""
+        latent = self.moe.moe_latent_size or 0
+        return 2 * latent * self.model.hidden_size + (latent + self.model.hidden_size if latent and self._bias else 0)
 
     def shared(self) -> int:
         """The shared experts of a layer and their gate."""
@@ -90,7 +107,7 @@ class LayerParams:
         if not is_moe:
             return Held(dense + self._feed_forward(model.ffn_hidden_size, self.tp, self._bias), 0)
         router = self.moe.num_experts * (model.hidden_size + (1 if self._bias else 0))
-        return Held(dense + router + self.shared(), self.moe.num_experts // self.ep * self.expert())
+        return Held(dense + router + self.shared() + self.projections(), self.moe.num_experts // self.ep * self.expert())
 
     def table(self) -> int:
         """A rank's rows of the embedding or of the head."""
@@ -101,23 +118,28 @@ class LayerParams:
         learned = self.model.position_embedding_type == "learned_absolute" and self.model.add_position_embedding
         return self.model.max_position_embeddings * self.model.hidden_size if learned else 0
 
+    def tables(self, layout: ChunkLayout) -> int:
+        """Embeddings and head of one chunk."""
+        tied = not self.model.untie_embeddings_and_output_weights
+        count = 0
+        if layout.has_word_embeddings or (layout.has_loss and tied):
+            count += self.table() + (self.positions() if layout.has_embedding else 0)
+        return count + (self.table() if layout.has_loss and not tied else 0)
+
     def mtp(self) -> Held:
         """All layers of multi-token prediction."""
         model = self.model
         depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers
-        one = self.layers[mtp_is_moe(self.pattern)] + Held(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
+        one = self.layers[mtp_is_moe(self.pattern)] + self.more(model.num_layers) + Held(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
         return Held(depths * one.dense, depths * one.expert)
 
     def chunk(self, layout: ChunkLayout) -> Held:
         """What one chunk of the pipeline holds."""
-        tied = not self.model.untie_embeddings_and_output_weights
-        held = Held(0, 0)
+        held = Held(self.tables(layout), 0)
         for number in layout.layers:
-            held += self.layers[self.pattern[number]]
-        if layout.has_word_embeddings or (layout.has_loss and tied):
-            held += Held(self.table() + (self.positions() if layout.has_embedding else 0), 0)
+            held += self.layers[self.pattern[number]] + self.more(number)
         if layout.mtp:
             held += self.mtp()
         if layout.has_final_norm:
             held += Held(self.norm(self.model.hidden_size), 0)
-        return held + Held(self.table() if layout.has_loss and not tied else 0, 0)
+        return held

@@ -136,7 +136,8 @@ def _compared(plan: Plan, row: Published) -> Nearest:
     for name, mine, theirs, weight in (
             ("GPUs", plan.world_size, row.gpus, 0.3), ("TP", sizes.tensor_model_parallel_size, row.tp, 0.5),
             ("PP", sizes.pipeline_model_parallel_size, row.pp, 0.3), ("EP", sizes.expert_model_parallel_size, row.ep, 0.3),
-            ("CP", sizes.context_parallel_size, 1, 0.7), ("micro-batch", args.training.micro_batch_size, row.mbs, 0.3),
+            ("ETP", sizes.expert_tensor_parallel_size or sizes.tensor_model_parallel_size, row.etp, 0.3),
+            ("CP", sizes.context_parallel_size, row.cp, 0.7), ("micro-batch", args.training.micro_batch_size, row.mbs, 0.3),
             ("global batch", plan.batch_size, row.gbs, 0.1), ("sequence", args.data.seq_length, row.seq, 0.7)):
         if mine != theirs:
             differs.append(f"{name} {mine} instead of {theirs}")
@@ -144,5 +145,10 @@ def _compared(plan: Plan, row: Published) -> Nearest:
     if sizes.overlap_moe_expert_parallel_comm != ("--overlap-moe-expert" in row.flags):
         differs.append("with" if sizes.overlap_moe_expert_parallel_comm else "without")
         differs[-1] += " overlapped token exchange"
+        apart += 0.3
+    moe = args.moe
+    dispatcher = moe.moe_flex_dispatcher_backend if moe.moe_token_dispatcher_type == "flex" else moe.moe_token_dispatcher_type
+    if sizes.expert_model_parallel_size > 1 and dispatcher != row.dispatcher:
+        differs.append(f"{dispatcher} instead of {row.dispatcher}")
         apart += 0.3
     return Nearest(row, tuple(differs), apart)

@@ -1,10 +1,11 @@
 """Published runs: how many GPUs made how many TFLOP/s with which mapping. Facts with sources; none of them is a run of this program.
 
-All ran with forced even routing, without dropped tokens and on mock data. `fits`: the constants of layer_time.py were fitted to these rows; the
-others are there to be predicted. TFLOP/s count as Megatron-LM counts them.
+All ran with forced even routing and on mock data, those of PF with a capacity of one even share, the others without
+dropped tokens. `fits`: the constants of layer_time.py were fitted to these rows; the others are there to be predicted. TFLOP/s count as Megatron-LM counts them.
 
 Sources: P = arXiv 2603.07685v2 (tables 11, 17 and 20, the layout strings, 4.1.2); BR = NVIDIA-NeMo/Megatron-Bridge, skills nemo-mbridge-perf-*;
-DEV = NVIDIA/Megatron-LM, branch dev, discussion of DeepSeek-V3 on GB200; PF = arXiv 2504.14960 (MFU of 989.5 TFLOP/s).
+DEV = NVIDIA/Megatron-LM, branch dev, discussion of DeepSeek-V3 on GB200; PF = arXiv 2504.14960 (MFU of 989.5 TFLOP/s; it does not state
+micro-batches and virtual stages: 1 is taken for the first, the 7 of the same models in Megatron-MoE-ModelZoo for the others).
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8"
 BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
 NARROW = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16"
+DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
+SEVEN = "--num-virtual-stages-per-pipeline-rank 7"
+UNFOLDED = "--expert-tensor-parallel-size 2"
+EOS = 9.895
+"""TFLOP/s of a percent of MFU in PF."""
 SPLIT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 
@@ -47,10 +53,22 @@ class Published:
     seq: int = 4096
     fits: bool = True
     peak_gib: float | None = None
+    cp: int = 1
+
+    @property
+    def etp(self) -> int:
+        """Ranks over which its experts are cut."""
+        return self.tp if UNFOLDED in self.flags else 1
+
+    @property
+    def dispatcher(self) -> str:
+        """How its tokens are exchanged."""
+        return next((name for name, flags in (("hybridep", HYBRIDEP), ("deepep", DEEPEP)) if flags in self.flags), "alltoall")
 
     def argv(self) -> list[str]:
         """Its command line, as far as it matters here."""
         tensor = f"--tensor-model-parallel-size {self.tp} --sequence-parallel --expert-tensor-parallel-size 1" if self.tp > 1 else ""
+        tensor += f" --context-parallel-size {self.cp}" if self.cp > 1 else ""
         return (f"--preset {self.model} --mock-data --seq-length {self.seq} {tensor} --pipeline-model-parallel-size {self.pp} "
                 f"--expert-model-parallel-size {self.ep} --micro-batch-size {self.mbs} --global-batch-size {self.gbs} {self.flags}").split()
 
@@ -58,6 +76,15 @@ class Published:
 def _layout(text: str) -> str:
     return f"--pipeline-model-parallel-layout {text}"
 
+
+SERIES = (
+    ("Mixtral-8x22B", "mixtral_8x22b", 8, 8, True, ((128, 52.2), (256, 50.7), (512, 48.9), (1024, 44.9))),
+    ("Mixtral-8x22B", "mixtral_8x22b", 8, 4, False, ((128, 49.4), (256, 48.0), (512, 45.5), (1024, 42.3))),
+    ("Qwen2-57B", "qwen2_57b_a14b", 4, 4, True, ((64, 39.9), (128, 39.7), (256, 38.1), (512, 36.6), (1024, 33.4))),
+    ("Qwen2-57B", "qwen2_57b_a14b", 4, 4, False, ((64, 36.2), (128, 36.0), (256, 34.8), (512, 32.5), (1024, 29.8))),
+)
+"""Strong scaling of PF, 1024 sequences an iteration: name, preset, PP, EP, are experts folded (else cut like attention), (GPUs, MFU in %).
+The ends of the folded series are fitted: nothing else tells what an iteration takes beside its microbatches."""
 
 ROWS = (
     Published("DeepSeek-V3 256xGB300 MXFP8", "deepseek_v3", "gb300", 256, "fp8", 1, 4, 64, 1, 8192, 1233,
@@ -79,17 +106,26 @@ ROWS = (
               f"{HYBRIDEP} {OVERLAP}", "BR perf-moe-hardware-configs", peak_gib=62.166),
     Published("Qwen3-30B 16xH100 BF16", "qwen3_30b_a3b", "h100", 16, "bf16", 1, 1, 16, 1, 1024, 244.039, HYBRIDEP,
               "BR perf-expert-parallel-overlap"),
-    Published("Moonlight-16B 8xH100 BF16", "moonlight_16b", "h100", 8, "bf16", 2, 1, 8, 1, 4, 77.5, NARROW,
-              "BR perf-activation-recompute (0.457 s; memory 36.6, GB or GiB)"),
     # to be predicted
+    # Of this run the host is what was measured: recompute that costs the device next to nothing makes it up to 11 % slower
+    Published("Moonlight-16B 8xH100 BF16", "moonlight_16b", "h100", 8, "bf16", 2, 1, 8, 1, 4, 77.5, NARROW,
+              "BR perf-activation-recompute (0.457 s; memory 36.6, GB or GiB)", fits=False),
     Published("Qwen3-235B 256xGB200 BF16", "qwen3_235b_a22b", "gb200", 256, "bf16", 1, 4, 32, 1, 8192, 750,
               f"{SPLIT} --num-virtual-stages-per-pipeline-rank 12 {HYBRIDEP} {OVERLAP} {GRAPHS} --recompute-granularity selective "
               "--recompute-modules moe_act layernorm", "P table 11", fits=False),
     Published("DeepSeek-V3 256xGB200 MXFP8, PP8", "deepseek_v3", "gb200", 256, "fp8", 1, 8, 32, 1, 2048, 944,
               f"{_layout('Et|(tt|)*30mL')} {HYBRIDEP} {MXFP8} {GRAPHS}", "DEV", fits=False),
-    Published("Mixtral-8x22B 128xH100 BF16", "mixtral_8x22b", "h100", 128, "bf16", 2, 8, 8, 1, 256, 487.8,
-              "--num-virtual-stages-per-pipeline-rank 7", "PF, 49.3 % MFU (virtual stages: the zoo's 7)", fits=False),
-    Published("Mixtral-8x22B 1024xH100 BF16", "mixtral_8x22b", "h100", 1024, "bf16", 2, 8, 8, 1, 1024, 444.3,
-              "--num-virtual-stages-per-pipeline-rank 7", "PF, 44.9 % MFU (virtual stages: the zoo's 7)", fits=False),
-    Published("Qwen2-57B 64xH100 BF16", "qwen2_57b_a14b", "h100", 64, "bf16", 2, 4, 4, 1, 256, 385.9, "", "PF, 39.0 % MFU", fits=False),
+    Published("Qwen3-30B 16xH100 BF16, alltoall", "qwen3_30b_a3b", "h100", 16, "bf16", 1, 1, 16, 1, 1024, 132.9, "",
+              "BR perf-expert-parallel-overlap (whether the exchange is overlapped is not stated)", fits=False),
+    Published("Mixtral-8x22B 128xH100 BF16", "mixtral_8x22b", "h100", 128, "bf16", 2, 8, 8, 1, 256, 487.8, SEVEN, "PF, 49.3 %", fits=False),
+    Published("Mixtral-8x22B 128xH100 FP8", "mixtral_8x22b", "h100", 128, "fp8", 2, 8, 8, 1, 256, 632, f"{SEVEN} {DELAYED}", "PF", fits=False),
+    Published("Mixtral-8x22B 128xH100 FP8, experts over TP", "mixtral_8x22b", "h100", 128, "fp8", 2, 8, 4, 1, 256, 575,
+              f"{SEVEN} {DELAYED} {UNFOLDED}", "PF", fits=False),
+    Published("Qwen2-57B 64xH100 BF16", "qwen2_57b_a14b", "h100", 64, "bf16", 2, 4, 4, 1, 256, 385.9, SEVEN, "PF, 39.0 %", fits=False),
+    *tuple(Published(f"{name} {gpus}xH100 BF16{'' if folded else ', experts over TP'}, batch 1024", model, "h100", gpus, "bf16", 2, pp, ep, 1, 1024,
+                     EOS * mfu, SEVEN if folded else f"{SEVEN} {UNFOLDED}", f"PF, {mfu} %", fits=folded and gpus in (points[0][0], points[-1][0]))
+           for name, model, pp, ep, folded, points in SERIES for gpus, mfu in points),
+    *tuple(Published(f"Mixtral-8x22B {gpus}xH100 BF16, {seq // 1024}K", "mixtral_8x22b", "h100", gpus, "bf16", tp, 8, 8, 1, 1024, EOS * mfu,
+                     f"{SEVEN} --max-position-embeddings 131072", f"PF, {mfu} % (global batch taken for that of its other runs)", seq, False, cp=cp)
+           for seq, gpus, cp, tp, mfu in ((16384, 128, 4, 2, 47.6), (32768, 256, 8, 2, 45.1), (65536, 512, 8, 4, 44.5), (131072, 1024, 8, 8, 42.9))),
 )

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from arguments import parse_args
@@ -21,11 +22,15 @@ from moe_trainer.planner.dry_run import judged
 from moe_trainer.planner.layer_time import Constants, LayerTime, Pass
 from moe_trainer.planner.links import Links
 from moe_trainer.planner.mappings import (
+    FORMAT_FLAGS,
+    FORMATS,
     FULL,
     Mapping,
     exchanges,
+    formats_of,
     layer_counts,
     layout_text,
+    only,
     recompute_sets,
     shapes,
     without,
@@ -33,7 +38,8 @@ from moe_trainer.planner.mappings import (
 from moe_trainer.planner.memory import GIB, RESERVE, ChunkBytes
 from moe_trainer.planner.params import Held, LayerParams
 from moe_trainer.planner.plan import Plan, PlanError, make_plan
-from moe_trainer.planner.step_time import EXCHANGE_SMS, HIDDEN
+from moe_trainer.planner.published import BILLIONS, ROWS, Published
+from moe_trainer.planner.step_time import HIDDEN, taken_share
 from moe_trainer.planner.vocabulary import planned_vocab_rows
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.state_bytes import rank_state_bytes
@@ -42,6 +48,9 @@ if TYPE_CHECKING:
     from arguments import Arguments
     from moe_trainer.planner.hardware import Hardware
 
+HEADROOM = 1.2
+"""Load of a rank, as a multiple of an even share, that must fit unless the caller says otherwise: routing is never even, and what the
+allocator loses is counted nowhere."""
 SLACK = 1.03
 """An estimate of memory may be so much above a device before it is dropped."""
 TRIES = 6
@@ -73,7 +82,8 @@ class Found:
 @dataclass(frozen=True)
 class Outcome:
     """What a search found, fastest first, and how many mappings it saw: legal by division, small enough, planned, refused by rules.
-    own: the plan of the mapping that the user's line names, if it names a legal one."""
+    own: the plan of the mapping that the user's line names, if it names a legal one; published: a run of this model on as many of these
+    devices in this width with which a figure was published, and the plan of its mapping."""
 
     base: tuple[str, ...]
     found: tuple[Found, ...]
@@ -83,9 +93,10 @@ class Outcome:
     refused: int
     seconds: float
     own: Plan | None = None
+    published: tuple[Published, Plan] | None = None
 
 
-def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, headroom: float = 1.0) -> Outcome:
+def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, headroom: float = HEADROOM) -> Outcome:
     """Find the best mappings of a command line; what it says of mappings itself is left out. headroom: load of a rank, as a multiple of an
     even share, that must still fit.
 
@@ -99,7 +110,7 @@ def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, h
         raise PlanError("a search needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
     if not args.training.global_batch_size:
         raise PlanError("a search needs --global-batch-size: mappings are compared by the time of one iteration")
-    estimator = Estimator(args, gpus, hardware, rows)
+    estimator = Estimator(args, gpus, hardware, rows, headroom)
     estimates, seen = [], 0
     for estimate in estimator.all():
         seen += 1
@@ -126,7 +137,40 @@ def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, h
             tries[shape] = TRIES
     found.sort(key=lambda each: -each.plan.tokens_per_second)
     own = _own(argv, base, gpus, hardware)
-    return Outcome(tuple(base), tuple(found[:best]), seen, len(estimates), planned, refused, time.monotonic() - begin, own)
+    known = _published(found[0].plan, base) if found else None
+    return Outcome(tuple(base), tuple(found[:best]), seen, len(estimates), planned, refused, time.monotonic() - begin, own, known)
+
+
+def search_formats(argv: Sequence[str], formats: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, headroom: float = HEADROOM) -> Outcome:
+    """The same over several formats of the products (FORMATS), whatever the command line says of them.
+
+    Raises: ValueError as `search`, and for a format that the device has no products in.
+    """
+    missing = [name for name in formats if name not in formats_of(hardware)]
+    if missing:
+        raise PlanError(f"{hardware.name} has no products in {', '.join(missing)}; it has {', '.join(formats_of(hardware))}")
+    base = without(argv, FORMAT_FLAGS)
+    outcomes = [(FORMATS[name], search([*base, *FORMATS[name]], gpus, hardware, best, headroom)) for name in formats]
+    found = sorted((replace(each, argv=(*words, *each.argv)) for words, outcome in outcomes for each in outcome.found),
+                   key=lambda each: -each.plan.tokens_per_second)
+    each = [outcome for _, outcome in outcomes]
+    known = next((outcome.published for outcome in each if outcome.found and found[0].plan is outcome.found[0].plan), None)
+    seen, small, planned, refused, seconds = (sum(getattr(outcome, name) for outcome in each)
+                                              for name in ("seen", "small", "planned", "refused", "seconds"))
+    return Outcome(tuple(without(base)), tuple(found[:best]), seen, small, planned, refused, seconds, _own(argv, without(base), gpus, hardware), known)
+
+
+def _published(plan: Plan, base: Sequence[str]) -> tuple[Published, Plan] | None:
+    """The published run that differs in nothing but what is searched, if there is one."""
+    billions = (plan.counts.total + plan.counts.mtp) / 1e9
+    for row in ROWS:
+        same = (row.hardware, row.gpus, row.width, row.seq) == (plan.hardware.name, plan.world_size, plan.width, plan.args.data.seq_length)
+        if same and abs(billions / BILLIONS[row.model] - 1) < 0.01:
+            try:
+                return row, make_plan(judged([*base, *only(row.argv())], plan.world_size), plan.world_size, plan.hardware)
+            except ValueError:
+                continue
+    return None
 
 
 def _own(argv: Sequence[str], base: Sequence[str], gpus: int, hardware: Hardware) -> Plan | None:
@@ -139,12 +183,14 @@ def _own(argv: Sequence[str], base: Sequence[str], gpus: int, hardware: Hardware
 
 
 class Estimator:
-    """Quick estimates of one command line's mappings. vocab_rows: of the padded vocabulary."""
+    """Quick estimates of one command line's mappings. vocab_rows: of the padded vocabulary; load: at which memory is estimated."""
 
-    def __init__(self, args: Arguments, gpus: int, hardware: Hardware, vocab_rows: int):
-        self.args, self.gpus, self.hardware, self.rows = args, gpus, hardware, vocab_rows
+    def __init__(self, args: Arguments, gpus: int, hardware: Hardware, vocab_rows: int, load: float = 1.0):
+        self.args, self.gpus, self.hardware, self.rows, self.load = args, gpus, hardware, vocab_rows, load
         self.links = Links(hardware)
         self.pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
+        self.kinds = Counter(self.pattern)
+        self.experts_before = (0, *accumulate(map(int, self.pattern)))
         self.depths = args.model.mtp_num_layers or 0
         self._sizes: dict[tuple, tuple[ChunkBytes, dict[bool, float]]] = {}
         self._times: dict[tuple, tuple[dict[bool, tuple[Pass, Pass]], tuple[float, float], float]] = {}
@@ -191,28 +237,31 @@ class Estimator:
 
     def _busy(self, mapping: Mapping, counts: Sequence[int], kinds: dict[bool, tuple[Pass, Pass]], head: tuple[float, float]) -> tuple[list[float], float]:
         """Seconds of a microbatch by pipeline rank, and of the first rank without overlap."""
+        taken = taken_share(self.args, self.hardware)
+
         def seconds(passes: tuple[Pass, Pass]) -> float:
             total = passes[0] + passes[1]
             if not mapping.overlap:
                 return total.total
             hidden = min(HIDDEN * total.exchange, total.compute)
-            return total.total - hidden + hidden * EXCHANGE_SMS / (self.hardware.num_sms - EXCHANGE_SMS)
+            return total.total - hidden + hidden * taken
 
         each = {kind: seconds(passes) for kind, passes in kinds.items()}
         busy, begin = [0.0] * mapping.pp, 0
         for stage, number in enumerate(counts):
-            busy[stage % mapping.pp] += sum(each[kind] for kind in self.pattern[begin:begin + number])
+            experts = self.experts_before[begin + number] - self.experts_before[begin]
+            busy[stage % mapping.pp] += experts * each.get(True, 0.0) + (number - experts) * each.get(False, 0.0)
             begin += number
         busy[-1] += sum(head) + self.depths * each[mtp_is_moe(self.pattern)]
-        plain = sum(sum(map(lambda passes: passes.total, kinds[kind])) for kind in self.pattern) / mapping.pp
+        plain = sum(self.kinds[kind] * (forward.total + backward.total) for kind, (forward, backward) in kinds.items()) / mapping.pp
         return busy, max(plain, busy[0])
 
     def _bytes(self, mapping: Mapping) -> tuple[ChunkBytes, dict[bool, float]]:
         key = (mapping.tp, mapping.cp, mapping.etp, mapping.ep, mapping.mbs, mapping.recompute)
         if key not in self._sizes:
             args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
-            sizes = ChunkBytes(args, self.rows)
-            layers = {kind: sizes.layer(kind) if mapping.recompute != FULL else float(sizes.rows * args.model.hidden_size * sizes.size)
+            sizes, crowded = ChunkBytes(args, self.rows), ChunkBytes(args, self.rows, self.load)
+            layers = {kind: crowded.layer(kind) if mapping.recompute != FULL else float(sizes.rows * args.model.hidden_size * sizes.size)
                       for kind in set(self.pattern)}
             self._sizes[key] = sizes, layers
         return self._sizes[key]
@@ -227,7 +276,7 @@ class Estimator:
             held = sum((params.layers[kind] for kind in self.pattern), Held(0, 0))
             tables = 2 * params.table() if mapping.pp == 1 else 0
             dense, expert = held.dense / mapping.pp + tables, held.expert / mapping.pp
-            self._states[key] = rank_state_bytes(args, self.gpus, round(dense), round(expert)).device, dense, expert
+            self._states[key] = rank_state_bytes(args, self.gpus, round(dense), round(expert), tables=tables).device, dense, expert
         return self._states[key]
 
     def _memory(self, mapping: Mapping, counts: Sequence[int], microbatches: int) -> float:
@@ -236,7 +285,7 @@ class Estimator:
             number = min(microbatches, mapping.pp)
         else:
             number = min(microbatches * mapping.vpp, 2 * (mapping.pp - 1) + (mapping.vpp - 1) * mapping.pp + 1)
-        per_chunk = sum(layers[kind] for kind in self.pattern) / len(counts)
+        per_chunk = sum(self.kinds[kind] * size for kind, size in layers.items()) / len(counts)
         logits = sizes.tokens * self.rows // mapping.tp * sizes.size * (1 + self.depths) if mapping.pp == 1 else 0
         return self._state(mapping, mapping.vpp)[0] + number * per_chunk + logits
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moe_trainer.planner.params import Held, LayerParams
-from moe_trainer.shape.layers import mtp_is_moe
+from moe_trainer.shape.counts import gated_delta_net
+from moe_trainer.shape.layers import is_linear, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
 from moe_trainer.shape.state_bytes import StateBytes, is_known, rank_state_bytes
 from moe_trainer.shape.stored_weights import keeps_8_bits
@@ -27,7 +28,8 @@ def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[Stat
     for chunks in chunk_layouts(args.model, args.parallel):
         held = sum((params.chunk(chunk) for chunk in chunks), Held(0, 0))
         stored = stored_on(plain, chunks) if keeps_8_bits(args) else Held(0, 0)
-        found.append(rank_state_bytes(args, world_size, held.dense, held.expert, (stored.dense, stored.expert)))
+        found.append(rank_state_bytes(args, world_size, held.dense, held.expert, (stored.dense, stored.expert),
+                                      sum(params.tables(chunk) for chunk in chunks)))
     return found
 
 
@@ -44,20 +46,22 @@ def stored_on(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> Held:
     for chunk in chunks:
         for number in chunk.layers:
             if first <= number < model.num_layers - last:
-                held += _matrices(plain, plain.pattern[number])
+                held += _matrices(plain, plain.pattern[number], number)
         if chunk.mtp:
             depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers
-            one = _matrices(plain, mtp_is_moe(plain.pattern)) + Held(2 * model.hidden_size**2 // plain.tp, 0)
+            one = _matrices(plain, mtp_is_moe(plain.pattern), model.num_layers) + Held(2 * model.hidden_size**2 // plain.tp, 0)
             held += Held(depths * one.dense, depths * one.expert)
     return held
 
 
-def _matrices(plain: LayerParams, is_moe: bool) -> Held:
+def _matrices(plain: LayerParams, is_moe: bool, number: int) -> Held:
     """The quantised matrices of a layer: all but norms, router and the gate of shared experts."""
     hidden, moe = plain.model.hidden_size, plain.moe
     rest = 2 * plain.norm(hidden)
     if is_moe:
         rest += moe.num_experts * hidden + (hidden if moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate else 0)
+    if is_linear(plain.model, number):
+        rest += plain.attention() - gated_delta_net(plain.model, matrices=True) // plain.tp
     return plain.layers[is_moe] + Held(-rest, 0)
 
 

@@ -111,6 +111,19 @@ def chunk_passes(times: LayerTime, layout: ChunkLayout) -> tuple[Pass, Pass]:
             Pass(max(backward.compute, copies), backward.exchange, backward.tensor, backward.context))
 
 
+def taken_share(args: Arguments, hardware: Hardware) -> float:
+    """How much longer computation takes while tokens are exchanged: multiprocessors that are taken from it, of those that are left.
+
+    Raises: ValueError where none are left.
+    """
+    sms = args.moe.moe_flex_dispatcher_num_sms
+    if sms is None:
+        sms = min(EXCHANGE_SMS, hardware.num_sms // 2)
+    if sms >= hardware.num_sms:
+        raise ValueError(f"--moe-flex-dispatcher-num-sms {sms}: {hardware.name} has {hardware.num_sms} multiprocessors, and computation needs some too")
+    return sms / (hardware.num_sms - sms)
+
+
 def plan_step(args: Arguments, world_size: int, vocab_rows: int, num_microbatches: int, memory: Sequence[StageMemory], hardware: Hardware,
               constants: Constants | None = None) -> StepTime:
     """The time of one iteration. memory: of all stages (planner/memory.py), for what each holds."""
@@ -122,8 +135,7 @@ def plan_step(args: Arguments, world_size: int, vocab_rows: int, num_microbatche
     message = 0.0
     if pp > 1 and not parallel.overlap_p2p_comm:
         message = links.message(sizes.rows * args.model.hidden_size * sizes.size, world_size // pp)
-    sms = args.moe.moe_flex_dispatcher_num_sms or EXCHANGE_SMS
-    clock = Clock([[kinds[chunk] for chunk in chunks] for chunks in layouts], message, sms / (hardware.num_sms - sms),
+    clock = Clock([[kinds[chunk] for chunk in chunks] for chunks in layouts], message, taken_share(args, hardware),
                   parallel.pipeline_schedule == "zero-bubble")
     makespan, busy, spent = _play(args, clock, num_microbatches, len(layouts[0]))
     rank = max(range(pp), key=lambda number: busy[number])

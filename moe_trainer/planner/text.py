@@ -27,7 +27,7 @@ def plan_lines(plan: Plan) -> list[str]:
     peak = plan.peak
     lines.append("  activations of stage " + f"{peak.stage}: " + ", ".join(
         f"{module} {count / GIB:.2f}" for module, count in sorted(peak.activations.items(), key=lambda item: -item[1]) if count))
-    lines.append("  counted as this program's own layers keep them; of what TransformerEngine's keep instead, inputs in 8 bits alone")
+    lines.append("  counted as this program's own layers keep them; of what TransformerEngine's keep instead, inputs in 8 bits alone (its latent attention keeps less)")
     if peak.host:
         lines.append(f"  in host memory: {peak.host / GIB:.2f} GiB a rank")
     lines += [_fit_line(plan), "", f"step: {time.step:.3f} s"]
@@ -63,7 +63,7 @@ def _nearest_lines(plan: Plan) -> list[str]:
     found = nearest(plan)
     row = found.row
     differs = "; ".join(found.differs) or "the same mapping"
-    return [f"nearest published run: {row.name}, {row.tflops:g} TFLOP/s/GPU ({row.source}); predicted here {100 * (plan.tflops / row.tflops - 1):+.1f} %",
+    return [f"nearest published run: {row.name}, {row.tflops:.1f} TFLOP/s/GPU ({row.source}); predicted here {100 * (plan.tflops / row.tflops - 1):+.1f} %",
             f"  this run: {differs}"]
 
 
@@ -77,8 +77,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "fits": plan.margin >= 0,
         "params": {"total": plan.counts.total, "mtp": plan.counts.mtp, "active": plan.counts.active,
                    "active_no_embedding": plan.counts.active_no_embedding},
-        "memory": {**_memory_json(plan.peak), "gb": 2**30, "device_gb": plan.hardware.memory_gib, "reserve_gb": RESERVE / GIB,
-                   "margin_gb": plan.margin / GIB, "headroom": plan.headroom, "stages": [_memory_json(stage) for stage in plan.memory]},
+        "memory": memory_json(plan),
         "microbatches": plan.num_microbatches,
         "flops": plan.flops,
         "step_s": time.step,
@@ -91,6 +90,12 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "nearest_published": {"name": found.row.name, "tflops_per_gpu": found.row.tflops, "source": found.row.source,
                               "difference": plan.tflops / found.row.tflops - 1, "differs": list(found.differs)},
     }
+
+
+def memory_json(plan: Plan) -> dict[str, object]:
+    """The part of it about memory."""
+    return {**_memory_json(plan.peak), "gb": 2**30, "device_gb": plan.hardware.memory_gib, "reserve_gb": RESERVE / GIB,
+            "margin_gb": plan.margin / GIB, "headroom": plan.headroom, "stages": [_memory_json(stage) for stage in plan.memory]}
 
 
 def _memory_json(stage: StageMemory) -> dict[str, object]:

@@ -210,7 +210,7 @@ def _holder(name: str, apart: Tensor, pieces: list[list[Piece]]) -> str:
 def _cut(tensor: Tensor, piece: Piece) -> Tensor:
     if piece.dim is None:
         return tensor
-    parts = tensor.chunk(piece.parts, piece.dim)
+    parts = tensor.split([share * tensor.shape[piece.dim] // sum(piece.parts) for share in piece.parts], piece.dim)
     return torch.cat([part.chunk(piece.count, piece.dim)[piece.index] for part in parts], piece.dim)
 
 

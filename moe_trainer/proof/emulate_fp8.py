@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_trainer.ops.fp8 import QuantizedProducts
-from moe_trainer.parallel.params import ParamInfo, info_of
+from moe_trainer.parallel.params import ParamInfo, info_of, part_lengths
 from moe_trainer.proof.mapping import Mapping
 from moe_trainer.proof.topology import Topology
 from moe_trainer.run import Run
@@ -37,7 +37,8 @@ def emulate_fp8(run: Run, mapping: Mapping, sequence_parallel: bool) -> None:
                 emulate_head(module.quantized, run.padded_vocab_size, mapping, length)
             elif isinstance(getattr(module, "quantized", None), QuantizedProducts) and module.quantized.recipe.delayed is None:
                 replicated = info_of(module.weight).sharded_dim is None
-                rows = Topology(mapping.tp if replicated and sequence_parallel else 1, mapping.cp)
+                of_own_rows = sequence_parallel or "_latent_proj." in info_of(module.weight).names[0]  # as a MoE layer's are in any case
+                rows = Topology(mapping.tp if replicated and of_own_rows else 1, mapping.cp)
                 held = [rows.positions(index, length) for index in range(rows.shards)]
                 module._without_ranks = in_pieces(module, held, 1 if replicated else mapping.tp)
         for layer in chunk.moe_layers():
@@ -97,7 +98,7 @@ class _Product(torch.autograd.Function):
 
 def features(info: ParamInfo, size: int, count: int) -> list[Tensor]:
     """Of a dimension of `size` features: those of every rank, in its order."""
-    parts = [part.chunk(count) for part in torch.arange(size).chunk(info.parts)]
+    parts = [part.chunk(count) for part in torch.arange(size).split(part_lengths(info, size))]
     return [torch.cat([part[rank] for part in parts]) for rank in range(count)]
 
 

@@ -27,18 +27,18 @@ from moe_trainer.place import Place as ProcessPlace
 from moe_trainer.proof.forward import Place, Watch, watch_rank
 from moe_trainer.proof.text import batches, tokenizer
 from moe_trainer.run import Run, TrainState, build_run
-from moe_trainer.train_step import run_microbatches, shared_sums, train_step
+from moe_trainer.training.step import run_microbatches, shared_sums, train_step
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Which part of a named tensor a rank holds: piece `index` of `count` along `dim`, in `parts` equal stretches."""
+    """Which part of a named tensor a rank holds: piece `index` of `count` along `dim`, of stretches in these proportions."""
 
     name: str
     dim: int | None
     index: int
     count: int
-    parts: int
+    parts: tuple[int, ...]
     fingerprints: tuple[tuple[float, ...], ...] = ()
 
 
@@ -150,5 +150,6 @@ def _pieces(run: Run, prints: dict[str, list]) -> Iterable[Piece]:
     for param, _, name in _named(run):
         info = info_of(param)
         whole = info.shard_count == 1 or info.sharded_dim is None
-        cut = (None, 0, 1, 1) if whole else (info.sharded_dim, info.shard_rank, info.shard_count, info.parts)
+        parts = info.part_sizes or (1,) * info.parts
+        cut = (None, 0, 1, (1,)) if whole else (info.sharded_dim, info.shard_rank, info.shard_count, parts)
         yield Piece(name, *cut, tuple(prints[name]))

@@ -93,6 +93,8 @@ def _model(dice: random.Random, mapping: Mapping) -> dict[str, object]:
         values |= {"multi_latent_attention": True, "q_lora_rank": dice.choice((None, 12)), "kv_lora_rank": 8, "qk_head_dim": 4}
         values |= {"qk_pos_emb_head_dim": 4, "v_head_dim": dice.choice((4, 6)), "rotary_scaling_factor": 4.0}
     values["qk_layernorm"] = _chance(dice, 0.4)
+    values["attention_output_gate"] = not values.get("multi_latent_attention") and _chance(dice, 0.3)
+    values["softmax_type"] = dice.choice(("vanilla", "vanilla", "learnable", "off-by-one"))
     if _chance(dice, 0.3) and not values["add_bias_linear"]:
         values |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": _chance(dice, 0.5)}
         values["moe_shared_expert_overlap"] = _chance(dice, 0.3)

@@ -23,13 +23,14 @@ from arguments.parse import understand
 from arguments.rules.facts import as_list, gather
 from arguments.rules.layout_grammar import read_layout
 from arguments.settings import Settings, Violation
+from arguments.spelling import flags_of
 from arguments.standing import LATER, PART_OF, standing_of
 from moe_trainer.proof import low_precision, sizes
 from moe_trainer.proof.mapping import NAMES, Mapping, Wanted, shrink_mapping
-from moe_trainer.proof.spelling import flags_of
 
 STEPS = 3
 LEARNING_RATE = 1e-3
+LARGE_EPSILON = 1e-2
 VOCAB = 120
 
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -39,7 +40,8 @@ _REPLACED = frozenset(
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
     "max_position_embeddings make_vocab_size_divisible_by window_size q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
     "v_head_dim mtp_num_layers init_method_std embedding_init_method_std hidden_dropout attention_dropout num_experts moe_layer_freq "
-    "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk "
+    "moe_latent_size finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion finermoe_output_expansion "
+    "moe_use_upcycling moe_upcycling_granularity moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk "
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "expert_tensor_parallel_size sequence_parallel decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     "pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
@@ -47,6 +49,7 @@ _REPLACED = frozenset(
     "cp_comm_type hierarchical_context_parallel_sizes num_distributed_optimizer_instances ddp_bucket_size micro_batch_size "
     "global_batch_size train_iters train_samples lr min_lr lr_decay_style adam_eps decoupled_lr decoupled_min_lr seq_length "
     "recompute_num_layers overlap_p2p_comm align_param_gather overlap_moe_expert_parallel_comm delay_wgrad_compute "
+    "linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
     "no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl pipeline_schedule".split()
 )
 _KEPT_TRAINING = frozenset(
@@ -57,7 +60,8 @@ _KEPT_TRAINING = frozenset(
 _KEPT_OPTIMIZER = frozenset(
     "optimizer adam_beta1 adam_beta2 sgd_momentum clip_grad weight_decay apply_wd_to_qk_layernorm use_precision_aware_optimizer exp_avg_dtype "
     "exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d chunked_optimizer_state_offload "
-    "optimizer_state_offload_fraction".split()
+    "optimizer_state_offload_fraction lion_beta1 lion_beta2 muon_momentum muon_nesterov muon_split_qkv muon_scale_mode "
+    "muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_scalar_optimizer".split()
 )
 _KEPT_DATA = frozenset(
     "reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking create_attention_mask_in_dataloader".split()
@@ -70,7 +74,7 @@ _MACHINE = frozenset(
     "fake_process_group pipeline_model_parallel_comm_backend grad_reduce_in_bf16 ddp_pad_buckets_for_high_nccl_busbw "
     "megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype fp32_residual_connection".split()
 )
-_NOT_IN_REFERENCE = frozenset(
+NOT_IN_REFERENCE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations bf16 ckpt_format "
     "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_offload_fraction cpu_offloading_num_layers "
     "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads "
@@ -259,7 +263,7 @@ def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str], quantized: 
     values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
     layers = values["num_layers"]
     values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers) | _steady(s)
-    values |= _memory(s, layers) | low_precision.moments(s, notes)
+    values |= _memory(s, layers) | low_precision.moments(s, notes) | _matrices(s, new, notes)
     if values.get("overlap_grad_reduce"):
         values["ddp_bucket_size"] = 3000
     force_fp32 = bool(values.get("overlap_moe_expert_parallel_comm"))
@@ -283,12 +287,25 @@ def _memory(s: Settings, layers: int) -> dict[str, object]:
     return found
 
 
+def _matrices(s: Settings, new: Mapping, notes: list[str]) -> dict[str, object]:
+    """Muon in fp32, and on whole matrices."""
+    if s.optimizer != "muon":
+        return {}
+    found: dict[str, object] = {"muon_fp32_matmul_prec": "high"}
+    if s.muon_fp32_matmul_prec != "high":
+        notes.append("--muon-fp32-matmul-prec high: products in bf16 make a difference of every rounding of a gradient")
+    if s.muon_tp_mode == "blockwise" and max(new.tp, new.etp) > 1:
+        found["muon_tp_mode"] = "duplicated"
+        notes.append(f"{s.shown('muon_tp_mode')}: duplicated instead; tensor-parallel parts that are taken for matrices are no step of one process")
+    return found
+
+
 def make_case(mapping: Mapping, values: MappingOf[str, object], force_fp32: bool = False) -> Case:
     """A case of values by destination.
 
     Raises: ShrinkError when the rules do not allow it.
     """
-    plain = {dest: value for dest, value in values.items() if OPTIONS[dest].section != "parallel" and dest not in _NOT_IN_REFERENCE}
+    plain = {dest: value for dest, value in values.items() if OPTIONS[dest].section != "parallel" and dest not in NOT_IN_REFERENCE}
     argv, reference = flags_of(values), flags_of({**plain, **low_precision.of_reference(plain), "transformer_impl": "local"})
     for words, ranks in ((argv, mapping.world), (reference, 1)):
         violations = understand(words, ranks)[1]
@@ -345,7 +362,7 @@ def _patterns(s: Settings, values: MappingOf[str, object], layers: int) -> dict[
     found: dict[str, object] = {}
     if s.num_experts and s.moe_layer_freq != 1:
         found["moe_layer_freq"] = sizes.pattern(s.moe_layer_freq, s.num_layers, layers)
-    for dest in ("no_rope_freq", "window_attn_skip_freq"):
+    for dest in ("no_rope_freq", "window_attn_skip_freq", "linear_attention_freq"):
         if s.values[dest] is not None:
             found[dest] = sizes.pattern(s.values[dest], s.num_layers, layers)
     return found
@@ -356,6 +373,8 @@ def _steady(s: Settings) -> dict[str, object]:
     values = {dest: value for dest, value in _NOISE.items() if dest.endswith("dropout")}
     if s.decoupled_lr is not None:
         values["decoupled_lr"] = 2 * LEARNING_RATE
+    if s.experimental_attention_variant == "gdn":
+        values["layernorm_epsilon"] = LARGE_EPSILON
     return values | {
         "init_method_std": 0.2, "lr": LEARNING_RATE, "lr_decay_style": "constant", "adam_eps": 1e-5, "train_iters": STEPS,
         "eval_iters": 0, "mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": VOCAB, "make_vocab_size_divisible_by": 16,
@@ -369,6 +388,9 @@ def _note_changes(s: Settings, notes: list[str]) -> None:
     half = [s.flag(dest) for dest in narrow if s.given(dest) and s.values[dest] not in (None, False, "auto", s.default(dest))]
     if half:
         notes.append(f"{', '.join(half)}: the proof computes in fp32 (with fp8 in fp64), where a difference is a mistake and not rounding")
+    if s.experimental_attention_variant == "gdn":
+        notes.append(f"{s.flag('layernorm_epsilon')} is {LARGE_EPSILON}: a query that all but misses a key makes an output near zero, whose "
+                     "gradient the norm behind it would blow up, rounding and all")
     if s.given("embedding_init_method_std"):
         notes.append(f"{s.flag('embedding_init_method_std')}: embeddings begin like all other weights")
     noise = [s.shown(dest) for dest, still in _NOISE.items() if s.values[dest] not in (still, 0.0, None, False)]

@@ -116,6 +116,10 @@ def attention(s: Settings, new: Mapping) -> dict[str, object]:
         values |= {"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
         values |= {"v_head_dim": 8 if s.v_head_dim == s.qk_head_dim else 6}
         values |= {"q_lora_rank": 12} if s.q_lora_rank else {}
+    if s.experimental_attention_variant == "gdn":
+        keys = max(2, new.tp * new.cp)
+        values |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * min(2, s.linear_num_value_heads // s.linear_num_key_heads)}
+        values |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16 if s.linear_key_head_dim == s.linear_value_head_dim else 8}
     if s.window_size is not None:
         values["window_size"] = tuple(min(side, 5) for side in s.window_size)
     return values
@@ -127,6 +131,10 @@ def experts(s: Settings, new: Mapping) -> dict[str, object]:
     values: dict[str, object] = {"ffn_hidden_size": ffn}
     if not s.num_experts:
         return values
+    if s.moe_latent_size:
+        values["moe_latent_size"] = HEAD
+    if s.finermoe_output_granularity:
+        return values | _fine_experts(s, new, ffn)
     wide = s.moe_ffn_hidden_size is None or s.moe_ffn_hidden_size == s.ffn_hidden_size
     values["moe_ffn_hidden_size"] = expert_ffn = ffn if wide else 16
     shared = s.moe_shared_expert_intermediate_size
@@ -147,6 +155,23 @@ def experts(s: Settings, new: Mapping) -> dict[str, object]:
     while number % new.ep or number % groups or number < 2 * topk or number // groups < max(topk // allowed, 1):
         number += new.ep if lone else 4
     return values | {"num_experts": number, "moe_router_topk": topk}
+
+
+def _fine_experts(s: Settings, new: Mapping, ffn: int) -> dict[str, object]:
+    """FineRMoE's four numbers, those of 1 unchanged; so many copies that expert ranks have equally many experts."""
+    cuts = 3 if s.finermoe_intermediate_granularity > 1 else 1
+    slices, candidates = (min(number, 2) for number in (s.finermoe_output_granularity, s.finermoe_output_expansion))
+    each = min(s.moe_router_topk // s.finermoe_output_granularity, 2)
+    copies = min(s.finermoe_intermediate_expansion, 2)
+    while slices * candidates * cuts * copies % new.ep or cuts * copies < each or slices * candidates * cuts * copies < 4:
+        copies += 1
+    values: dict[str, object] = {
+        "finermoe_intermediate_granularity": cuts, "finermoe_output_granularity": slices, "finermoe_intermediate_expansion": copies,
+        "finermoe_output_expansion": candidates, "moe_router_topk": slices * each,
+    }  # fmt: skip
+    if s.moe_shared_expert_intermediate_size:
+        values["moe_shared_expert_intermediate_size"] = ffn
+    return values
 
 
 def batch(s: Settings, old: Mapping, new: Mapping) -> dict[str, object]:

@@ -18,7 +18,8 @@ from typing import TextIO
 class IterationLine:
     """Values of one iteration line; optional fields are left out of the line when None.
 
-    Units: elapsed_ms milliseconds per iteration, throughput TFLOP/s per GPU, learning_rate that of the next step.
+    Units: elapsed_ms milliseconds per iteration, throughput TFLOP/s per GPU, energy (joules per iteration, watts) of a GPU, learning_rate
+    that of the next step.
     """
 
     iteration: int
@@ -33,9 +34,11 @@ class IterationLine:
     losses: Mapping[str, float] = field(default_factory=dict)
     skipped_samples: int = 0
     throughput: float | None = None
+    energy: tuple[float, float] | None = None
     grad_norm: float | None = None
     num_zeros: int | None = None
     params_norm: float | None = None
+    max_attention_logit: float | None = None
 
     def format(self, now: datetime.datetime) -> str:
         """Return the line, leading blank included."""
@@ -49,6 +52,8 @@ class IterationLine:
         parts.append(f" elapsed time per iteration (ms): {self.elapsed_ms:.1f} |")
         if self.throughput is not None:
             parts.append(f" throughput per GPU (TFLOP/s/GPU): {self.throughput:.1f} |")
+        if self.energy is not None:
+            parts.append(f" energy per GPU (J/iter/GPU): {self.energy[0]:.1f} | power per GPU (W/GPU): {self.energy[1]:.1f} |")
         if self.learning_rate is not None:
             parts.append(f" learning rate: {self.learning_rate:.6E} |")
         parts.append(f" global batch size: {self.global_batch_size:5d} |")
@@ -61,6 +66,8 @@ class IterationLine:
             parts.append(f" num zeros: {self.num_zeros} |")
         if self.params_norm is not None:
             parts.append(f" params norm: {self.params_norm:.3f} |")
+        if self.max_attention_logit is not None:
+            parts.append(f" max attention logit: {self.max_attention_logit:.3f} |")
         parts.append(f" number of skipped iterations: {self.skipped_iterations:3d} |")
         parts.append(f" number of nan iterations: {self.nan_iterations:3d} |")
         return "".join(parts)
@@ -80,9 +87,12 @@ def validation_line(where: str, losses: Mapping[str, float]) -> str:
     return f"{frame}\n{text}\n{frame}"
 
 
-def memory_line(rank: int, iteration: int, allocated: int, max_allocated: int, reserved: int, max_reserved: int) -> str:
-    """Return Megatron-LM's device memory line; amounts in bytes, printed in MiB."""
+def memory_line(rank: int, iteration: int, allocated: int, max_allocated: int, reserved: int, max_reserved: int,
+                used: int | None = None) -> str:
+    """Return Megatron-LM's device memory line; amounts in bytes, printed in MiB. used: of the device, by all processes."""
     values = (("allocated", allocated), ("max allocated", max_allocated), ("reserved", reserved), ("max reserved", max_reserved))
+    if used is not None:
+        values += (("total device memory used", used),)
     text = "".join(f" | {name}: {amount / 2**20}" for name, amount in values)
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB){text}"
 

@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 2000
+MAX_EVENTS = 500
+MAX_PARSED = 200_000_000  # bytes of a metrics file
 MAX_LAYER_VALUES = 200_000
 MAX_LOADS = 300_000
 SHARE_OF_TIME = 0.01
@@ -64,6 +66,7 @@ class Dashboard:
         self.path = Path(path)
         self._head = {"title": self.path.resolve().parent.name, **head}
         self._records, self._validations = Thinned(MAX_RECORDS), Thinned(MAX_RECORDS)
+        self._events = Thinned(MAX_EVENTS)
         self._layers: Thinned | None = None
         self._loads: Thinned | None = None
         self._not_before = -math.inf
@@ -74,7 +77,12 @@ class Dashboard:
         if "validation" in record:
             self._validations.add(dict(record))
             return
+        self._take_routing(record)
         self._records.add({name: value for name, value in record.items() if name != "routing"})
+        if event := {name: record[name] for name in ("resumed_from", "rejected") if name in record}:
+            self._events.add(event)  # records are thinned, and what happened in them must not go
+
+    def _take_routing(self, record: Mapping[str, Any]) -> None:
         routing = record.get("routing")
         if routing and routing["layers"]:
             loads = routing["tokens_per_expert"]
@@ -90,17 +98,20 @@ class Dashboard:
         if time.monotonic() >= self._not_before:
             self.write()
 
-    def write(self, done: bool = False) -> None:
-        """Write the page now. done: the run has ended, nothing follows."""
+    def write(self, done: bool = False) -> bool:
+        """Write the page now. done: the run has ended, nothing follows. Returns: could it be written?"""
         begin = time.monotonic()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        written = True
         try:
             temporary.write_text(self.page(done), encoding="utf-8")
             os.replace(temporary, self.path)
         except OSError as error:
             self._give_up(temporary, error)
+            written = False
         taken = time.monotonic() - begin
         self._not_before = begin + max(1.0, taken / SHARE_OF_TIME)
+        return written
 
     def _give_up(self, temporary: Path, error: OSError) -> None:
         if not self._told:
@@ -116,7 +127,7 @@ class Dashboard:
         """The page as text."""
         data = {
             **self._head, "done": done, "written": time.strftime("%Y-%m-%d %H:%M:%S"), "records": self._records.items(),
-            "validations": self._validations.items(), "layers": self._layers.items() if self._layers else [],
+            "validations": self._validations.items(), "events": self._events.items(), "layers": self._layers.items() if self._layers else [],
             "loads": self._loads.items() if self._loads else [],
         }
         # "</script>" and "<!--" inside a string would end or confuse the element that holds it
@@ -155,18 +166,29 @@ def open_dashboard(metrics_file: str | Path, head: Mapping[str, Any]) -> Dashboa
         return None
     dashboard = Dashboard(page_beside(path), head)
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in _lines(path):
+            try:
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+                    dashboard.take(record)
+            except (ValueError, TypeError, LookupError):
+                continue  # torn by a kill, or written by somebody else
     except OSError as error:
         logger.warning("the dashboard begins anew, %s cannot be read: %s", path, error.strerror or error)
-        return dashboard
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # torn by a kill
-        if isinstance(record, dict) and isinstance(record.get("iteration"), int):
-            dashboard.take(record)
+        return Dashboard(dashboard.path, head)
     return dashboard
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a metrics file; of one that is too large to be parsed while ranks wait, evenly spread ones, all events and the last."""
+    every, line, given = path.stat().st_size // MAX_PARSED + 1, b"", True
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            given = number % every == 0 or any(mark in line for mark in (b'{"validation"', b'"resumed_from"', b'"rejected"'))
+            if given:
+                yield line
+    if not given:
+        yield line
 
 
 def main(argv: list[str]) -> int:
@@ -178,7 +200,8 @@ def main(argv: list[str]) -> int:
     if dashboard is None:
         print(f"{argv[0]}: there is no such file", file=sys.stderr)
         return 2
-    dashboard.write(done=True)
+    if not dashboard.write(done=True):
+        return 1
     print(dashboard.path)
     return 0
 

@@ -5,7 +5,8 @@ choice: the last pipeline stage has the loss). From it come
   * the iteration line, whose numbers are means over the interval, with Megatron-LM's quirk kept: the line after the
     first iteration of a run does not reset the sums, so users' parsers see the very numbers they are used to;
   * `metrics.jsonl`, which has no quirks: each record holds the values of its own iteration in full precision, counters
-    count since the last record, and `learning_rate` is the one used in the step;
+    count since the last record, `learning_rate` is the one used in the step, and the first record of a resumed run says after
+    which iteration it went on (`resumed_from`);
   * dashboard.html beside it, the same records as a page (dashboard.py);
   * TensorBoard scalars under Megatron-LM's names, and the same names for Weights & Biases.
 
@@ -22,7 +23,7 @@ import datetime
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,13 @@ from torch import Tensor
 
 from arguments.output import OutputArgs
 from moe_trainer.report import event_files
+from moe_trainer.report.board import Board
 from moe_trainer.report.console import IterationLine, ProgressBar, perplexity, validation_line
 from moe_trainer.report.dashboard import open_dashboard
+from moe_trainer.report.energy import Energy
 from moe_trainer.report.metrics_file import open_metrics_file, writes
 from moe_trainer.report.routing import PER_LAYER, heat_map, routing_health
+from moe_trainer.report.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,8 @@ class IterationRecord:
 
     Units: elapsed_s seconds; flops model FLOPs of the whole global batch; max_memory_mb MiB (device memory on CUDA,
     resident set on CPU); loads: the table that report/routing.py describes. `learning_rate` was used in this step,
-    `next_learning_rate` is the next step's.
+    `next_learning_rate` is the next step's. own_times: what straggler detection found, by the names of metrics.jsonl (milliseconds).
+    rejected: the iterations that were skipped for their results so far (guard/rejection.py).
     """
 
     iteration: int
@@ -65,8 +70,12 @@ class IterationRecord:
     skipped_samples: int = 0
     num_zeros: int | None = None
     params_norm: float | None = None
+    max_attention_logit: float | None = None
     per_layer: Mapping[str, list[float]] = field(default_factory=dict)
     loads: Tensor | None = None
+    own_times: Mapping[str, Any] | None = None
+    energy: Energy | None = None
+    rejected: Sequence[Mapping[str, Any]] = ()
 
     @property
     def is_nan(self) -> bool:
@@ -97,7 +106,8 @@ class LogOptions:
 class MetricsLogger:
     """Turns iteration records into lines, files and scalars. One per run, on the last rank.
 
-    Raises: InputError, then or at any later time, if the metrics file or the TensorBoard folder cannot be written.
+    A disk that fails later does not end the run (metrics_file.py, board.py say what becomes of the records).
+    Raises: InputError if the metrics file or the TensorBoard folder cannot be written, or at the end not all of the former.
     """
 
     def __init__(self, options: LogOptions, world_size: int, start_iteration: int, settings: Mapping[str, object]):
@@ -107,9 +117,11 @@ class MetricsLogger:
         head = {"train_iters": options.train_iters, "world_size": world_size, "settings": settings}
         self._dashboard = open_dashboard(options.metrics_file, head) if options.metrics_file else None
         self._tensorboard = _open_tensorboard(options, start_iteration, settings)
-        self._wandb = _open_wandb(options, settings)
+        resumes = options.own and start_iteration > 0
+        self._wandb = WandbRun(options.output, settings, resumes) if options.output.wandb_project else None
         self._bar = ProgressBar(options.train_iters)
         self._first = True
+        self._resumed_from = self._recorded = start_iteration
         self._reset_line_sums()
         self._reset_record_counters()
 
@@ -173,11 +185,13 @@ class MetricsLogger:
             throughput=self._tflops(record.flops, self._line_seconds / iterations) if self._options.output.log_throughput else None,
             learning_rate=record.next_learning_rate,
             global_batch_size=record.global_batch_size,
+            energy=record.energy,
             losses={name: total / max(1, self._advanced) for name, total in self._loss_sums.items()},
             loss_scale=record.loss_scale,
             grad_norm=record.grad_norm,
             num_zeros=record.num_zeros,
             params_norm=record.params_norm,
+            max_attention_logit=record.max_attention_logit,
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
         )
@@ -206,24 +220,32 @@ class MetricsLogger:
             values["num_zeros"] = record.num_zeros
         if record.params_norm is not None:
             values["params_norm"] = record.params_norm
+        if record.max_attention_logit is not None:
+            values["max_attention_logit"] = record.max_attention_logit
+        if rejected := [entry for entry in record.rejected if entry["iteration"] > self._recorded]:
+            values["rejected"] = rejected
+        self._recorded = record.iteration
+        if record.energy is not None:
+            values.update(energy_per_gpu_j=record.energy.joules_per_iteration, power_per_gpu_w=record.energy.watts)
+        if record.own_times is not None:
+            values["own_time_ms"] = record.own_times
+        if self._first and self._resumed_from:
+            values["resumed_from"] = self._resumed_from
         if health is not None:
             values["routing"] = health
         self._append(values)
         self._reset_record_counters()
 
     def _append(self, values: Mapping[str, object]) -> None:
-        with writes("--metrics-file", self._options.metrics_file):
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
+        self._file.append(json.dumps(values))
         if self._dashboard is not None:
             self._dashboard.add(values)
 
     def _scalar(self, name: str, value: float, iteration: int, samples: int | None = None) -> None:
         if self._tensorboard is not None:
-            with writes("--tensorboard-dir", self._options.output.tensorboard_dir):
-                self._tensorboard.add_scalar(name, value, iteration)
-                if samples is not None:
-                    self._tensorboard.add_scalar(f"{name} vs samples", value, samples)
+            self._tensorboard.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._tensorboard.add_scalar(f"{name} vs samples", value, samples)
         if self._wandb is not None:
             self._wandb.log({name: value}, iteration)
 
@@ -248,6 +270,8 @@ class MetricsLogger:
             self._scalar("num-zeros", record.num_zeros, iteration, samples)
         if record.params_norm is not None:
             self._scalar("params-norm", record.params_norm, iteration, samples)
+        if record.max_attention_logit is not None:
+            self._scalar("max_attention_logit", record.max_attention_logit, iteration, samples)
         if options.output.log_memory_to_tensorboard:
             for name, value in _memory_scalars(record.max_memory_mb).items():
                 self._scalar(name, value, iteration)
@@ -261,6 +285,12 @@ class MetricsLogger:
         self._scalar("iteration-time", seconds, record.iteration)
         if self._options.output.log_throughput and self._options.output.log_timers_to_tensorboard:
             self._scalar("throughput", self._tflops(record.flops, seconds), record.iteration)
+        if record.energy is not None:
+            self._scalar("iter-energy/gpu", record.energy.joules_per_iteration, record.iteration)
+            self._scalar("power/gpu", record.energy.watts, record.iteration)
+        for name, value in (record.own_times or {}).items():
+            if isinstance(value, float):
+                self._scalar(f"own-time-{name}", value / 1e3, record.iteration)  # in seconds, as iteration-time
         if health is None or not health["layers"]:
             return
         self._scalar("moe/straggler_cost", health["straggler_cost"], record.iteration)
@@ -268,8 +298,7 @@ class MetricsLogger:
             for layer, value in zip(health["layers"], health[name], strict=True):
                 self._scalar(f"moe/{name}_layer_{layer}", value, record.iteration)
         if self._tensorboard is not None:
-            with writes("--tensorboard-dir", self._options.output.tensorboard_dir):
-                self._tensorboard.add_image("moe/load", heat_map(health["tokens_per_expert"]), record.iteration)
+            self._tensorboard.add_image("moe/load", heat_map(health["tokens_per_expert"]), record.iteration)
 
     def timers(self, seconds_by_name: Mapping[str, float], iteration: int) -> None:
         """Write timer scalars (--log-timers-to-tensorboard)."""
@@ -298,22 +327,19 @@ class MetricsLogger:
     def flush(self) -> None:
         """Hand over to the system whatever is still held back."""
         if self._tensorboard is not None:
-            with writes("--tensorboard-dir", self._options.output.tensorboard_dir):
-                self._tensorboard.flush()
+            self._tensorboard.flush()
 
     def close(self) -> None:
         """Flush and close every file."""
         self._bar.clear()
-        if self._file is not None:
-            with writes("--metrics-file", self._options.metrics_file):
-                self._file.close()
         if self._dashboard is not None:
             self._dashboard.write(done=True)
         if self._tensorboard is not None:
-            with writes("--tensorboard-dir", self._options.output.tensorboard_dir):
-                self._tensorboard.close()
+            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+        if self._file is not None:
+            self._file.close()
 
 
 def _memory_scalars(max_memory_mb: float) -> dict[str, float]:
@@ -330,23 +356,23 @@ def _memory_scalars(max_memory_mb: float) -> dict[str, float]:
     }
 
 
-def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mapping[str, object]):
+def _open_tensorboard(options: LogOptions, start_iteration: int, settings: Mapping[str, object]) -> Board | None:
     if options.output.tensorboard_dir is None:
         return None
     # Imported here: it takes a second, and only one rank needs it.
     from torch.utils.tensorboard import SummaryWriter
 
+    def open_writer() -> SummaryWriter:
+        # no purge_step: it would count the "vs samples" curves, whose steps are samples, as expired
+        writer = SummaryWriter(log_dir=options.output.tensorboard_dir, max_queue=options.output.tensorboard_queue_size)
+        for name in sorted(settings):
+            writer.add_text(name, str(settings[name]), global_step=start_iteration)
+        return writer
+
     with writes("--tensorboard-dir", options.output.tensorboard_dir):
         if options.own:
             _own_events(Path(options.output.tensorboard_dir), start_iteration, options.start_samples)
-        writer = SummaryWriter(
-            log_dir=options.output.tensorboard_dir,
-            # no purge_step: it would count the "vs samples" curves, whose steps are samples, as expired
-            max_queue=options.output.tensorboard_queue_size,
-        )
-        for name in sorted(settings):
-            writer.add_text(name, str(settings[name]), global_step=start_iteration)
-    return writer
+        return Board(options.output.tensorboard_dir, open_writer)
 
 
 def _own_events(folder: Path, iteration: int, samples: int) -> None:
@@ -354,20 +380,3 @@ def _own_events(folder: Path, iteration: int, samples: int) -> None:
         event_files.move_aside(folder)
     elif dropped := event_files.drop_after(folder, iteration, samples):
         logger.info("%d TensorBoard events after iteration %d are dropped from %s: they are going to be logged again", dropped, iteration, folder)
-
-
-def _open_wandb(options: LogOptions, settings: Mapping[str, object]):
-    output = options.output
-    if not output.wandb_project:
-        return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError("--wandb-project: the package wandb is not installed (pip install wandb)") from error
-    return wandb.init(
-        dir=output.wandb_save_dir or (f"{output.save}/wandb" if output.save else None),
-        name=output.wandb_exp_name,
-        project=output.wandb_project,
-        entity=output.wandb_entity or None,
-        config=dict(settings),
-    )

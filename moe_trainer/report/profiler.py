@@ -1,7 +1,8 @@
 """The profiler switch: `--profile` records the iterations [--profile-step-start, --profile-step-end) on chosen ranks.
 
 With `--use-pytorch-profiler` torch's profiler writes a Chrome trace; without it the range is marked for NVIDIA Nsight
-Systems (cudaProfilerStart/Stop), which exists on CUDA only, so CPU runs always use torch's profiler.
+Systems (cudaProfilerStart/Stop), which exists on CUDA only, so CPU runs always use torch's profiler. Beside the Chrome trace
+`--pytorch-profiler-collect-chakra` has torch write an execution trace of the same iterations, the input of Chakra's tools.
 """
 
 from pathlib import Path
@@ -21,6 +22,7 @@ class Profiler:
         self._folder = Path(output.tensorboard_dir or output.save or ".") / "profile"
         self._rank = rank
         self._torch_profiler = None
+        self._execution: torch.profiler.ExecutionTraceObserver | None = None
         if self._active and (output.use_pytorch_profiler or not torch.cuda.is_available()):
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -30,10 +32,16 @@ class Profiler:
                 record_shapes=output.pytorch_profiler_collect_shapes,
                 with_stack=output.pytorch_profiler_collect_callstack,
             )
+            if output.pytorch_profiler_collect_chakra:
+                self._execution = torch.profiler.ExecutionTraceObserver()
 
     def before(self, iteration: int) -> None:
         """Start if `iteration` (1-based number of the iteration about to run) is the first to record."""
         if self._active and iteration == self._start + 1:
+            if self._execution is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._execution.register_callback(str(self._path("chakra")))
+                self._execution.start()
             if self._torch_profiler is not None:
                 self._torch_profiler.start()
             else:
@@ -47,7 +55,13 @@ class Profiler:
             torch.cuda.cudart().cudaProfilerStop()
             return None
         self._torch_profiler.stop()
+        if self._execution is not None:
+            self._execution.stop()
+            self._execution.unregister_callback()  # which completes the file
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{self._rank}_iterations{self._start + 1}-{self._end}.json"
+        path = self._path()
         self._torch_profiler.export_chrome_trace(str(path))
         return path
+
+    def _path(self, kind: str = "") -> Path:
+        return self._folder / f"{kind and kind + '_'}rank{self._rank}_iterations{self._start + 1}-{self._end}.json"

@@ -6,6 +6,7 @@
     load_entropy        entropy of the loads over its largest value log(num_experts); 1 is balanced
     dead_experts        experts that no token chose
     drop_rate           share of the chosen (token, expert) pairs that were dropped
+    clone_rate          share of those pairs that clones of hot experts computed on other ranks (--moe-clone-hot-experts)
     bias_drift          largest distance of an expert bias from their mean, after this iteration's update; 0 without expert bias
     rank_max_over_mean  of the fullest expert-parallel rank; 1 without expert parallelism
     straggler_cost      one number: by which share of itself the iteration's arithmetic is longer because every layer waits for its fullest
@@ -24,15 +25,15 @@ import torch
 from torch import Tensor
 
 MEAN, COLD, HOT = (247, 247, 247), (33, 102, 172), (178, 24, 43)  # as in page/dashboard.js
-PER_LAYER = ("load_max_over_mean", "load_entropy", "dead_experts", "drop_rate", "bias_drift", "rank_max_over_mean")
+PER_LAYER = ("load_max_over_mean", "load_entropy", "dead_experts", "drop_rate", "clone_rate", "bias_drift", "rank_max_over_mean")
 
 
 def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict[str, object]:
-    """Describe a table of moe/health.py: fp64 [layers, experts + 3], the last columns drops, bias drift, is this an MoE layer.
+    """Describe a table of moe/health.py: fp64 [layers, experts + 4], the last columns drops, clones' rows, bias drift, is this an MoE layer.
 
     expert_ranks: size of expert parallelism. layer_share: of one layer's routed experts in the model's FLOPs.
     """
-    num_experts = table.shape[1] - 3
+    num_experts = table.shape[1] - 4
     table = table.cpu()
     layers = [index for index, row in enumerate(table[:, -1].tolist()) if row > 0.5]
     rows = table[layers]
@@ -48,7 +49,8 @@ def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict
         "load_entropy": entropy_L.tolist(),
         "dead_experts": (loads_LE == 0).sum(1).tolist(),
         "drop_rate": (rows[:, num_experts] / chosen_L).tolist(),
-        "bias_drift": rows[:, num_experts + 1].tolist(),
+        "clone_rate": (rows[:, num_experts + 1] / chosen_L).tolist(),
+        "bias_drift": rows[:, num_experts + 2].tolist(),
         "rank_max_over_mean": fullest_L.tolist(),
         "straggler_cost": float((fullest_L - 1.0).clamp(min=0.0).sum()) * layer_share,
         "tokens_per_expert": [[int(count) for count in row] for row in loads_LE.tolist()],

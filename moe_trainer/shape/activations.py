@@ -15,7 +15,7 @@ BLOCKED_MAX_LENGTH positions, the probabilities of all blocks; else queries, key
 CPU and explicit masks are not counted, nor the surplus rows of half-precision experts on a CPU (ops/expert_mlp.py).
 
 The layers are this program's own. What TransformerEngine's keep instead (inputs as they were quantised, with their scales; their fused
-kernels' maps of rows, the input of the experts' second product) is not listed; planner/memory.py takes quantised inputs into account.
+kernels' maps of rows) is not listed; planner/memory.py takes inputs in 8 bits into account.
 
 Shapes: T tokens of this rank's part of the sequence, `rows` those of them that it holds between blocks (T / tp with sequence
 parallelism), `own` those that it routes, R rows of its experts, H hidden, N heads, G key-value heads, D and E widths of key and value.
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+from moe_trainer.shape.layers import is_linear, moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.parts import is_offloaded, offloaded_parts, recomputed_parts, recomputed_spans
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 BLOCKED_MAX_LENGTH, QUERY_BLOCK = 512, 64  # as in ops/attention.py
 WIDE = 4  # bytes of statistics, which are fp32
 INDEX = 8  # bytes of an int64
+SEGMENT = 1024  # positions of a segment, as in ops/gated_delta_rule.py
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,10 @@ class _Layer:
         yield from self.norm("attn_norm", "input_layernorm", self.rows, self.hidden, self.residual)
         if not discards:
             yield Kept("normed", (self.rows, self.hidden), self.size, "qkv_linear")
-        yield from self._latent() if self.model.multi_latent_attention else self._grouped()
+        if is_linear(self.model, self.number):
+            yield from self._linear()
+        else:
+            yield from self._latent() if self.model.multi_latent_attention else self._grouped()
         yield from self._dropout("self_attention")
         yield from self.norm("mlp_norm", "pre_mlp_layernorm", self.rows, self.hidden, self.residual)
         region = "moe" if self.is_moe else "mlp"
@@ -123,6 +127,24 @@ class _Layer:
                 yield Kept(f"{name}.x", (self.tokens * count, width), self.size)
                 yield Kept(f"{name}.statistics", (self.tokens * count, 2 if rms.normalization == "LayerNorm" else 1), WIDE)
         yield from self._core(heads, groups, width, width, discarded=False)
+        if model.attention_output_gate:
+            yield Kept("gate", (self.tokens, heads * width), self.size, "qkv_linear")
+            yield Kept("linear_proj.x", (self.tokens, heads * width), self.size, "attn_proj")
+
+    def _linear(self) -> Iterator[Kept]:
+        """A gated DeltaNet (layers/gated_delta_net.py). In its core each of the cp ranks has some of the heads of the whole sequence."""
+        model, tokens, part = self.model, self.tokens, "core_attn"
+        heads, width = model.linear_num_value_heads // self.tp, model.linear_value_head_dim
+        key_channels = model.linear_num_key_heads // self.tp * model.linear_key_head_dim
+        yield Kept("in_proj.y", (tokens, 2 * key_channels + 2 * heads * width + 2 * heads), self.size, part)
+        later_segments = -(-self.length * self.cp // SEGMENT) - 1
+        if later_segments:
+            state = (self.batch, heads // self.cp, model.linear_key_head_dim, width)
+            yield Kept("states", (later_segments, *state), WIDE, part)
+        yield from self.norm(part, "out_norm", tokens * heads, width, self.size)
+        yield Kept("out_norm.y", (tokens, heads * width), self.size, part)
+        if "gdn_norm_out" not in self.parts:
+            yield Kept("out_proj.x", (tokens, heads * width), self.size, "attn_proj")
 
     def _latent(self) -> Iterator[Kept]:
         model = self.model
@@ -168,7 +190,7 @@ class _Layer:
 
     def _blocks(self) -> bool:
         """Does attention go block by block (layers/ring_attention.py)?"""
-        return self.packed or self.cp > self._heads_cut()
+        return self.packed or self.cp > self._heads_cut() or self.model.softmax_type != "vanilla"
 
     @staticmethod
     def _visible(length: int) -> int:
@@ -204,12 +226,14 @@ class _Layer:
         yield from self._router()
         yield from self._routes()
         kept = self._expert_rows()
-        yield Kept("experts.x", (kept, self.hidden), self.size, "expert_fc1")
+        yield Kept("experts.x", (kept, moe.expert_widths(self.hidden)[0]), self.size, "expert_fc1")
         yield Kept("experts.probs", (kept,), self._router_size(), "moe_act")
         ffn = (moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
         yield Kept("experts.linear_fc1.y", (kept, self._gate() * ffn), self.size, "moe_act")
         if self._sorts_arrivals():
             yield Kept("experts.order", (2, self.received), INDEX)
+        if moe.moe_latent_size:
+            yield Kept("fc2_latent_proj.x", (self.own, moe.moe_latent_size), self.size)
         shared = moe.moe_shared_expert_intermediate_size
         if shared:
             if "shared_experts" not in self.parts:
@@ -277,8 +301,12 @@ class _Layer:
     def _routes(self) -> Iterator[Kept]:
         """Where rows come from and go to (ops/permute.py): of this rank's tokens, or of all that were gathered for its experts."""
         gathered = self.moe.moe_token_dispatcher_type == "allgather" and self.etp * self.ep > 1
-        yield Kept("routes.rows", (4, self.received if gathered else self.sent), INDEX)
-        yield Kept("routes.offsets", ((self.own * self.etp * self.ep if gathered else self.own) + 1,), INDEX)
+        rows, tokens = (self.received, self.own * self.etp * self.ep) if gathered else (self.sent, self.own)
+        yield Kept("routes.rows", (4, rows), INDEX)
+        yield Kept("routes.offsets", (tokens + 1,), INDEX)
+        if self.moe.finermoe is not None:
+            yield Kept("routes.slice_rows", (rows,), INDEX)
+            yield Kept("routes.slice_offsets", (tokens * self.moe.finermoe.slices + 1,), INDEX)
         yield Kept("routes.counts", (self.moe.num_experts // (self.ep if gathered else 1),), INDEX)
 
     def tape(self) -> Iterator[Kept]:

@@ -20,11 +20,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+from moe_trainer.shape.layers import is_linear, moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 if TYPE_CHECKING:
     from arguments import Arguments
+    from arguments.model import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _gqa(args: Arguments) -> int:
     model = args.model
     hidden, channels = model.hidden_size, model.kv_channels
     query_rows = model.num_attention_heads * channels
-    qkv_rows = query_rows + 2 * model.query_groups * channels
+    qkv_rows = query_rows * (1 + model.attention_output_gate) + 2 * model.query_groups * channels
     count = hidden * qkv_rows + query_rows * hidden
     if model.add_qkv_bias or model.add_bias_linear:
         count += qkv_rows
@@ -83,6 +84,19 @@ def _gqa(args: Arguments) -> int:
     return count
 
 
+def gated_delta_net(model: ModelArgs, matrices: bool = False) -> int:
+    """Parameters of one gated DeltaNet, its norm aside; or of its two matrices."""
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    values = model.linear_num_value_heads * model.linear_value_head_dim
+    projections = model.hidden_size * (2 * keys + 3 * values + 2 * model.linear_num_value_heads)
+    return projections if matrices else projections + (2 * keys + values) * model.linear_conv_kernel_dim + 2 * model.linear_num_value_heads
+
+
+def _sinks(args: Arguments) -> int:
+    """Parameters of the attention sinks of one layer."""
+    return args.model.num_attention_heads if args.model.softmax_type == "learnable" else 0
+
+
 def _ffn(args: Arguments, ffn_size: int, bias: bool) -> int:
     """Parameters of one feed-forward network: two matrices, or three when the activation is gated."""
     up_rows = 2 * ffn_size if args.model.swiglu or args.model.quick_geglu else ffn_size
@@ -90,13 +104,24 @@ def _ffn(args: Arguments, ffn_size: int, bias: bool) -> int:
     return count + (up_rows + args.model.hidden_size if bias else 0)
 
 
+def _expert(args: Arguments) -> int:
+    """Parameters of one routed expert: of whole tokens, of latents, or with an output of a slice."""
+    reads, makes = args.moe.expert_widths(args.model.hidden_size)
+    ffn_size = args.moe.moe_ffn_hidden_size or args.model.ffn_hidden_size
+    up_rows = 2 * ffn_size if args.model.swiglu or args.model.quick_geglu else ffn_size
+    return reads * up_rows + ffn_size * makes + (up_rows + makes if args.model.add_bias_linear else 0)
+
+
 def _moe_fixed(args: Arguments) -> int:
-    """Parameters of one MoE feed-forward that every token uses: router and shared experts."""
+    """Parameters of one MoE feed-forward that every token uses: router, shared experts and the projections of latents."""
     model, moe = args.model, args.moe
     count = moe.num_experts * (model.hidden_size + (1 if model.add_bias_linear else 0))
     if moe.moe_shared_expert_intermediate_size:
         count += _ffn(args, moe.moe_shared_expert_intermediate_size, bias=False)
         count += model.hidden_size if moe.moe_shared_expert_gate else 0
+    if moe.moe_latent_size:
+        count += 2 * model.hidden_size * moe.moe_latent_size
+        count += model.hidden_size + moe.moe_latent_size if model.add_bias_linear else 0
     return count
 
 
@@ -116,18 +141,20 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
     num_moe, num_dense = sum(pattern), len(pattern) - sum(pattern)
 
-    attention = (_mla(args) if model.multi_latent_attention else _gqa(args)) + 2 * _norm(args, hidden)
+    attention = (_mla(args) if model.multi_latent_attention else _gqa(args)) + _sinks(args) + 2 * _norm(args, hidden)
     dense_ffn = _ffn(args, model.ffn_hidden_size, model.add_bias_linear)
     expert = fixed = experts = topk = 0
     if moe.num_experts:
-        expert = _ffn(args, moe.moe_ffn_hidden_size or model.ffn_hidden_size, model.add_bias_linear)
+        expert = _expert(args)
         fixed, experts, topk = _moe_fixed(args), moe.num_experts, moe.moe_router_topk
     moe_ffn = fixed + experts * expert
 
     embedding = vocab * hidden
     positions = model.max_position_embeddings * hidden if model.position_embedding_type == "learned_absolute" else 0
     head = vocab * hidden if model.untie_embeddings_and_output_weights else 0
-    layers = model.num_layers * attention + num_dense * dense_ffn + num_moe * moe_ffn
+    linear = gated_delta_net(model) + _norm(args, model.linear_value_head_dim) + 2 * _norm(args, hidden)
+    num_linear = sum(is_linear(model, number) for number in range(model.num_layers))
+    layers = num_linear * linear + (model.num_layers - num_linear) * attention + num_dense * dense_ffn + num_moe * moe_ffn
     total = embedding + positions + layers + _norm(args, hidden) + head
     active = total - num_moe * (experts - topk) * expert
 
@@ -135,7 +162,7 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     if model.mtp_use_repeated_layer:
         depths = min(depths, 1)
     mtp_layer = (
-        attention + (moe_ffn if mtp_is_moe(pattern) else dense_ffn) + 2 * hidden * hidden + 3 * _norm(args, hidden)
+        (linear if is_linear(model, model.num_layers) else attention) + (moe_ffn if mtp_is_moe(pattern) else dense_ffn) + 2 * hidden * hidden + 3 * _norm(args, hidden)
     )
     return ParamCounts(
         total=total,

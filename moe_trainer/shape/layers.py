@@ -1,8 +1,12 @@
-"""Which decoder layers are Mixture-of-Experts layers."""
+"""Which decoder layers are Mixture-of-Experts layers, and which have linear attention."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from arguments.model import ModelArgs
 
 
 def moe_layer_pattern(
@@ -29,6 +33,24 @@ def moe_layer_pattern(
     if any(entry not in (0, 1) for entry in entries):
         raise ValueError(f"--moe-layer-freq {list(entries)}: every entry must be 0 (dense) or 1 (MoE)")
     return tuple(bool(entry) for entry in entries)
+
+
+def linear_layer_pattern(num_layers: int, variant: str | None, linear_attention_freq: int | Sequence[int] | None) -> tuple[bool, ...]:
+    """Say for every decoder layer whether it is a gated DeltaNet layer. variant: --experimental-attention-variant.
+
+    An integer N of --linear-attention-freq leaves every N-th layer its softmax attention; a list says it layer by layer.
+    """
+    if variant != "gdn" or linear_attention_freq is None:
+        return (False,) * num_layers
+    if isinstance(linear_attention_freq, int):
+        return tuple((layer + 1) % linear_attention_freq != 0 for layer in range(num_layers))
+    return tuple(bool(entry) for entry in linear_attention_freq)
+
+
+def is_linear(model: ModelArgs, number: int) -> bool:
+    """Whether a layer (counted from 0; those of multi-token prediction copy the last one) is a gated DeltaNet layer."""
+    pattern = linear_layer_pattern(model.num_layers, model.experimental_attention_variant, model.linear_attention_freq)
+    return pattern[min(number, model.num_layers - 1)]
 
 
 def mtp_is_moe(pattern: Sequence[bool]) -> bool:

@@ -3,7 +3,8 @@
 What every parameter costs on a rank that holds it, and what is divided among data-parallel ranks: the main parameters and moments of the
 distributed optimizer, everything under full sharding. Dense parameters are divided over dp x cp, experts over their own data-parallel
 ranks; in both cases within one instance of the optimizer. Weights that are kept in 8 bits (--fp8-param-gather) are counted apart: they
-have whole main parameters of their own, since no bf16 copy holds a half of them. Not counted are what fills buffers up to their alignment, one fp32 scale for every tensor in a
+have whole main parameters of their own, since no bf16 copy holds a half of them. So are, with --optimizer muon, tables of
+embeddings and head, which its other rule updates; its vectors are taken for matrices. Not counted are what fills buffers up to their alignment, one fp32 scale for every tensor in a
 format with scales, and what a step opens in passing (optim/kept_state.py, optim/host_copies.py).
 """
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from arguments import Arguments
 
 _BYTES = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
-_MOMENTS = MappingProxyType({"adam": 2, "sgd": 1})
+_MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1, "muon": 1})
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class StateBytes:
         return self.total - self.host
 
 
-def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert"] = "dense", stored: bool = False) -> StateBytes:
-    """What a dense parameter, or one of an expert, costs on a rank. stored: one that is kept in 8 bits.
+def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert"] = "dense", stored: bool = False,
+                table: bool = False) -> StateBytes:
+    """What a dense parameter, or one of an expert, costs on a rank. stored: one that is kept in 8 bits. table: one of embeddings or head.
 
     Raises: ValueError for an optimizer whose state is not known.
     """
@@ -56,10 +58,9 @@ def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert
     if not is_known(args):
         raise ValueError(f"the state of --optimizer {optimizer.optimizer} is not known")
     aware, half, ranks = optimizer.use_precision_aware_optimizer, precision.bf16 or precision.fp16, _data_ranks(args, world_size, kind)
-    if aware:
-        moments = float(_BYTES[optimizer.exp_avg_dtype] + _BYTES[optimizer.exp_avg_sq_dtype])
-    else:
-        moments = 4.0 * _MOMENTS[optimizer.optimizer]
+    count = _MOMENTS[optimizer.muon_scalar_optimizer if optimizer.optimizer == "muon" and table else optimizer.optimizer]
+    formats = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
+    moments = float(sum(_BYTES[name] for name in formats[:count]))
     width = 2.0 if half else 4.0
     strategy = _strategy(args)
     if strategy in ("optim_grads", "optim_grads_params") and _data_ranks(args, world_size, "dense") > 1:
@@ -84,10 +85,14 @@ def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert
                       share * (main_host + moments) / shards)
 
 
-def rank_state_bytes(args: Arguments, world_size: int, dense: int, expert: int, stored: tuple[int, int] = (0, 0)) -> StateBytes:
-    """All bytes of a rank that holds so many dense parameters and parameters of experts. stored: how many of each are kept in 8 bits."""
-    counts = (("dense", False, dense - stored[0]), ("expert", False, expert - stored[1]), ("dense", True, stored[0]), ("expert", True, stored[1]))
-    parts = [(count, state_bytes(args, world_size, kind, apart)) for kind, apart, count in counts]
+def rank_state_bytes(args: Arguments, world_size: int, dense: int, expert: int, stored: tuple[int, int] = (0, 0), tables: int = 0) -> StateBytes:
+    """All bytes of a rank that holds so many dense parameters and parameters of experts.
+
+    stored: how many of each are kept in 8 bits. tables: how many of the dense ones are rows of embeddings and head.
+    """
+    counts = (("dense", False, False, dense - stored[0] - tables), ("expert", False, False, expert - stored[1]),
+              ("dense", True, False, stored[0]), ("expert", True, False, stored[1]), ("dense", False, True, tables))
+    parts = [(count, state_bytes(args, world_size, kind, apart, table)) for kind, apart, table, count in counts]
     return StateBytes(*(sum(count * getattr(each, name) for count, each in parts)
                         for name in ("weights", "gradients", "main_params", "moments", "host")))
 

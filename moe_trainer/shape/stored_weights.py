@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moe_trainer.shape.counts import count_parameters
-from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+from moe_trainer.shape.counts import count_parameters, gated_delta_net
+from moe_trainer.shape.layers import is_linear, moe_layer_pattern, mtp_is_moe
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -44,10 +44,12 @@ def stored_weights(args: Arguments, padded_vocab_size: int | None = None) -> tup
     shared = counts.moe_ffn_per_layer - experts * (counts.per_expert + model.hidden_size) - gate
     first, last = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16) if precision.first_last_layers_bf16 else (0, 0)
     pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
-    covered = list(pattern[first:len(pattern) - last])
+    linear = gated_delta_net(model, matrices=True)
+    attention = [linear if is_linear(model, number) else counts.attention_per_layer for number in range(model.num_layers + 1)]
+    covered = list(zip(pattern, attention))[first:len(pattern) - last]
     depths = model.mtp_num_layers or 0
     depths = min(depths, 1) if model.mtp_use_repeated_layer else depths
-    covered += [mtp_is_moe(pattern)] * depths
+    covered += [(mtp_is_moe(pattern), attention[-1])] * depths
     dense = depths * 2 * model.hidden_size**2
-    dense += sum(counts.attention_per_layer + (shared if is_moe else counts.dense_ffn_per_layer) for is_moe in covered)
-    return dense, sum(experts * counts.per_expert for is_moe in covered if is_moe)
+    dense += sum(mixing + (shared if is_moe else counts.dense_ffn_per_layer) for is_moe, mixing in covered)
+    return dense, sum(experts * counts.per_expert for is_moe, _ in covered if is_moe)

@@ -17,6 +17,13 @@ def test_the_folder_is_known_before_any_rule():
     assert checkpoint_wanted(TOY + ["--load", "b"]) is None
 
 
+def test_the_newest_checkpoint_of_the_run_itself_comes_first():
+    resumed = ["--use-checkpoint-args", "--auto-resume", "--save", "own"]
+    assert checkpoint_wanted(resumed) == Wanted(None, None, True, "own")
+    assert checkpoint_wanted([*resumed, "--load", "base", "--ckpt-step", "5"]) == Wanted("base", 5, False, "own")
+    assert checkpoint_wanted(resumed[1:]) is None
+
+
 def test_only_a_checkpoint_that_the_run_writes_itself_may_be_missing():
     assert checkpoint_wanted([*LINE, "--save", "runs/../runs/a"]).may_come
     assert not checkpoint_wanted([*LINE, "--save", "runs/b"]).may_come

@@ -44,7 +44,9 @@ def test_violations_are_written_too(tmp_path, capsys):
     assert {violation["kind"] for violation in report["violations"]} == {"unknown", "later"}
     assert all(violation["flags"] and violation["message"] for violation in report["violations"])
     assert report["settings"]["tensor_parallel_num_weight_shards"]["value"] == 2
-    assert "2 problems:" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "2 problems:" in told.out
+    assert told.err.startswith("pretrain_moe.py: refused because of --") and told.err.count("\n") == 1
 
 
 def test_parameters_are_counted_when_only_a_later_feature_is_missing(tmp_path):

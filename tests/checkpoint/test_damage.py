@@ -25,7 +25,6 @@ from moe_trainer.checkpoint.checkpoint import (
     check_writable,
     latest_iteration,
     load,
-    read_saved_args,
     save,
 )
 from moe_trainer.checkpoint.index import check
@@ -132,11 +131,6 @@ def test_other_formats_are_refused_by_name(saved, shared):
     assert "the zarr format" in refusal(saved)
     (saved / "iter_0000006/metadata.json").write_text(json.dumps({"sharded_backend": "fsdp_dtensor"}))
     assert "Megatron-FSDP" in refusal(saved)
-    assert "legacy format of Megatron-LM" in refusal(shared / "golden/ckpt/a2_torch")
-    with pytest.raises(CheckpointError, match="legacy format"):
-        read_saved_args(shared / "golden/ckpt/a2_torch")
-    assert "--ckpt-format torch:" in refusal(saved, ckpt_format="torch", ckpt_step=3)
-    assert load(saved, [FakeModel()], None, SINGLE, replace(OPTIONS, ckpt_format="torch", auto_detect=True, ckpt_step=3))
 
 
 def test_a_release_starts_at_zero(saved):

@@ -40,7 +40,6 @@ LOAD_FLAGS = [
     ("--verify-integrity", {"verify_integrity": True}),
     ("--dist-ckpt-strictness raise_all", {"strictness": "raise_all"}),
     ("--exit-on-missing-checkpoint", {"exit_on_missing": True}),
-    ("--auto-detect-ckpt-format", {"auto_detect": True}),
 ]
 
 

@@ -42,6 +42,10 @@ def test_keys_shapes_and_chunks_equal_megatrons_mixtral(shared, tmp_path):
     model = FakeModel()
     found = content(tmp_path, model, RECORD, FakeOptimizer(model, ParallelState.single()))
     assert found == recorded(shared / "golden/ckpt/a2_torch_dist.metadata.json")
+    types = {key: str(entry.properties.dtype) for key, entry in read_index(tmp_path / "iter_0000005").state_dict_metadata.items() if hasattr(entry, "chunks")}
+    content_of = json.loads((shared / "golden/ckpt/a2_torch_dist.metadata.json").read_text())
+    assert types == {key: entry["dtype"] for key, entry in content_of.items() if entry["kind"] == "tensor"}
+    assert (tmp_path / "iter_0000005/metadata.json").read_bytes() == (shared / "golden/ckpt/a2_torch_dist/iter_0000005/metadata.json").read_bytes()
 
 
 def test_keys_shapes_and_chunks_equal_megatrons_qwen3moe(shared, tmp_path):
@@ -107,6 +111,19 @@ def test_mtp_layers_keep_their_numbers_and_mla_its_norms():
     mla = KeyScheme.from_record(RECORD | {"multi_latent_attention": True})
     assert mla.locate(name)[0] == name
     assert mla.locate("decoder.layers.1.pre_mlp_layernorm.weight") == ("decoder.layers.pre_mlp_layernorm.weight", (1,), (2,))
+
+
+def test_gated_delta_nets_are_stored_projection_by_projection():
+    """As Megatron-Core splits them: the parts of in_proj and conv1d under names of their own, the norm before in_proj with it."""
+    scheme = KeyScheme.from_record(RECORD | {"experimental_attention_variant": "gdn", "linear_attention_freq": 2})
+    name = "decoder.layers.0.self_attention.in_proj.weight"
+    info = ParamInfo((name,), sharded_dim=0, shard_rank=1, shard_count=2, parts=3, part_sizes=(4, 4, 8), part_names=("query", "key", "z"))
+    assert [(run.key, run.global_shape, run.offsets, run.shape, run.start) for run in scheme.placements(info, (8, 5))] == [
+        (f"{name}.query", (4, 5), (2, 0), (2, 5), 0), (f"{name}.key", (4, 5), (2, 0), (2, 5), 10), (f"{name}.z", (8, 5), (4, 0), (4, 5), 20)]
+    assert scheme.locate("decoder.layers.0.input_layernorm.weight")[0] == "decoder.layers.0.self_attention.in_proj.layer_norm_weight"
+    assert scheme.locate("decoder.layers.1.input_layernorm.weight")[0] == "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
+    assert scheme.locate("mtp.layers.0.mtp_model_layer.input_layernorm.weight")[0].endswith("linear_qkv.layer_norm_weight")
+    assert scheme.extra_state_keys(info) == ["decoder.layers.0.self_attention.in_proj._extra_state/shard_0_1"]
 
 
 def test_parts_of_rows_are_stored_each_by_itself():

@@ -14,7 +14,7 @@ from moe_trainer.guard.watchdog import Watchdog
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.trace import CommunicationError
-from moe_trainer.train_agreement import agree
+from moe_trainer.training.agreement import agree
 
 CPU = torch.device("cpu")
 
@@ -60,17 +60,17 @@ def settle(rank, n):
     """What rank 1 alone knows, every rank is told."""
     ps = ParallelState.create(n, rank)
 
-    def ask(signalled=False, writing=False, duration=None, interval=None, started=time.time()):
+    def ask(signalled=False, writing=False, duration=None, interval=None, started=None):
         training = SimpleNamespace(exit_duration_in_mins=duration, exit_interval=interval)
         run = SimpleNamespace(args=SimpleNamespace(training=training), saver=SimpleNamespace(under_way=writing is not None, writing=bool(writing)),
                               runtime=SimpleNamespace(device=CPU), ps=ps)
-        return agree(run, SimpleNamespace(iteration=6), started, SimpleNamespace(received=signal.SIGTERM if signalled else None))
+        return agree(run, SimpleNamespace(iteration=6), time.monotonic() if started is None else started, SimpleNamespace(received=signal.SIGTERM if signalled else None))
 
     one = rank == 1
     assert ask() == (False, None, False)
     assert ask(writing=one) == (True, None, False)
     assert ask(signalled=one) == (False, "exiting program after receiving SIGTERM.", True)
-    saving, reason, interrupted = ask(duration=5, started=time.time() - 600 * one)
+    saving, reason, interrupted = ask(duration=5, started=time.monotonic() - 600 * one)
     assert interrupted and not saving and reason.startswith("exiting program after 10.0")
     assert ask(duration=5) == (False, None, False)
     assert ask(writing=one, interval=3) == (True, "exiting program at iteration 6", False)

@@ -195,6 +195,17 @@ def test_in_a_large_job_the_first_to_end_look_around_and_the_rest_listen_to_them
     assert "200" not in said[1] and "rank 0: also waited in vain" in said[1] and "ranks 1 2 3 4 5 6 7: also waited in vain" in said[1]
 
 
+def test_the_message_is_out_before_rank_0_stays_for_the_others(tmp_path, capsys, monkeypatch):
+    """A launcher that has seen a rank die kills the rest within half a minute; a rank that was killed never takes its leave."""
+    said = []
+    monkeypatch.setattr(Watchdog, "_linger", lambda self: said.append(capsys.readouterr().err))
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(CommunicationError) as raised, Watchdog(Trace(0), 2, Bulletin(store, 0), TIMEOUT):
+        raise CommunicationError("all_reduce number 1 of group dp: failed")
+    assert said[0].startswith("pretrain_moe.py: rank 0: all_reduce number 1 of group dp: failed\n  rank 1: nothing is known")
+    assert raised.value.told, "the program would print it again"
+
+
 def test_no_thread_is_left_when_the_watch_ends():
     """A thread that the interpreter finds in C++ code at its end would abort a job that went well."""
     before = set(threading.enumerate())

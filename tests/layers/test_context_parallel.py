@@ -23,8 +23,8 @@ WIDTHS = {  # query heads, key-value heads, key width, value width
 LAYOUTS = [("p2p", 2), ("p2p", 4), ("allgather", 2), ("allgather", 4), ("a2a", 2), ("a2a", 4), ("a2a+p2p", 4)]
 
 
-def model(window=None, dropout=0.0):
-    return SimpleNamespace(softmax_type="vanilla", attention_dropout=dropout, window_attn_skip_freq=None,
+def model(window=None, dropout=0.0, softmax="vanilla"):
+    return SimpleNamespace(softmax_type=softmax, attention_dropout=dropout, window_attn_skip_freq=None,
                            window_size=None if window is None else (window, 0))
 
 
@@ -108,6 +108,65 @@ def test_packed_documents_of_one_rank_equal_the_explicit_mask(widths, window):
     *qkv, grad = inputs(widths)
     core = CoreAttention(model(window), 1, head_dim=WIDTHS[widths][2])
     assert_equal(run(core, *qkv, grad, Visible.of(None, documents())), one_process(widths, window, True))
+
+
+def with_sinks(core, q, k, v, grad, sinks, visible=None):
+    """As `run`, with the gradient of the sinks at the end (zero where they are not learned)."""
+    q, k, v, sinks = (x.clone().requires_grad_() for x in (q, k, v, sinks))
+    out = core(q, k, v, visible, None if core.one_more else sinks)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad, torch.zeros_like(sinks) if sinks.grad is None else sinks.grad]
+
+
+def sinks_by_definition(widths, window, packed, softmax):
+    """A column more in front of the softmax, and left out behind it."""
+    *qkv, grad = inputs(widths)
+    heads, groups, key, _value = WIDTHS[widths]
+    sinks = some_sinks(heads) if softmax == "learnable" else torch.zeros(heads, dtype=torch.float64)
+    q, k, v, sinks = (x.clone().requires_grad_() for x in (*qkv, sinks))
+    ids = documents() if packed else torch.zeros(B, S, dtype=torch.int64)
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k.repeat_interleave(heads // groups, 2)) / key**0.5
+    scores = scores.masked_fill(~explicit(ids, window), float("-inf"))
+    probs = torch.cat([scores, sinks[None, :, None, None].expand(B, heads, S, 1)], -1).softmax(-1)[..., :-1]
+    out = torch.einsum("bnst,tbne->sbne", probs, v.repeat_interleave(heads // groups, 2)).flatten(2)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad, sinks.grad if softmax == "learnable" else torch.zeros_like(sinks)]
+
+
+def some_sinks(heads):
+    return torch.linspace(-2.0, 3.0, heads, dtype=torch.float64)
+
+
+def sinks_on_ranks(rank, n, kind, cases):
+    levels = (2, n // 2) if kind == "a2a+p2p" else None
+    ps = ParallelState.create(n, rank, cp=n, cp_levels=levels)
+    shard, outcomes = SequenceShard(ps.cp), []
+    for widths, window, packed, softmax in cases:
+        core = make_core_attention(model(window, softmax=softmax), 1, head_dim=WIDTHS[widths][2], ps=ps, comm_types=[kind])
+        visible = Visible.of(None, documents()) if packed else None
+        *results, grad = with_sinks(core, *(shard.local(x, 0) for x in inputs(widths)), some_sinks(WIDTHS[widths][0]), visible)
+        torch.distributed.all_reduce(grad)  # as every gradient of context-parallel ranks
+        outcomes.append([*(shard.full(x, 0) for x in results), grad])
+    return outcomes
+
+
+SINKS = list(itertools.product(WIDTHS, (None, 3), (False, True), ("learnable", "off-by-one")))
+
+
+@pytest.mark.parametrize("kind, n", [("p2p", 1), *LAYOUTS])
+def test_sinks_are_one_column_more(kind, n):
+    outcomes = run_ranks(sinks_on_ranks, n, kind, SINKS)
+    for number, case in enumerate(SINKS):
+        expected = sinks_by_definition(*case)
+        for outcome in outcomes:
+            for name, x, y in zip(("output", "grad of q", "grad of k", "grad of v", "grad of sinks"), outcome[number], expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, name=name, case=case: f"{name}, {case}: {text}")
+
+
+def test_sinks_do_not_take_an_explicit_mask():
+    *qkv, _grad = inputs("one head each")
+    with pytest.raises(ValueError, match="--softmax-type"):
+        CoreAttention(model(softmax="off-by-one"), 1, head_dim=4)(*qkv, Visible(mask=torch.ones(1, 1, S, S, dtype=torch.bool)))
 
 
 def test_long_documents_with_equal_borders_are_done_by_a_flash_kernel(monkeypatch):
@@ -292,3 +351,14 @@ def test_blocks_of_long_chunks_are_done_by_a_flash_kernel(kind, blocks, widths):
     for (results, calls), called in zip(run_ranks(with_kernels_counted, 2, kind, widths, length), blocks):
         assert_equal(results, expected)
         assert calls == called
+
+
+@pytest.mark.parametrize("softmax", ["vanilla", "off-by-one"])
+def test_packed_documents_of_one_rank_need_no_mask(softmax):
+    """Nor do attention sinks."""
+    length = 1024
+    core = CoreAttention(model(softmax=softmax), 1, head_dim=2)
+    q, k, v, grad = (torch.randn(length, 1, 1, 2) for _ in range(4))
+    with Largest() as seen:
+        run(core, q, k, v, grad.flatten(2), Visible.of(None, torch.arange(length)[None] // 100))
+    assert seen.numel <= 64 * length, "a tile of queries against all keys"

@@ -79,6 +79,24 @@ def test_a_layer_without_rope_ignores_the_tables():
         assert torch.equal(layer(x, tables, None), layer(x, None, None)) != reads
 
 
+def test_the_output_gate_is_a_sigmoid_per_head_and_channel():
+    """Rows of linear_qkv are [q q g g k v] for each of the two groups; without the gates the layer is the ungated one."""
+    model = replace(MODEL, add_bias_linear=False)
+    plain = built(SelfAttention(model, SINGLE, name="a", layer_number=1, kit=LOCAL))
+    gated = built(SelfAttention(replace(model, attention_output_gate=True), SINGLE, name="a", layer_number=1, kit=LOCAL))
+    gates = torch.randn(2, 2, 8, 32)
+    with torch.no_grad():
+        gated.linear_proj.weight.copy_(plain.linear_proj.weight)
+        queries, others = plain.linear_qkv.weight.view(2, 4, 8, 32).split([2, 2], 1)
+        gated.linear_qkv.weight.copy_(torch.cat([queries, gates, others], 1).reshape(-1, 32))
+    attended = []
+    plain.linear_proj.register_forward_pre_hook(lambda module, inputs: attended.append(inputs[0]))
+    x = torch.randn(6, 2, 32)
+    plain(x, None, None)
+    expected = plain.linear_proj(attended[0] * torch.sigmoid(x @ gates.view(32, 32).t()))
+    torch.testing.assert_close(gated(x, None, None), expected)
+
+
 def test_rotary_tables_are_kept_per_length():
     rotary = make_rotary(replace(MODEL, position_embedding_type="rope"))
     first = rotary.tables(6, torch.device("cpu"))
@@ -127,14 +145,6 @@ def test_a_window_joins_an_explicit_mask():
     q = torch.randn(6, 1, 4, 8)
     causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     assert torch.equal(core(q, q, q, Visible(mask=causal)), core(q, q, q))
-
-
-@pytest.mark.parametrize("change, flag", [
-    ({"softmax_type": "learnable"}, "--softmax-type learnable"),
-    ({"attention_output_gate": True}, "--attention-output-gate")])
-def test_what_is_not_built_is_refused_by_name(change, flag):
-    with pytest.raises(ValueError, match=flag):
-        SelfAttention(replace(MODEL, **change), SINGLE, name="a", layer_number=1, kit=LOCAL)
 
 
 def test_unbuilt_positions_are_refused_by_name():

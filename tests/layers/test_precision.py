@@ -25,7 +25,8 @@ from moe_trainer.ops.fp8 import Delayed, QuantizedProducts
 from moe_trainer.parallel.rng import RoundingNoise
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.run import TrainState
-from moe_trainer.train_step import train_step
+from moe_trainer.training.judgement import remembering
+from moe_trainer.training.step import train_step
 
 
 def low(num_layers=6, **flags) -> LowPrecision:
@@ -177,7 +178,7 @@ def test_replicas_under_tensor_parallelism_round_alike():
 
 @pytest.mark.parametrize("recipe", ["--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe mxfp8", "--fp4-format e2m1"])
 def test_a_gradient_that_is_not_finite_reaches_the_checks(recipe):
-    run = make_run([*argv_of("plain"), *recipe.split()], 0, ParallelState.single(), 1)
+    run = remembering(make_run([*argv_of("plain"), *recipe.split()], 0, ParallelState.single(), 1))
     with torch.no_grad():
         next(param for param in run.chunks[0].parameters() if "linear_fc2" in param.info.names[0])[0, 0, 0] = torch.inf
     with pytest.raises(FloatingPointError):

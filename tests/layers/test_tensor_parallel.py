@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from arguments.model import ModelArgs
 from moe_trainer.layers import linear, vocab
 from moe_trainer.layers.attention import SelfAttention
+from moe_trainer.layers.gated_delta_net import GatedDeltaNet
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.kit import LOCAL
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -38,6 +39,8 @@ MODEL = ModelArgs(
     ffn_hidden_size=24, max_position_embeddings=12, attention_dropout=0.0, position_embedding_type="rope", add_bias_linear=True)
 LATENT = replace(MODEL, multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=4, qk_pos_emb_head_dim=2,
                  v_head_dim=6, rope_type="rope", qk_layernorm=True, add_bias_linear=False)
+DELTA = replace(MODEL, experimental_attention_variant="gdn", linear_attention_freq=2, linear_num_key_heads=4, linear_num_value_heads=8,
+                linear_key_head_dim=6, linear_value_head_dim=4, normalization="RMSNorm", layernorm_epsilon=1e-2)
 ROWS, COLUMNS, REPLICATED = "rows", "columns", "replicated"
 
 
@@ -70,6 +73,7 @@ def _mlp(**change) -> Case:
 
 def _attention(model: ModelArgs) -> Case:
     kind = MultiLatentAttention if model.multi_latent_attention else SelfAttention
+    kind = GatedDeltaNet if model.experimental_attention_variant == "gdn" else kind
     rotary = make_rotary(model)
 
     def run(layer, x, ps, sp):
@@ -118,16 +122,24 @@ CASES = {
     "attention, one query a group": _attention(replace(MODEL, group_query_attention=False)),
     "attention, two groups": _attention(replace(MODEL, num_query_groups=2)),
     "attention, one group": _attention(replace(MODEL, num_query_groups=1)),
+    "attention, gated": _attention(replace(MODEL, attention_output_gate=True)),
+    "attention, gated, one group": _attention(replace(MODEL, num_query_groups=1, attention_output_gate=True)),
+    "attention, sinks": _attention(replace(MODEL, softmax_type="learnable")),
+    "attention, sinks, one group": _attention(replace(MODEL, softmax_type="learnable", num_query_groups=1)),
+    "attention, one more": _attention(replace(MODEL, softmax_type="off-by-one")),
     "attention, normed": _attention(replace(MODEL, qk_layernorm=True, normalization="RMSNorm")),
     "attention, one group, normed": _attention(replace(MODEL, num_query_groups=1, qk_layernorm=True, normalization="LayerNorm")),
     "attention, l2": _attention(replace(MODEL, qk_l2_norm=True)),
     "attention, window": _attention(replace(MODEL, window_size=(3, 0), num_query_groups=2)),
     "attention, no positions": _attention(replace(MODEL, position_embedding_type="none")),
+    "gated DeltaNet": _attention(DELTA),
+    "gated DeltaNet, a value head a key head": _attention(replace(DELTA, linear_num_value_heads=4)),
     "latent attention": _attention(LATENT),
     "latent attention, biases": _attention(replace(LATENT, add_bias_linear=True)),
     "latent attention, no query latent": _attention(replace(LATENT, q_lora_rank=None)),
     "latent attention, no norms": _attention(replace(LATENT, qk_layernorm=False)),
     "latent attention, yarn": _attention(replace(LATENT, rope_type="yarn", rotary_scaling_factor=4.0, mscale_all_dim=1.0)),
+    "latent attention, sinks": _attention(replace(LATENT, softmax_type="learnable")),
     "embedding": Case(lambda ps, sp: VocabParallelEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
     "positions": Case(lambda ps, sp: PositionEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
     "head, loss": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss_BS(x, _labels())),
@@ -140,6 +152,12 @@ CASES = {
 
 def _cut(whole: Tensor, dim: int, rank: int, n: int, parts: int = 1) -> Tensor:
     return torch.cat([part.chunk(n, dim)[rank] for part in whole.chunk(parts, dim)], dim)
+
+
+def _cut_as(whole: Tensor, info: ParamInfo) -> Tensor:
+    """A rank's piece of every part, which may be unequal."""
+    parts = whole.split(list(info.part_sizes), 0) if info.part_sizes else whole.chunk(info.parts, info.sharded_dim)
+    return torch.cat([part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts], info.sharded_dim)
 
 
 def _join(pieces: list[Tensor], dim: int, parts: int = 1) -> Tensor:
@@ -155,7 +173,7 @@ def _fill(layer: nn.Module) -> nn.Module:
             shape[info.sharded_dim] *= info.shard_count
         whole = torch.randn(shape, generator=named_generator(3, info.names[0]), dtype=torch.float64) * 0.5
         if info.sharded_dim is not None:
-            whole = _cut(whole, info.sharded_dim, info.shard_rank, info.shard_count, info.parts)
+            whole = _cut_as(whole, info)
         param.data = whole
     return layer
 
@@ -216,6 +234,9 @@ def _whole_grad(found: list[tuple[ParamInfo, Tensor]], what: str) -> Tensor:
     grads = [grad for _, grad in found]
     if info.sharded_dim is not None:
         assert not info.partial and [each.shard_rank for each, _ in found] == list(range(len(found))), what
+        if info.part_sizes:
+            pieces = [grad.split([size // info.shard_count for size in info.part_sizes]) for grad in grads]
+            return torch.cat([piece[part] for part in range(info.parts) for piece in pieces])
         return _join(grads, info.sharded_dim, info.parts)
     if info.partial:
         return torch.stack(grads).sum(0)

@@ -15,7 +15,11 @@ from moe_trainer.place import Place
 from moe_trainer.shape.activations import chunk_activations
 
 SIZES = "--hidden-size 32 --ffn-hidden-size 80 --moe-ffn-hidden-size 48 --moe-router-dtype fp32"
+DELTA = ("--experimental-attention-variant gated_delta_net --linear-attention-freq 3 --linear-key-head-dim 8 --linear-value-head-dim 12 "
+         "--linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu")
 QUERIES = "--group-query-attention --num-query-groups 2"
+FINE = ("--G-I 5 --G-O 4 --R-I 1 --R-O 2 --num-experts 40 --moe-router-topk 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 80 "
+        "--moe-shared-expert-gate")
 PLAIN_HOWS = {
     "all kept": "",
     "uniform": f"{FULL} uniform --recompute-num-layers 2",
@@ -48,10 +52,18 @@ KINDS = {
         f"{GROUPED} --bf16 --normalization LayerNorm --position-embedding-type learned_absolute --seq-length 128 "
         "--max-position-embeddings 128", FEW),
     "dense, dropout": ("--disable-bias-linear --moe-layer-freq ([0]*3) --hidden-dropout 0.1", ("all kept", "mlp", "layernorm")),
+    "sinks": (f"{GROUPED} {QUERIES} --softmax-type learnable", (*FEW, "core_attn")),
+    "gated queries": (f"{GROUPED} {QUERIES} --qk-layernorm --attention-output-gate", (*FEW, "core_attn")),
+    "gated DeltaNet": (f"{GROUPED} {DELTA}", (*FEW, "gdn_norm_out", "offload and recompute")),
+    "gated DeltaNet, long, bf16": (
+        f"{GROUPED} {DELTA} --bf16 --seq-length 1100 --max-position-embeddings 1100 --micro-batch-size 1", ("all kept", "gdn_norm_out")),
     "latent": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')}", LATENT_HOWS),
     "latent without a query latent, sqrtsoftplus": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '').replace('--q-lora-rank 12', '').replace('sigmoid', 'sqrtsoftplus')}",
         ("all kept", "mla_up_proj")),
+    "latent experts, shared": (f"{GROUPED} --moe-latent-size 20 --moe-shared-expert-intermediate-size 40 --moe-router-pre-softmax",
+                               (*FEW, "moe_act")),
+    "fine experts": (f"{GROUPED} {FINE} --moe-router-load-balancing-type seq_aux_loss", (*FEW, "moe_act")),
     "packed documents": (GROUPED, ("all kept", "core_attn", "layernorm")),
     "latent, long": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --seq-length 600 --max-position-embeddings 600", ("all kept", "mla_up_proj")),
@@ -85,7 +97,7 @@ def measured(flags: str, kind: str) -> tuple[object, object, list]:
 @pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind, (_, hows) in KINDS.items() for how in hows])
 def test_the_list_is_what_is_kept(kind, how):
     flags = KINDS[kind][0]
-    how_flags = LATENT_HOWS[how] if kind.startswith("latent") else {**PLAIN_HOWS, "mlp": f"{SELECTIVE} mlp"}[how]
+    how_flags = LATENT_HOWS[how] if kind.startswith("latent") and not kind.startswith("latent experts") else {**PLAIN_HOWS, **{part: f"{SELECTIVE} {part}" for part in ("mlp", "gdn_norm_out")}}[how]
     listed, left, _result = measured(f"{flags} {how_flags}", kind)
     device = sum(entry.num_bytes for entry in listed if not entry.on_host)
     host = sum(entry.num_bytes for entry in listed if entry.on_host)
@@ -128,8 +140,8 @@ RANKS = {
 
 def _on_ranks(rank, n, cases):
     found = []
-    for mapping, how in cases:
-        args = parsed(SIZES, GROUPED, LATENT.replace("--mtp-num-layers 1", ""), mapping, how, ranks=n)
+    for model, mapping, how in cases:
+        args = parsed(SIZES, GROUPED, model, mapping, how, ranks=n)
         ps = make_groups(args, Place(rank, n, rank, None, None, "test"), timedelta(seconds=60))
         chunk, = build(args, ps)
         rows = SEQ // ps.cp.size // (ps.tp.size if args.parallel.sequence_parallel else 1)
@@ -153,8 +165,10 @@ def _on_ranks(rank, n, cases):
 
 def test_the_list_on_two_ranks():
     hows = ("", f"{SELECTIVE} layernorm mla_up_proj moe", f"{SELECTIVE} core_attn mlp", f"{FULL} uniform --recompute-num-layers 2")
-    cases = [(mapping, how) for mapping in RANKS.values() for how in hows]
-    cases.append((RANKS["tp2"], f"{hows[-1]} --distribute-saved-activations"))
+    latent = LATENT.replace("--mtp-num-layers 1", "")
+    cases = [(latent, mapping, how) for mapping in RANKS.values() for how in hows]
+    cases.append((latent, RANKS["tp2"], f"{hows[-1]} --distribute-saved-activations"))
+    cases += [(f"{DELTA} --moe-shared-expert-intermediate-size 40", mapping, how) for mapping in RANKS.values() for how in ("", f"{SELECTIVE} gdn_norm_out layernorm")]
     for results in run_ranks(_on_ranks, 2, cases, timeout=120.0):
         for case, (listed, left, tensors, entries) in zip(cases, results, strict=True):
             what = f"{case}: {listed} listed, {left} left"

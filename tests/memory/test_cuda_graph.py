@@ -11,7 +11,7 @@ from moe_trainer.memory.cuda_graph import Graphs
 from moe_trainer.memory.graph_capture import CaptureError, EmulatedGraph
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.run import TrainState
-from moe_trainer.train_step import train_step
+from moe_trainer.training.step import train_step
 
 ROUTED = "attn moe_router moe_preprocess"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn layernorm"

@@ -22,7 +22,8 @@ def gradients(chunk):
 
 
 @pytest.mark.parametrize("how", [f"{SELECTIVE} moe", UNIFORM])
-@pytest.mark.parametrize("routing", [BIAS, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "", "--moe-expert-capacity-factor 0.6"])
+@pytest.mark.parametrize("routing", [BIAS, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "", "--moe-expert-capacity-factor 0.6",
+                                     "--G-I 2 --G-O 2 --R-I 1 --R-O 1"])
 def test_the_second_pass_takes_the_decisions_of_the_first(how, routing, monkeypatch):
     """Whatever would be chosen now: another choice, even a changed expert bias, must not reach the gradients."""
     def run(disturb):

@@ -31,8 +31,25 @@ def grouped_qkv(state, prefix, groups, leaf="weight"):
     return torch.cat([q, k, v], 1).flatten(0, 1)
 
 
+def convert_gpt_oss_experts(out, ours, last, value):
+    """[inputs, outputs], gate and up in turns."""
+    kind = "bias" if last.endswith("_bias") else "weight"
+    leaf = "linear_fc1" if last.startswith("gate_up") else "linear_fc2"
+    for expert, tensor in enumerate(value):
+        rows = tensor.t() if kind == "weight" else tensor
+        if leaf == "linear_fc1":
+            rows = torch.cat([rows[::2], rows[1::2]])
+        out[f"{ours}.experts.local_experts.{expert}.{leaf}.{kind}"] = rows
+
+
 def convert_mlp(out, state, ours, name, value):
     """One tensor of a feed-forward network, of experts or of a shared expert."""
+    if ".mlp.router." in name:
+        out[f"{ours}.router.{name.rpartition('.')[2]}"] = value
+        return
+    if name.partition(".mlp.")[0] + ".mlp.router.weight" in state:
+        convert_gpt_oss_experts(out, ours, name.rpartition(".")[2], value)
+        return
     path, _, last = name.partition(".mlp.")[2].removesuffix(".weight").rpartition(".")
     target = f"{ours}.shared_experts" if path.startswith("shared_expert") else ours
     if path == "experts":
@@ -76,6 +93,8 @@ def convert(state, groups=None):
                 out[f"{ours}.input_layernorm.{leaf}"] = value
             elif module == "post_attention_layernorm":
                 out[f"{ours}.pre_mlp_layernorm.{leaf}"] = value
+            elif name.endswith(".sinks"):
+                out[f"{ours}.self_attention.core_attention.softmax_offset"] = value
             elif parent == "self_attn" and child in latent and not (groups and child == "q_proj"):
                 out[f"{ours}.self_attention.{latent[child]}.{leaf}"] = value
             elif parent.startswith("mlp") or module.startswith("mlp"):
@@ -83,16 +102,16 @@ def convert(state, groups=None):
     return out
 
 
-def check(hf_model, argv, groups=None, tied=False):
+def check(hf_model, argv, groups=None, tied=False, biases=False):
     # norms and biases start at constants in transformers; random ones would show a swap
     generator = torch.Generator().manual_seed(7)
     for name, param in hf_model.named_parameters():
-        if param.dim() == 1:
+        if param.dim() == 1 or name.endswith("_bias"):
             param.data += 0.3 * torch.randn(param.shape, generator=generator)
     for name, buffer in hf_model.named_buffers():
         if "correction_bias" in name:
             buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
-    args = arguments.parse_args([*ARGV, *argv], world_size=1)
+    args = arguments.parse_args([word for word in ARGV if not (biases and word == "--disable-bias-linear")] + argv, world_size=1)
     model, = build_chunks(args, ParallelState.single(), VOCAB)
     weights = convert(hf_model.state_dict(), groups)
     if tied:
@@ -185,6 +204,21 @@ def test_qwen2_moe_gates_its_shared_expert(renormalised):
         "--moe-router-topk", "3", "--moe-ffn-hidden-size", "24", "--moe-shared-expert-intermediate-size", "40",
         "--moe-shared-expert-gate", "--add-qkv-bias",
         *([] if renormalised else ["--moe-router-pre-softmax"])], groups=2)
+
+
+def test_gpt_oss_has_sinks_windows_biases_and_clamped_gates():
+    hf = transformers.GptOssForCausalLM(transformers.GptOssConfig(
+        **COMMON, num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=3, sliding_window=6, swiglu_limit=0.7,
+        rms_norm_eps=1e-6, rope_parameters={
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 16, "beta_fast": 2.0,
+            "beta_slow": 1.0, "truncate": False}))
+    argv = LLAMA + UNTIED + GQA + MOE
+    argv.remove("--swiglu")
+    check(hf, argv + (
+        "--moe-router-topk 3 --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 0.7 --softmax-type learnable "
+        "--window-size 5,0 --window-attn-skip-freq 2 --position-embedding-type yarn --rotary-base 150000 --rotary-scaling-factor 32 "
+        "--yarn-original-max-position-embeddings 16 --yarn-beta-fast 2 --yarn-beta-slow 1 --no-yarn-correction-range-round-to-int").split(),
+        groups=2, biases=True)
 
 
 def test_deepseek_v3_experts():

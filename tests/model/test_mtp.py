@@ -73,6 +73,38 @@ def test_depths(argv, depths, repeated, per_token):
     assert metrics == {f"mtp_{i} loss": pytest.approx(mean, rel=1e-5) for i, mean in enumerate(means, 1)}
 
 
+@pytest.mark.parametrize("argv", [
+    ["--mtp-num-layers", "2"],
+    ["--mtp-num-layers", "2", "--untie-embeddings-and-output-weights"],
+    ["--mtp-num-layers", "3", "--mtp-use-repeated-layer", "--untie-embeddings-and-output-weights"],
+    ["--mtp-num-layers", "1", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+])
+@pytest.mark.parametrize("masked", [False, True])
+def test_detached_heads_teach_the_main_model_nothing(argv, masked):
+    whole, detached = build(*argv), build(*argv, "--mtp-detach-heads")
+    detached.load_state_dict(whole.state_dict())
+    tokens, positions, labels, mask = batch()
+    given = (tokens, positions, labels, mask) if masked else (tokens, positions, labels)
+    weights = mask if masked else torch.ones_like(mask)
+    gradients = []
+    for model in (whole, detached):
+        loss = model(*given, grad_scale=torch.tensor(1.0))
+        (loss * weights).sum().backward()
+        gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
+    alone = build(*[word for word in argv if "untie" in word])
+    alone.load_state_dict({name: value for name, value in whole.state_dict().items() if name in alone.state_dict()})
+    (alone(*given) * weights).sum().backward()
+    main = {name: param.grad for name, param in alone.named_parameters()}
+    for name, gradient in gradients[1].items():
+        if name in main:
+            assert (gradient - main[name]).norm() <= 1e-5 * main[name].norm(), name
+            assert (gradients[0][name] - main[name]).norm() > 1e-4 * main[name].norm(), name
+        else:
+            assert gradient.abs().max() > 0, name
+    first = "mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"
+    torch.testing.assert_close(gradients[1][first], gradients[0][first], rtol=1e-4, atol=1e-7)
+
+
 def test_metrics_average_microbatches_and_skip_evaluation():
     model = build("--mtp-num-layers", "1")
     with torch.no_grad():

@@ -33,6 +33,10 @@ KINDS = {
     "latent attention, dense first, a further token, tied head": LATENT + "--qk-layernorm --moe-layer-freq ([0]*1+[1]*1) "
     "--mtp-num-layers 1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 8 "
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+    "projected experts, shared": "--moe-latent-size 6 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.1 "
+    "--moe-shared-expert-intermediate-size 8",
+    "experts of slices, gated shared": "--G-I 2 --G-O 2 --R-I 1 --R-O 2 --num-experts 8 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate --mtp-num-layers 1",
     "sigmoid, shared expert": "--moe-router-score-function sigmoid --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 8",
 }
 

@@ -15,6 +15,10 @@ from moe_trainer.data.indexed import IndexedDatasetBuilder
 LOSSES = {
     "mixtral_tiny": {"lm loss", "load_balancing_loss"},
     "deepseek_v3_tiny": {"lm loss", "seq_load_balancing_loss", "mtp_1 loss"},
+    "finermoe_tiny": {"lm loss", "seq_load_balancing_loss"},
+    "latentmoe_tiny": {"lm loss", "seq_load_balancing_loss"},
+    "gpt_oss_tiny": {"lm loss", "load_balancing_loss"},
+    "qwen3_next_tiny": {"lm loss", "global_load_balancing_loss", "mtp_1 loss"},
     "qwen3_tiny": {"lm loss", "global_load_balancing_loss"},
 }
 FEW = "--split 80,10,10 --train-iters 10 --seq-length 64 --global-batch-size 4 --eval-iters 1 --log-interval 1"

@@ -29,6 +29,11 @@ KINDS = {
     "padded": {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": True},
     "biases": {"add_bias_linear": True},
     "gelu, biases": {"add_bias_linear": True, "swiglu": False, "moe_grouped_gemm": True},
+    "latent": {"moe_latent_size": 10, "moe_shared_expert_intermediate_size": 20},
+    "latent, biases": {"moe_latent_size": 10, "add_bias_linear": True},
+    "fine": {"finermoe_intermediate_granularity": 2, "finermoe_output_granularity": 2, "finermoe_intermediate_expansion": 1,
+             "finermoe_output_expansion": 2, "moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
+    "fine, four slices": {"finermoe_output_granularity": 4, "finermoe_output_expansion": 2, "moe_router_topk": 4, "moe_grouped_gemm": True},
     "probabilities on the input": {
         "moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
@@ -164,7 +169,8 @@ def test_eight_ranks_equal_one(layout):
     compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
 
 
-@pytest.mark.parametrize("kind", ["drops", "padded", "biases", "gelu, biases", "probabilities on the input", "every expert"])
+@pytest.mark.parametrize("kind", ["drops", "padded", "biases", "gelu, biases", "probabilities on the input", "every expert",
+                                  "latent, biases", "fine", "fine, four slices"])
 def test_kinds_with_expert_tensor_ranks_equal_one(kind):
     """The second bias of an expert is not cut: it must be added once, and its gradient be whole."""
     compare(Layout(4, tp=2, ep=2, etp=2, sp=True), kind, EVEN)

@@ -52,7 +52,7 @@ def test_loads_are_those_of_one_process(layout):
             for table, want in zip(tables, wanted, strict=True):
                 assert table.dtype == torch.float64 and table[0, :8].sum() == dp * 2 * S * 2 * 2  # microbatches, tokens, sequences, top-k
                 torch.testing.assert_close(table, want, rtol=1e-7, atol=0)
-    assert expected[1][1][0, 9] > 0.0  # the bias has moved
+    assert expected[1][1][0, 10] > 0.0  # the bias has moved
 
 
 def _dropping(rank, n):
@@ -83,7 +83,7 @@ def _stage(rank, n):
 def test_a_stage_without_experts_knows_the_loads_of_the_others():
     first, second = run_ranks(_stage, 2)
     assert torch.equal(first, second)
-    assert first[0].sum() == 0 and first[1, :8].sum() == S * 2 * 2 and first[1, 10] == 1.0
+    assert first[0].sum() == 0 and first[1, :8].sum() == S * 2 * 2 and first[1, 11] == 1.0
 
 
 def test_evaluation_and_recomputation_do_not_count():
@@ -99,3 +99,22 @@ def test_evaluation_and_recomputation_do_not_count():
 def test_without_the_flag_nothing_is_counted():
     layer = shard_of(sections(), ParallelState.single())
     assert layer.router.tokens_per_expert is None
+
+
+def _cloning(rank, n):
+    ps = ParallelState.create(n, rank, ep=n)
+    layer, planned = shard_of(arguments_of({"moe_clone_hot_experts": 2}), ps), []
+    with torch.no_grad():  # the first rank's experts are the hot ones
+        layer.router.weight[:, 0] = torch.tensor([9.0, 6.0, 5.0, 4.0, 0.0, -3.0, -6.0, -9.0])
+    plan = layer.hot.plan
+    layer.hot.plan = lambda routing_TE: planned.append(plan(routing_TE)) or planned[-1]
+    for x in microbatches(ps.dp.rank):
+        layer(x.abs(), SCALE)
+    table = collect_loads([Chunk(layer)], ps, 8, 2)
+    assert layer.cloned_rows == 0
+    return table[0, 9].item(), sum(clone.rows for redirect in planned if redirect is not None for clone in redirect.clones)
+
+
+def test_what_clones_take_over_is_counted_once():
+    (first, planned), (second, again) = run_ranks(_cloning, 2)
+    assert first == second == planned == again > 0

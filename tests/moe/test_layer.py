@@ -47,6 +47,9 @@ EXPERT_KINDS = {
     "tanh gelu with biases": {"swiglu": False, "add_bias_linear": True},
     "shared": {"moe_shared_expert_intermediate_size": 20},
     "gated shared": {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+    "latent": {"moe_latent_size": 10},
+    "latent, biases, gelu": {"moe_latent_size": 10, "add_bias_linear": True, "swiglu": False},
+    "latent, gated shared": {"moe_latent_size": 10, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
     "own width": {"moe_ffn_hidden_size": 8},
     "probabilities on the input": {
         "moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},

@@ -32,6 +32,7 @@ class Spec:
     kind: str = "dense"
     dim: int | None = None
     parts: int = 1
+    row_blocks: tuple[int, ...] = ()
     partial: bool = False
 
 
@@ -39,7 +40,8 @@ SPECS = (
     Spec("embedding.word_embeddings.weight", (36, 10), (0.0, 0.99), dim=0),
     *(spec for layer in range(4) for depth in ((layer + 0.5) / 4,) for spec in (
         Spec(f"layers.{layer}.norm.weight", (10,), (depth,), partial=True),
-        Spec(f"layers.{layer}.qkv.weight", (24, 10), (depth,), dim=0),
+        # three query groups: a cut over two ranks goes through one
+        Spec(f"layers.{layer}.qkv.weight", (24, 10), (depth,), dim=0, row_blocks=(4, 2, 2)),
         Spec(f"layers.{layer}.proj.weight", (10, 8), (depth,), dim=1),
         Spec(f"layers.{layer}.proj.bias", (10,), (depth,)),
         Spec(f"layers.{layer}.router.weight", (EXPERTS, 10), (depth,), partial=True),
@@ -98,7 +100,7 @@ class Part(nn.Module):
             param = nn.Parameter((torch.stack(full) if stacked else full[0]).to(dtype))
             is_cut = spec.dim is not None
             param.info = ParamInfo(names, spec.kind, spec.dim, group.rank if is_cut else 0, group.size if is_cut else 1,
-                                   parts=spec.parts, partial=spec.partial and group.size > 1, tied=len(stages) > 1,
+                                   parts=spec.parts, row_blocks=spec.row_blocks, partial=spec.partial and group.size > 1, tied=len(stages) > 1,
                                    copy=stage > stages[0], stacked=stacked)
             self.register_parameter(f"p{len(self.held)}", param)
             self.held.append((spec, param))
@@ -138,7 +140,7 @@ class Whole(nn.Module):
         for spec in SPECS:
             for name in whole_names(spec):
                 param = nn.Parameter(initial(name, spec.shape).to(dtype))
-                param.info = ParamInfo((name,), spec.kind)
+                param.info = ParamInfo((name,), spec.kind, row_blocks=spec.row_blocks)
                 self.register_parameter(f"p{len(self.held)}", param)
                 self.held.append((spec, name, param))
 

@@ -28,7 +28,7 @@ def test_a_plan_without_torch(tmp_path):
     ((), 0, "fits: the fullest device has"), (("--fake-process-group",), 0, "--fake-process-group"),
     (("--hardware", "a100", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), 0, "a100"),
     (("--micro-batch-size", "4"), 0, "does not fit: stage 0 needs"), (("--help",), 0, "--dry-run"),
-    (("--hardware", "abacus"), 2, "abacus"), (("--world-size", "63"), 2, "63 ranks"), (("--world-size", "0"), 2, "--world-size 0"),
+    (("--hardware", "abacus"), 2, "abacus"), (("--moe-flex-dispatcher-num-sms", "132", "--moe-token-dispatcher-type", "flex"), 2, "132 multiprocessors"), (("--world-size", "63"), 2, "63 ranks"), (("--world-size", "0"), 2, "--world-size 0"),
     (("--num-layers", "31", "--pipeline-model-parallel-size", "2"), 2, "--num-layers"), (("--no-such-flag",), 2, "--no-such-flag"),
     (("--global-batch-size", "128", "--pipeline-model-parallel-size", "8", "--num-virtual-stages-per-pipeline-rank", "2",
       "--micro-batch-size", "1", "--global-batch-size", "40"), 2, "microbatches"),
@@ -45,3 +45,20 @@ def test_the_number_of_ranks_is_needed(capsys, monkeypatch):
     assert run_dry_run([*LINE[:-2], "--dry-run"]) == 2 and "--world-size" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "64")
     assert run_dry_run([*LINE[:-2], "--dry-run"]) == 0
+
+
+def test_the_keys_of_the_report(tmp_path):
+    """What other programs read of it."""
+    path = tmp_path / "plan.json"
+    assert run_dry_run([*LINE, "--dry-run", "--hardware", "gb300", "--report", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert {"params", "memory", "step_s", "tflops_per_gpu", "tokens_per_s_per_gpu", "mfu", "nearest_published"} <= set(report)
+    assert {f"{part}_gb" for part in ("weights", "grads", "optimizer", "activations", "dispatch", "total")} <= set(report["memory"])
+    assert report["memory"]["margin_gb"] == pytest.approx(report["memory"]["device_gb"] - report["memory"]["reserve_gb"] - report["memory"]["total_gb"])
+
+
+def test_a_small_device(tmp_path):
+    """With fewer multiprocessors than an exchange would like to have."""
+    path = tmp_path / "small.yaml"
+    path.write_text("like: h100\nnum_sms: 16\n")
+    assert run_dry_run([*LINE, "--dry-run", "--hardware", str(path), "--overlap-moe-expert-parallel-comm"]) == 0

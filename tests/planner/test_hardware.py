@@ -21,7 +21,7 @@ def test_a_file_that_is_like_another(tmp_path):
 @pytest.mark.parametrize("text, says", [
     ("like: h1000", "h1000"), ("like: h100\nmemory_gb: 3", "memory_gb"), ("memory_gib: 80", "missing"), ("- a", "table"),
     ("like: h100\ndomain: 2.5", "whole number"), ("like: h100\nhbm_tb_s: fast", "hbm_tb_s"), ("like: h100\nhbm_tb_s: .nan", "hbm_tb_s"),
-    ("like: h100\nnum_sms: 0", "num_sms"), (":\n :", "YAML"),
+    ("like: h100\nnum_sms: 0", "num_sms"), ("like: [h100]", "like"), ("like: h100\nmemory_gib: '80'", "'80'"), ("", "table"), (":\n :", "YAML"),
 ])
 def test_bad_files(tmp_path, text, says):
     path = tmp_path / "mine.yaml"

@@ -4,7 +4,7 @@ import pytest
 
 from arguments import parse_args
 from moe_trainer.planner.hardware import find_hardware
-from moe_trainer.planner.links import Links, distinct, domains_hit, exchange_seconds
+from moe_trainer.planner.links import Links, distinct, domains_hit, exchange_seconds, round_trip_seconds
 
 # arXiv 2603.07685, table 7: microseconds by (machine, dispatcher), dispatch and combine, of 8, 16, 32 and 64 ranks
 MEASURED = {
@@ -24,6 +24,28 @@ def test_exchanges_take_what_was_measured(machine, dispatcher):
         told = 1e6 * exchange_seconds(args, Links(find_hardware(machine)), 4096, 2)
         measured = sum(way[number] for way in MEASURED[machine, dispatcher]) / 2
         assert told == pytest.approx(measured, rel=0.3), (ep, told, measured)
+
+
+def test_deepep_where_nvlink_joins_many():
+    flags = f"--preset deepseek_v3 --mock-data --expert-model-parallel-size 32 --global-batch-size 8192 {FLEX}"
+    hybrid = parse_args(flags.split(), 32)
+    deep = parse_args([*flags.split(), "--moe-flex-dispatcher-backend", "deepep"], 32)
+    for machine, factor in (("gb200", 2.0), ("h100", 1.0)):
+        links = Links(find_hardware(machine))
+        assert exchange_seconds(deep, links, 4096, 2) == pytest.approx(factor * exchange_seconds(hybrid, links, 4096, 2), rel=0.05)
+
+
+def test_rows_are_as_wide_as_experts_read_and_make_them():
+    """FineRMoE's come back as halves; latents are narrow both ways; an all-gather carries whole rows both ways."""
+    links, flags = Links(find_hardware("h100")), "--preset finermoe_qwen2_5_7b --mock-data --expert-model-parallel-size 8"
+    fine, gathered = (parse_args([*flags.split(), *more.split()], 8) for more in ("", "--moe-token-dispatcher-type allgather --moe-shared-expert-overlap=false"))
+    there = exchange_seconds(fine, links, 8192, 2)
+    assert round_trip_seconds(fine, links, 8192, 2) == pytest.approx(there + exchange_seconds(fine, links, 8192, 2, width=3584 // 2))
+    assert round_trip_seconds(fine, links, 8192, 2) == pytest.approx(1.5 * there, rel=0.05)
+    assert round_trip_seconds(gathered, links, 8192, 2) == pytest.approx(2 * exchange_seconds(gathered, links, 8192, 2))
+    plain = "--preset qwen3_30b_a3b --mock-data --expert-model-parallel-size 8"
+    wide, latent = (parse_args([*plain.split(), *more.split()], 8) for more in ("", "--moe-latent-size 512"))
+    assert round_trip_seconds(latent, links, 8192, 2) == pytest.approx(round_trip_seconds(wide, links, 8192, 2) / 4, rel=0.1)
 
 
 def test_domains_that_are_hit():

@@ -16,10 +16,17 @@ SIZES = "--hidden-size 64 --ffn-hidden-size 128 --kv-channels 64 --vocab-size 25
 LATENT = "--q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --v-head-dim 64 --qk-pos-emb-head-dim 64 --moe-shared-expert-intermediate-size 64"
 FILL = 4 * 128 * 18  # two buffers a kind of parameters, each filled up to 128 elements, at 18 bytes an element
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+DELTA = ("--experimental-attention-variant gdn --linear-attention-freq 3 --linear-num-key-heads 2 --linear-num-value-heads 4 "
+         "--linear-key-head-dim 32 --linear-value-head-dim 64")
 CASES = (
     (1, "plain", ""),
     (2, "biases, tied head", "--pipeline-model-parallel-size 2 --normalization LayerNorm --position-embedding-type learned_absolute"),
     (2, "biases, tied head", f"{TP2} --expert-tensor-parallel-size 1 --qk-layernorm"),
+    (2, "plain", f"{TP2} --moe-latent-size 64"),
+    (2, "plain", f"{TP2} --mtp-num-layers 1 {DELTA}"),
+    (2, "plain", f"--pipeline-model-parallel-size 2 {DELTA}"),
+    (2, "plain", "--G-I 2 --G-O 2 --R-I 1 --R-O 2 --num-experts 8 --expert-model-parallel-size 2"),
+    (2, "biases, tied head", "--G-I 2 --G-O 2 --R-I 1 --R-O 2 --num-experts 8 --expert-model-parallel-size 2 --moe-ffn-hidden-size 64"),
     (2, "plain", f"{TP2} --group-query-attention --num-query-groups 1 --add-qkv-bias"),
     (2, "deepseek", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL"),
     (2, "deepseek", "--expert-model-parallel-size 2 --use-distributed-optimizer --bf16"),

@@ -17,14 +17,16 @@ from moe_trainer.planner.mappings import (
     Mapping,
     divisors,
     exchanges,
+    formats_of,
     layer_counts,
     layout_text,
+    only,
     recompute_sets,
     shapes,
     without,
 )
-from moe_trainer.planner.plan import make_plan
-from moe_trainer.planner.search import Estimator, reasons, search
+from moe_trainer.planner.plan import PlanError, make_plan
+from moe_trainer.planner.search import HEADROOM, Estimator, reasons, search, search_formats
 from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,53 @@ def test_results_are_legal_and_fit(outcome, capsys):
         assert each.binds
     shapes_found = [replace(each.mapping, recompute=(), backend="", overlap=False) for each in outcome.found]
     assert len(set(shapes_found)) == len(shapes_found)
+
+
+FOUR = (
+    ("deepseek_v3", "h100", 1024, "--fp8-format e4m3 --fp8-recipe blockwise --global-batch-size 8192"),
+    ("deepseek_v3", "gb200", 256, "--fp8-format e4m3 --fp8-recipe mxfp8 --global-batch-size 8192"),
+    ("qwen3_235b_a22b", "h100", 256, "--global-batch-size 2048"), ("mixtral_8x7b", "h100", 64, "--global-batch-size 256"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset, machine, gpus, flags", FOUR)
+def test_published_jobs(preset, machine, gpus, flags, capsys):
+    """Ten that fit and that the trainer takes; the published mapping is not better than the first, or it is the first."""
+    flags = ["--preset", preset, "--mock-data", "--bf16", *flags.split()]
+    outcome = search(flags, gpus, find_hardware(machine))
+    assert len(outcome.found) == 10
+    for each in outcome.found:
+        assert each.plan.margin >= 0 and each.plan.headroom >= HEADROOM and each.binds
+        assert run_validate_only([*flags, *each.argv, "--world-size", str(gpus)], lambda args: {"total": None}) == 0
+        capsys.readouterr()
+    assert (outcome.published is None) == (preset == "mixtral_8x7b")
+    if outcome.published is not None:
+        row, plan = outcome.published
+        mapping = plan.args.parallel
+        assert (mapping.tensor_model_parallel_size, mapping.pipeline_model_parallel_size, mapping.expert_model_parallel_size) == (row.tp, row.pp, row.ep)
+        first = outcome.found[0].plan
+        assert first.tokens_per_second > plan.tokens_per_second and reasons(first, plan)
+
+
+def test_formats_are_compared():
+    flags = ["--preset", "mixtral_tiny", "--mock-data", "--fp16", "--global-batch-size", "16"]
+    outcome = search_formats(flags, ("bf16", "blockwise"), 4, find_hardware("h100"), best=100)
+    widths = {each.plan.width for each in outcome.found}
+    assert widths == {"bf16", "fp8"} and "--fp16" not in outcome.base
+    for each in outcome.found[::40]:
+        args = parse_args([*outcome.base, *each.argv], 4)
+        assert args.precision.bf16 and bool(args.precision.fp8) == (each.plan.width == "fp8")
+    assert formats_of(find_hardware("a100")) == ("bf16",) and "nvfp4" in formats_of(find_hardware("gb300"))
+    with pytest.raises(PlanError, match="no products in mxfp8"):
+        search_formats(flags, ("mxfp8",), 4, find_hardware("h100"))
+
+
+def test_headroom_is_left():
+    flags = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--global-batch-size", "64"]
+    tight, wide = (search(flags, 8, find_hardware("h200"), best=3, headroom=headroom) for headroom in (1.0, 2.5))
+    assert all(each.plan.headroom >= 2.5 for each in wide.found)
+    assert min(each.plan.headroom for each in tight.found) < 2.5 and tight.small >= wide.small
 
 
 def test_the_first_is_argued_for(outcome):
@@ -97,6 +146,7 @@ def test_the_published_layout_of_deepseek_v3():
 def test_flags_that_are_left_out():
     line = "--tensor-model-parallel-size=4 --bf16 --recompute-modules moe_act layernorm --lr 1e-4 --world-size 8 --sequence-parallel --num-layers 4"
     assert without(line.split()) == "--bf16 --lr 1e-4 --num-layers 4".split()
+    assert only(line.split()) == [word for word in line.split() if word not in without(line.split())]
 
 
 def test_no_machine_is_told_what_it_lacks():
@@ -110,6 +160,9 @@ def test_no_machine_is_told_what_it_lacks():
 @pytest.mark.parametrize("words, code, says", [
     ("search --preset mixtral_tiny --mock-data --gpus 4 --hardware a100 --best 3", 0, "to run it:"),
     ("search --preset deepseek_v3 --mock-data --gpus 8", 2, "none fits"),
+    ("search --preset mixtral_8x7b --mock-data --gpus 7", 2, "no sizes divide"),
+    ("search --preset mixtral_tiny --mock-data --gpus 4 --formats bf16,fp9", 2, "fp9"),
+    ("search --preset mixtral_tiny --mock-data --gpus 4 --hardware b200 --formats bf16,mxfp8 --best 2", 0, "mxfp8"),
     ("search --preset no_such --mock-data --gpus 8", 2, "no_such"), ("search --preset mixtral_tiny --gpus 0", 2, "--gpus"),
     ("--preset mixtral_tiny --mock-data --world-size 4", 0, "tokens/s/GPU"), ("", 2, "search FLAGS"),
 ])

@@ -1,5 +1,6 @@
 """The memory line of --validate-only: weights in 8 bits of every rank against built runs, and what the line says."""
 
+import json
 import re
 
 import pytest
@@ -79,3 +80,17 @@ def test_without_a_number_of_ranks_it_is_that_of_one_replica():
     words = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--use-distributed-optimizer", "--expert-tensor-parallel-size", "1", *TP2.split()]
     assert state_report(parse_args(words, None), None) == state_report(parse_args(words, 2), 2)
     assert state_report(parse_args(words, 2), 2) != state_report(parse_args(words, 4), 4)
+
+
+def test_the_report_has_the_memory_of_the_plan(tmp_path):
+    """Of legal flags on a known number of ranks; the same as --dry-run writes."""
+    words = "--preset mixtral_8x7b --mock-data --bf16 --expert-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer".split()
+    found = {}
+    for mode in ("--validate-only", "--dry-run"):
+        assert pretrain_moe.main([*words, mode, "--world-size", "64", "--hardware", "h200", "--report", str(tmp_path / mode)]) == 0
+        found[mode] = json.loads((tmp_path / mode).read_text())
+    assert found["--validate-only"]["memory"] == found["--dry-run"]["memory"] and found["--dry-run"]["memory"]["total_gb"] > 10
+    assert found["--validate-only"]["params"] == found["--dry-run"]["params"]
+    assert pretrain_moe.main([*words, "--validate-only", "--world-size", "63", "--report", str(tmp_path / "bad")]) == 2
+    assert pretrain_moe.main([*words, "--validate-only", "--report", str(tmp_path / "unknown")]) == 0
+    assert all("memory" not in json.loads((tmp_path / name).read_text()) for name in ("bad", "unknown"))

@@ -20,7 +20,7 @@ def outcome(**changes) -> Outcome:
     torch.manual_seed(0)
     grads = {name: torch.randn(4, 6) for name in NAMES}
     weights = {name: torch.randn(4, 6) for name in NAMES}
-    pieces = [[Piece(name, *((0, rank, 2, 1) if name == QKV else (None, 0, 1, 1)), ((1.0, 0.5, 0.25), (2.0, 1.0, 0.5))) for name in NAMES]
+    pieces = [[Piece(name, *((0, rank, 2, (1,)) if name == QKV else (None, 0, 1, (1,))), ((1.0, 0.5, 0.25), (2.0, 1.0, 0.5))) for name in NAMES]
               for rank in range(2)]  # fmt: skip
     losses = [{"lm loss": 5.0 - step, "z_loss": 9.0} for step in range(2)]
     per_layer = [{"z_loss": [8.0, 10.0]} for _ in range(2)]

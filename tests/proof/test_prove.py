@@ -28,6 +28,9 @@ CP = ["--context-parallel-size", "2"]
 EP = ["--expert-model-parallel-size", "2"]
 CAPACITY = ["--moe-expert-capacity-factor", "0.7"]
 MTP = ["--mtp-num-layers", "1"]
+FINE = "--G-I 4 --G-O 2 --R-I 1 --R-O 1 --moe-router-score-function softmax --moe-router-load-balancing-type seq_aux_loss".split()
+DELTA = ("--norm-epsilon 1e-2 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+         "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 8").split()
 GLOBAL = ["--moe-router-load-balancing-type", "global_aux_loss"]
 
 
@@ -39,6 +42,9 @@ def verdict(*flags: str, ranks: int = 2) -> Verdict:
 
 def test_one_pool_proves_many_mappings():
     cases = [as_is([*MODEL, *flags], 2) for flags in (TP, PP, CP, EP, [*TP, *CAPACITY], [*CP, *CAPACITY], [*CP, *MTP], [*EP, *GLOBAL])]
+    cases += [as_is([*MODEL, "--moe-latent-size", "6", *flags], 2) for flags in (TP, EP, TP[:2])]
+    cases += [as_is([*(word for word in MODEL if word != "--moe-router-enable-expert-bias"), *FINE, *flags], 2) for flags in (TP, EP)]
+    cases += [as_is([*MODEL, *DELTA, *flags], 2) for flags in (TP, PP, CP, TP[:2], [*CP, "--cp-comm-type", "a2a", "--reset-attention-mask"])]
     with Pool(3) as pool:
         for case in cases:
             result = prove(pool, case)

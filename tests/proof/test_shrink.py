@@ -27,6 +27,21 @@ def small(*flags: str, world: int, ranks: int = 8):
     return [arguments.parse_args(list(case.argv), case.world_size) for case in shrunk.cases], shrunk
 
 
+def test_experts_of_latents_and_of_slices_stay_such():
+    (args,), _ = small("--moe-latent-size", "1024", "--expert-model-parallel-size", "64", world=64)
+    assert 0 < args.moe.moe_latent_size < args.model.hidden_size
+    argv = [word for word in MODEL if word not in ("--num-experts", "256", "--moe-router-topk", "8", "--moe-ffn-hidden-size", "2048")]
+    at = argv.index("--moe-shared-expert-intermediate-size")
+    argv.insert(at + 1, "18432")
+    shrunk = shrink([*argv, *"--G-I 32 --G-O 4 --R-I 1 --R-O 2 --moe-router-topk 8 --expert-model-parallel-size 64".split()], 64)
+    case, = shrunk.cases
+    args = arguments.parse_args(list(case.argv), case.world_size)
+    moe, grid = args.moe, args.moe.finermoe
+    assert grid.slices == grid.candidates == 2 and moe.finermoe_intermediate_granularity > 1 and moe.moe_router_topk == 2 * grid.slices
+    assert moe.moe_shared_expert_intermediate_size == args.model.ffn_hidden_size > moe.moe_ffn_hidden_size
+    assert moe.num_experts // args.parallel.expert_model_parallel_size > 1
+
+
 def test_a_thousand_gpus_and_the_routing_of_deepseek():
     (args,), shrunk = small(
         *"--pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 1 "
@@ -159,7 +174,17 @@ VIRTUAL = f"{PIPE} --num-virtual-stages-per-pipeline-rank 2"
 OVERLAP = "--expert-model-parallel-size 4 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
 HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 # flags that mean something only beside others; and those whose value has to fit the others
+FINE = ("--moe-ffn-hidden-size 4608 --num-experts 16 --moe-router-topk 2 --finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 "
+        "--finermoe-intermediate-expansion 1 --finermoe-output-expansion 2")
+FOUR = {"finermoe_intermediate_granularity": "4", "finermoe_output_granularity": "2", "finermoe_intermediate_expansion": "1",
+        "finermoe_output_expansion": "2"}
+DELTA = "--experimental-attention-variant gdn --linear-attention-freq 4"
+LINEAR = {"linear_num_key_heads": "8", "linear_num_value_heads": "64", "linear_key_head_dim": "64", "linear_value_head_dim": "64",
+          "linear_conv_kernel_dim": "3"}
 BESIDE = {
+    **dict.fromkeys(LINEAR, DELTA), "linear_attention_freq": "--experimental-attention-variant gdn",
+    "experimental_attention_variant": "--linear-attention-freq 4",
+    **dict.fromkeys(FOUR, FINE),
     "num_query_groups": "--group-query-attention", "sequence_parallel": "--tensor-model-parallel-size 2",
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), "--multi-latent-attention"),
     "pipeline_schedule": PIPE, "microbatch_group_size_per_vp_stage": VIRTUAL, "overlap_p2p_comm": VIRTUAL,
@@ -180,11 +205,13 @@ BESIDE = {
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
 }  # fmt: skip
 VALUES = {
+    **FOUR, **LINEAR,
     "hidden_size": "14336", "max_position_embeddings": "8192", "num_experts": "128", "cp_comm_type": "a2a",
     "hierarchical_context_parallel_sizes": "2 2", "moe_router_group_topk": "4", "microbatch_group_size_per_vp_stage": "8",
     "pipeline_model_parallel_layout": None,  # has tests of its own
     "decoder_first_pipeline_num_layers": "14", "decoder_last_pipeline_num_layers": "14", "pipeline_model_parallel_size": "2",
     "squared_relu": None, "quick_geglu": None,  # not beside --swiglu
+    "qk_clip_alpha": "0.3",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "all",
 }  # fmt: skip
 NOT_OF_THE_NUMBERS = set(

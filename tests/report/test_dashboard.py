@@ -47,8 +47,11 @@ def test_a_resumed_run_shows_what_came_before(tmp_path):
     path.write_text('{"iteration": 1, "lm loss": 5.0}\n{"iteration": 2, "lm loss": 4.0}\n{"iteration": 3, "lm loss": 3.0}\n{"itera')
     log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10, str(path)), 1, 2, {})
     log.record(record(3, 2.0))
+    log.record(record(4, 2.0))
     log.close()
-    assert [(each["iteration"], each["lm loss"]) for each in embedded(tmp_path / "dashboard.html")["records"]] == [(1, 5.0), (2, 4.0), (3, 2.0)]
+    data = embedded(tmp_path / "dashboard.html")
+    assert [(each["iteration"], each["lm loss"]) for each in data["records"]] == [(1, 5.0), (2, 4.0), (3, 2.0), (4, 2.0)]
+    assert data["events"] == [{"resumed_from": 2}] and [each.get("resumed_from") for each in data["records"]] == [None, None, 2, None]
 
 
 def test_the_page_needs_nothing_from_elsewhere(tmp_path):
@@ -141,6 +144,12 @@ def test_the_page_of_any_metrics_file(tmp_path, capsys):
     (tmp_path / "old.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\n[1]\n')
     assert main([str(tmp_path / "old.jsonl")]) == 0
     assert embedded(tmp_path / "old-dashboard.html")["records"] == [{"iteration": 1, "lm loss": 5.0}]
+    (tmp_path / "foreign.jsonl").write_text('{"iteration": 1, "routing": 5}\n{"iteration": 2, "routing": {}}\n{"iteration": 3, "lm loss": 4.0}\n')
+    assert main([str(tmp_path / "foreign.jsonl")]) == 0
+    assert embedded(tmp_path / "foreign-dashboard.html")["records"][-1] == {"iteration": 3, "lm loss": 4.0}
+    (tmp_path / "foreign-dashboard.html").unlink()
+    (tmp_path / "foreign-dashboard.html").mkdir()
+    assert main([str(tmp_path / "foreign.jsonl")]) == 1  # told as a warning
     assert main([str(tmp_path / "none.jsonl")]) == 2 and main([]) == 2
     assert "there is no such file" in capsys.readouterr().err
 
@@ -153,3 +162,20 @@ def test_peaks_by_the_names_of_drivers():
     assert bf16_peak("NVIDIA H200") == bf16_peak("NVIDIA H100 80GB HBM3") == 989.4
     assert bf16_peak("NVIDIA GB200") == 2500 and bf16_peak("NVIDIA B200") == 2250 and bf16_peak("NVIDIA A100-SXM4-80GB") == 312
     assert bf16_peak("NVIDIA H100 PCIe") is None and bf16_peak("NVIDIA GeForce RTX 4090") is None
+
+
+def test_what_happened_is_kept_when_records_are_thinned(tmp_path, monkeypatch):
+    """Of a resumed run with skipped iterations; and read from a file that is too large to be parsed whole."""
+    path = tmp_path / "metrics.jsonl"
+    skipped = {"iteration": 4001, "samples": [1, 2], "because": "the loss is nan"}
+    lines = [{"iteration": number} for number in range(1, 6001)]
+    lines[3002] |= {"resumed_from": 3002}
+    lines[4003] |= {"rejected": [skipped]}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:500], {"validation": "validation", "iteration": 500, "lm loss": 1.0}, *lines[500:]]))
+    events = [{"resumed_from": 3002}, {"rejected": [skipped]}]
+    for most, fewest in ((module.MAX_PARSED, 1000), (10_000, 400)):
+        monkeypatch.setattr(module, "MAX_PARSED", most)
+        open_dashboard(path, {}).write()
+        data = embedded(tmp_path / "dashboard.html")
+        assert data["events"] == events and [each["iteration"] for each in data["validations"]] == [500]
+        assert fewest <= len(data["records"]) <= module.MAX_RECORDS + 1 and data["records"][-1] == {"iteration": 6000}

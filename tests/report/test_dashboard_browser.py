@@ -8,6 +8,8 @@ import pytest
 from train.forked import pretrain
 from train.tiny import MOCK, TINY
 
+from moe_trainer.report.dashboard import open_dashboard
+
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 DRIVER = shutil.which("chromedriver")
 REASON = next((text for text, lacking in (
@@ -117,3 +119,32 @@ def test_the_head_tells_where_the_run_is(records, browser):
     last = [record for record in records[0] if "validation" not in record][-1]
     assert f"{last['lm loss']:.5g}" in browser.find_element(By.ID, "figures").text
     assert "num_experts" in browser.find_element(By.ID, "settings").get_attribute("textContent")
+
+
+def test_a_phone_shows_all_of_it_and_what_happened(records, browser, tmp_path):
+    """The same run, had it been resumed after iteration 3 and skipped iteration 6."""
+    lines = [dict(record) for record in records[0]]
+    lines[3]["resumed_from"] = 3
+    lines[7]["rejected"] = [{"iteration": 6, "samples": [20, 24], "because": "the loss is nan"}]
+    lines[7]["own_time_ms"] = {"min": 1.0, "median": 2.0, "max": 4.0, "stragglers": []}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    open_dashboard(tmp_path / "metrics.jsonl", {}).write()
+    browser.get_log("browser")  # what reading pixels back has said
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True})
+    try:
+        browser.get((tmp_path / "dashboard.html").as_uri())
+        assert browser.get_log("browser") == []
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        assert browser.execute_script('return [...document.querySelectorAll(".card")].every((card) => card.scrollWidth <= card.clientWidth + 1)')
+        assert browser.execute_script('return document.getElementById("events").textContent') == (
+            "resumed after iteration 3; iteration 6 skipped: the loss is nan")
+        # a dashed line stands at iteration 3 of the loss: ink where the chart without events has none
+        ink = """
+            const plot = dashboard.charts.memory, x = Math.round(plot.valToPos(3, "x", true)), {top, height} = plot.bbox;
+            const pixels = plot.ctx.getImageData(x - 1, top, 3, height).data, dark = [];
+            for (let at = 0; at < pixels.length; at += 4) if (pixels[at + 3] > 120 && pixels[at] < 110) dark.push(at);
+            return dark.length;"""
+        assert browser.execute_script(ink) > 60
+        assert browser.execute_script("return dashboard.charts.own_time.data[1].filter((value) => value != null)") == [4.0]
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -14,9 +14,9 @@ def table(*rows):
 
 def test_a_layer_by_hand():
     """Four experts on two ranks: loads 6, 0, 1, 1 of 8, two of them dropped; the first layer is dense."""
-    found = routing_health(table([0, 0, 0, 0, 0, 0, 0], [6, 0, 1, 1, 2, 0.25, 1]), expert_ranks=2, layer_share=0.1)
+    found = routing_health(table([0, 0, 0, 0, 0, 0, 0, 0], [6, 0, 1, 1, 2, 4, 0.25, 1]), expert_ranks=2, layer_share=0.1)
     assert found["layers"] == [1] and found["tokens_per_expert"] == [[6, 0, 1, 1]]
-    assert found["load_max_over_mean"] == [3.0] and found["dead_experts"] == [1] and found["drop_rate"] == [0.25]
+    assert found["load_max_over_mean"] == [3.0] and found["dead_experts"] == [1] and found["drop_rate"] == [0.25] and found["clone_rate"] == [0.5]
     assert found["bias_drift"] == [0.25] and found["rank_max_over_mean"] == [1.5]
     assert found["load_entropy"] == pytest.approx([-(0.75 * math.log(0.75) + 0.25 * math.log(0.125)) / math.log(4)])
     assert found["straggler_cost"] == pytest.approx(0.05)
@@ -24,19 +24,19 @@ def test_a_layer_by_hand():
 
 
 def test_balance_is_one_and_costs_nothing():
-    found = routing_health(table(*[[5, 5, 5, 5, 0, 0, 1]] * 3), expert_ranks=4, layer_share=0.2)
+    found = routing_health(table(*[[5, 5, 5, 5, 0, 0, 0, 1]] * 3), expert_ranks=4, layer_share=0.2)
     assert found["load_max_over_mean"] == found["rank_max_over_mean"] == [1.0] * 3
     assert found["load_entropy"] == pytest.approx([1.0] * 3) and found["straggler_cost"] == 0.0
 
 
 def test_all_on_one_expert_is_the_worst():
-    found = routing_health(table([8, 0, 0, 0, 0, 0, 1]), expert_ranks=4, layer_share=0.5)
+    found = routing_health(table([8, 0, 0, 0, 0, 0, 0, 1]), expert_ranks=4, layer_share=0.5)
     assert found["load_max_over_mean"] == found["rank_max_over_mean"] == [4.0] and found["load_entropy"] == pytest.approx([0.0])
     assert found["straggler_cost"] == pytest.approx(1.5)
 
 
 def test_a_stage_of_dense_layers_has_nothing_to_say():
-    found = routing_health(table([0, 0, 0, 0, 0, 0, 0]), expert_ranks=1, layer_share=0.0)
+    found = routing_health(table([0, 0, 0, 0, 0, 0, 0, 0]), expert_ranks=1, layer_share=0.0)
     assert found["layers"] == [] and found["straggler_cost"] == 0.0 and found["tokens_per_expert"] == []
 
 

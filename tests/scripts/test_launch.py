@@ -45,7 +45,7 @@ def value(flags, name):
 
 def test_the_zoos_line_is_a_valid_job_and_planned(tmp_path):
     done = dry("sbatch_train.sh", tmp_path, "--log-interval", "7", MODEL="DeepSeek-V3", TP="2", PP="8", EP="64", NNODES="128", PR="fp8",
-               DISPATCHER="deepep", A2A_OVERLAP="1")
+               DISPATCHER="deepep", A2A_OVERLAP="1", RECOMPUTE="mla_up_proj mlp")
     flags = flags_in(done.stdout)
     for name, wanted in {"--preset": "DeepSeek-V3", "--tensor-model-parallel-size": "2", "--expert-model-parallel-size": "64",
                          "--expert-tensor-parallel-size": "1", "--fp8-recipe": "blockwise", "--moe-flex-dispatcher-backend": "deepep",
@@ -57,23 +57,47 @@ def test_the_zoos_line_is_a_valid_job_and_planned(tmp_path):
                    "CUDA_DEVICE_MAX_CONNECTIONS=32"):
         assert wanted in done.stdout
     assert "tokens/s/GPU" in done.stdout and "1024 x h100" in done.stdout
+    assert "(command line)" in done.stdout and "(default)" not in done.stdout
     assert not (tmp_path / "runs").exists()  # a dry run leaves nothing behind
+
+
+@pytest.mark.parametrize("script", ["launch.sh", "sbatch_train.sh"])
+def test_help_needs_no_model(script, tmp_path):
+    told = dry(script, tmp_path, "--help").stdout
+    assert "DRY_RUN=1" in told and "DISPATCHER" in told and "read_cluster" not in told
 
 
 def test_what_does_not_run_is_not_submitted(tmp_path):
     done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", TP="3", code=2)
     assert "--tensor-model-parallel-size 3" in done.stdout + done.stderr
     assert "MODEL is not set" in dry("sbatch_train.sh", tmp_path, code=2).stderr
+    for script, name, given in (("launch.sh", "GPUS_PER_NODE", "x"), ("sbatch_train.sh", "NNODES", "0")):
+        refusal = dry(script, tmp_path, code=2, MODEL="mixtral_8x7b", **{name: given}).stderr
+        assert refusal == f"error: {name}={given}: a whole number above 0 is needed\n"
     assert "PR=fp9: one of bf16 fp8 mxfp8" in dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", PR="fp9", code=2).stderr
+    env = surroundings(MODEL="mixtral_8x7b", TP="3")
+    submitted = subprocess.run(["bash", str(SCRIPTS / "sbatch_train.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert submitted.returncode == 2 and "--tensor-model-parallel-size 3" in submitted.stderr and not (tmp_path / "runs").exists()
     assert "CLUSTER=nowhere" in dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", CLUSTER="nowhere", code=2).stderr
+
+
+def test_a_plan_that_does_not_fit_is_an_error_of_its_own(tmp_path):
+    for script in ("sbatch_train.sh", "launch.sh"):
+        done = dry(script, tmp_path, MODEL="mixtral_8x7b", EP="8", code=3)
+        assert "does not fit: stage 0 needs" in done.stdout and "8 x h100" in done.stdout
+        assert "error: this run DOES NOT FIT the memory of its devices: stage 0 needs" in done.stderr
+    done = dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="gb300")
+    assert "fits: the fullest device" in done.stdout and "8 x gb300" in done.stdout and done.stderr == ""
+    assert "there are a100" in dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="b3000", code=2).stderr
 
 
 def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
     cluster = tmp_path / "cluster.conf"
     cluster.write_text("ACCOUNT=ours\nPARTITION=slow\nGPUS_PER_NODE=4\nCONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\n"
                        "MODULES='cuda gcc'\nSBATCH_OPTIONS=(--mem=0 '--comment=two words')\nENVIRONMENT=('A=x y' NCCL_DEBUG=INFO)\n")
-    done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", NNODES="2", CLUSTER=str(cluster), PARTITION="fast", OUTPUT_PATH="out")
-    for wanted in ("--account=ours", "--partition=fast", "--ntasks-per-node=4", "--mem=0", "#SBATCH --comment=two\\ words",
+    done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", NNODES="2", CLUSTER=str(cluster), PARTITION="fast", OUTPUT_PATH="out",
+               HARDWARE="gb300")
+    for wanted in ("--account=ours", "--partition=fast", "--ntasks-per-node=4", "--mem=0", '#SBATCH "--comment=two words"\n',
                    "--container-image=/images/torch.sqsh", "MODULES=cuda\\ gcc", "A=x\\ y", "NCCL_DEBUG=INFO", "PYTHON=" + sys.executable):
         assert wanted in done.stdout, wanted
     assert f":{tmp_path}/out\\,/data:/data" in done.stdout
@@ -81,7 +105,7 @@ def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
 
 def test_arrays_dependencies_and_requeueing_are_sbatchs(tmp_path):
     done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", ARRAY="5", DEPENDENCY="afterok:12", SIGNAL_SECONDS="300",
-               RUN_TIME="1:00:00", GB200_CLUSTER="1", NNODES="2", SEGMENT="2")
+               RUN_TIME="1:00:00", GB200_CLUSTER="1", NNODES="2", SEGMENT="2", HARDWARE="gb200")
     for wanted in ("--array=1-5%1", "--dependency=afterok:12", "--signal=USR1@300", "--time=1:00:00", "--ntasks-per-node=4", "--segment=2"):
         assert f"#SBATCH {wanted}\n" in done.stdout, wanted
 
@@ -108,7 +132,8 @@ def test_the_exit_code_is_the_ranks():
     assert exit_code({75}) == exit_code({75, -15}) == 75
     assert exit_code({75, 1}) == 1
     assert exit_code({-9, 3}) == 3
-    assert exit_code({-9}) == 1
+    assert exit_code({-9}) == exit_code({-9, -15}) == 137
+    assert exit_code({-15}) == 143
 
 
 def test_the_shell_scripts_are_clean():

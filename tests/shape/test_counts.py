@@ -15,8 +15,14 @@ PUBLISHED = {
     "qwen2_57b_a14b": (57_408_658_944, 0, 14_249_270_784, 13_704_732_160, 27_525_120),
     "qwen3_30b_a3b": (30_532_122_624, 0, 3_353_032_704, 3_041_867_776, 4_718_592),
     "qwen3_235b_a22b": (235_093_634_560, 0, 22_190_763_520, 21_568_433_664, 18_874_368),
+    "qwen3_next_80b_a3b": (79_674_391_296, 1_650_471_424, 3_874_929_408, 3_563_764_480, 3_145_728),
+    "gpt_oss_20b": (20_914_757_184, 0, 4_187_440_704, 3_608_307_264, 24_891_840),
+    "gpt_oss_120b": (116_829_156_672, 0, 5_711_982_912, 5_132_849_472, 24_891_840),
     "mixtral_8x7b": (46_702_792_704, 0, 12_879_925_248, 12_748_853_248, 176_160_768),
     "mixtral_8x22b": (140_630_071_296, 0, 39_161_468_928, 38_960_142_336, 301_989_888),
+    "finermoe_qwen2_5_0_5b": (1_678_896_000, 0, 649_284_480, 513_149_824, 340_480),
+    "finermoe_qwen2_5_1_5b": (5_636_152_832, 0, 1_842_847_232, 1_609_473_536, 1_075_200),
+    "finermoe_qwen2_5_7b": (26_639_244_800, 0, 7_925_603_840, 7_380_606_464, 5_304_320),
 }
 ATTENTION = {
     "deepseek_v3": 187_107_328,
@@ -25,6 +31,8 @@ ATTENTION = {
     "kimi_k2": 101_124_096,
     "qwen3_30b_a3b": 18_874_624,
     "qwen3_235b_a22b": 71_303_424,
+    "gpt_oss_20b": 26_550_144,
+    "qwen3_next_80b_a3b": 27_263_488,  # of a layer with softmax attention
 }
 
 
@@ -41,6 +49,13 @@ def test_preset_counts_are_the_published_ones(name):
         assert counts.attention_per_layer == ATTENTION[name]
     report = params_report(preset(name))
     assert report == dict(zip(("total", "mtp", "active", "active_no_embedding"), found, strict=False))
+
+
+@pytest.mark.parametrize(("name", "total", "active"), [("0_5b", 1.68, 0.65), ("1_5b", 5.64, 1.85), ("7b", 26.65, 7.94)])
+def test_finermoe_has_the_published_billions(name, total, active):
+    """The last digit of the larger ones is one lower here (arXiv 2603.13364 names no vocabulary)."""
+    counts = count_parameters(preset(f"finermoe_qwen2_5_{name}"))
+    assert counts.total / 1e9 == pytest.approx(total, abs=0.015) and counts.active / 1e9 == pytest.approx(active, abs=0.015)
 
 
 def test_mixtral_8x22b_with_the_older_vocabulary():

@@ -29,6 +29,29 @@ def test_gqa_moe_swiglu_with_a_dense_layer():
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (2 * attention + 8 * 3 * (10 + 2 * 6 + 7) + 8 * 16)
 
 
+MOE = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --disable-bias-linear --ffn-hidden-size 12 --moe-shared-expert-intermediate-size 7"
+CORE = 8 * 24 + 8 * 8 + 4 * 8
+
+
+def test_experts_of_latents():
+    args = parse(*f"{MOE} --swiglu --num-experts 4 --moe-router-topk 2 --moe-latent-size 5".split())
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (CORE + 2 * 12 * 5 * 3 + 2 * 8 * 5 + 7 * 8 * 3 + 8 * 16)
+
+
+def test_gated_delta_nets():
+    flags = "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 32 --swiglu --experimental-attention-variant gdn"
+    sizes = "--linear-attention-freq 3 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 3 --linear-value-head-dim 5"
+    args = parse(*flags.split(), *sizes.split())
+    linear = 8 * (6 + 6 + 20 + 20 + 4 + 4) + 4 * (6 + 6 + 20) + 4 * 4 * 5 * 5 + 20 * 8
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (2 * linear + CORE + 3 * 8 * 32 * 3 + 8 * 16)
+
+
+@pytest.mark.parametrize(("gate", "matrices"), [("--swiglu", 2), ("", 1)])
+def test_experts_that_make_slices(gate, matrices):
+    args = parse(*f"{MOE} {gate} --G-I 4 --G-O 2 --R-I 1 --R-O 2 --moe-router-topk 4".split())
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (CORE + 4 * 3 * (8 * matrices + 4) + 7 * 8 * (matrices + 1) + 8 * 16)
+
+
 @pytest.mark.parametrize("q_lora", [None, 5])
 def test_mla_with_mtp(q_lora):
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --multi-latent-attention"

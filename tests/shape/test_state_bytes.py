@@ -28,6 +28,10 @@ CASES = (
     (1, ""),
     (1, "--bf16"),
     (1, "--optimizer sgd --bf16"),
+    (1, "--optimizer muon --bf16"),
+    (1, "--optimizer lion --bf16"),
+    (2, f"--optimizer muon --muon-scalar-optimizer lion --bf16 {ZERO} --overlap-grad-reduce --overlap-param-gather"),
+    (2, f"--optimizer muon --bf16 {ZERO} --expert-model-parallel-size 2"),
     (1, f"--bf16 {NARROW} --main-grads-dtype bf16"),
     (1, f"--fp16 {AWARE} --main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"),
     (1, f"--bf16 {NARROW} --optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
@@ -92,7 +96,7 @@ def test_the_tensors_of_a_run(n, monkeypatch):
     for number, (flags, argv) in enumerate(zip(cases, argvs)):
         args = parse_args(argv, n)
         _, (dense, expert), stored = found[0][number]
-        everything = rank_state_bytes(args, n, dense, expert, stored)
+        everything = rank_state_bytes(args, n, dense, expert, stored, tables=2 * 256 * 64)
         assert (stored[0], stored[1] * args.parallel.expert_model_parallel_size) == stored_weights(args, 256), flags
         for name in ("weights", "gradients", "main_params", "moments", "host"):
             parts = [rank[number] for rank in found]
@@ -108,6 +112,7 @@ def test_the_tensors_of_a_run(n, monkeypatch):
     (f"--fp16 {ZERO} {AWARE}", (2, 4, 4 / 8, 1, 0)),  # an fp16 weight is no half of an fp32 one
     (f"--bf16 {ZERO} --pipeline-model-parallel-size 2", (2, 4, 4 / 4, 2, 0)),
     (f"--bf16 {FSDP} no_shard", (2, 4, 4, 8, 0)),
+    (f"--bf16 {ZERO} --optimizer muon", (2, 4, 4 / 8, 4 / 8, 0)),
 ])
 def test_by_hand(flags, expected):
     found = state_bytes(parse_args([*MODEL, "--global-batch-size", "8", *flags.split()], 8), 8)

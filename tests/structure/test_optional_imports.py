@@ -21,7 +21,7 @@ OWNERS = {
     "wandb": (("moe_trainer/report/*.py",), False),
     "tensorboard": (("moe_trainer/report/*.py",), False),
     "torch.utils.tensorboard": (("moe_trainer/report/*.py",), False),
-    "transformers": (("moe_trainer/data/*.py", "scripts/bench_cpu.py", "scripts/peers.py", "scripts/bench_gpu.py"), False),
+    "transformers": (("moe_trainer/data/*.py", "scripts/bench_cpu.py", "scripts/peers.py", "scripts/bench_gpu.py", "scripts/convert.py"), False),
     "torchtitan": (("scripts/bench_cpu.py", "scripts/peers.py"), False),
     "tiktoken": (("moe_trainer/data/*.py",), False),
     "zstandard": (("moe_trainer/data/*.py",), False),

@@ -113,3 +113,27 @@ def test_it_needs_a_folder(tmp_path):
     finished = run([*TINY, *MOCK, "--train-iters", "2", "--auto-resume"], tmp_path)
     assert finished.returncode == 2
     assert "--auto-resume needs --save" in finished.stderr
+
+
+def test_the_architecture_comes_from_the_checkpoint_that_is_found(tmp_path, whole):
+    """--use-checkpoint-args with --auto-resume alone: the first start needs the flags, a later one takes them from the run's own checkpoint."""
+    again(tmp_path, "--use-checkpoint-args", "--exit-interval", "4")
+    shape = {"--num-layers": "3", "--hidden-size": "64", "--num-attention-heads": "2", "--max-position-embeddings": "64", "--num-experts": "8"}
+    other = [shape.get(before, word) for before, word in zip(["", *LINE], LINE)]
+    finished = run([*other, "--use-checkpoint-args"], tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "--num-layers 3 gives way to the checkpoint's 2" in finished.stdout + finished.stderr
+    assert curve(tmp_path) == curve(whole)
+    nothing = run([*other[other.index("--seq-length"):], "--use-checkpoint-args"], tmp_path / "ckpt")
+    assert nothing.returncode == 2 and "--num-layers is missing" in nothing.stderr
+
+
+def test_a_run_that_has_ended_says_nothing_twice(tmp_path):
+    flags = ["--eval-interval", "3", "--eval-iters", "1"]
+    again(tmp_path, *flags)
+    whole = [{name: value for name, value in record.items() if name in ("iteration", "validation", "lm loss")}
+             for record in read_metrics(tmp_path / "ckpt" / "metrics.jsonl")]
+    assert [record["iteration"] for record in whole if "validation" in record] == [3, 6, 6, 6]  # the last one is of the test set
+    again(tmp_path, *flags)
+    assert [{name: record[name] for name in kept} for kept, record in
+            zip(whole, read_metrics(tmp_path / "ckpt" / "metrics.jsonl"), strict=True)] == whole

@@ -114,6 +114,28 @@ def test_a_tied_head_is_stored_once(tmp_path, mapping):
     assert_alike(again, expected)
 
 
+NARROW = {
+    "latents": ("--moe-latent-size 6", {"fc1_latent_proj.weight": (2, 6, 16), "fc2_latent_proj.weight": (2, 16, 6),
+                                        "experts.experts.linear_fc2.weight": (2, 8, 6, 24)}),
+    "slices": ("--G-I 2 --G-O 2 --R-I 1 --R-O 2 --moe-router-load-balancing-type seq_aux_loss",
+               {"experts.experts.linear_fc1.weight": (2, 8, 24, 16), "experts.experts.linear_fc2.weight": (2, 8, 8, 12)}),
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_narrow_experts_move_between_layouts(tmp_path, kind):
+    flags, shapes = NARROW[kind]
+    argv = [*shallow(argv_of("plain")), *flags.split()]
+    mapping = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1".split()
+    expected = run_ranks(train_and_save, 2, [*argv, *mapping], tmp_path / "two")[0]
+    kept = describe(tmp_path / "two/iter_0000002")
+    assert {name: kept[f"decoder.layers.mlp.{name}"][0] for name in shapes} == shapes
+    alone = run_ranks(load_and_save, 1, argv, tmp_path / "two", tmp_path / "one")[0]
+    assert verify_all(tmp_path / "one/iter_0000002").problems == []
+    assert differences(tmp_path / "two/iter_0000002", tmp_path / "one/iter_0000002") == []
+    assert_alike(alone, expected)
+
+
 def test_the_whole_program_resumes_under_another_mapping(tmp_path):
     """From the command line: data position, schedules and counters come along when stages and tensor ranks become experts' ranks."""
     argv = [*TINY, *MOCK, "--train-iters", "6", "--lr-warmup-iters", "2", "--save-interval", "100", "--save", "ckpt", "--load", "ckpt",

@@ -31,7 +31,8 @@ CASES = {
     "experts over cp": ("deepseek", "", 2, f"{CP2} --cp-comm-type allgather --expert-model-parallel-size 2"),
     "tp and sp": ("deepseek", "", 4, f"{CP2} {TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"),
     "tp without sp": ("plain", GQA, 4, f"{CP2} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"),
-    "capacity": ("capacity", "", 4, f"{CP2} --expert-model-parallel-size 4"),
+    # which token is dropped may hang on a last digit: with seed 1234 it does, in a validation batch, on some processors
+    "capacity": ("capacity", "--seed 11", 4, f"{CP2} --expert-model-parallel-size 4"),
     "Megatron 1652 3959: per-token loss, MTP": ("per-token loss, MTP, distributed optimizer", "", 4, f"{CP2} --cp-comm-type a2a"),
     "ms-swift 6312: experts, cp, stages, accumulation": ("accumulation", "--mtp-num-layers 1", 4, f"{CP2} {PP2} --expert-model-parallel-size 2"),
     "data ranks, distributed optimizer": ("distributed optimizer, overlap", GQA, 4, f"{CP2} --cp-comm-type p2p"),

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from moe_trainer.train_export import write_weights
+from moe_trainer.training.export import write_weights
 
 
 def test_safetensors_reads_what_was_written(tmp_path):

@@ -13,7 +13,7 @@ from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.layers.precision import quantized_products
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.run import TrainState
-from moe_trainer.train_step import train_step
+from moe_trainer.training.step import train_step
 
 FP8 = "--fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max --first-last-layers-bf16 --num-layers-at-end-in-bf16 0".split()
 TP = "--tensor-model-parallel-size 2 --sequence-parallel --moe-token-dispatcher-type alltoall".split()

@@ -19,7 +19,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import is_stored
 from moe_trainer.run import TrainState
 from moe_trainer.shape.stored_weights import keeps_8_bits
-from moe_trainer.train_step import run_microbatches, train_step
+from moe_trainer.training.step import run_microbatches, train_step
 
 GATHER = "--fp8-param-gather"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"

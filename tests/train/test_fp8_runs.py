@@ -5,7 +5,7 @@ from harness import run_ranks
 from train.layouts import argv_of, groups_of, make_run
 
 from moe_trainer.run import TrainState
-from moe_trainer.train_step import train_step
+from moe_trainer.training.step import train_step
 from scripts.bench_precision import BATCH, HELD_OUT, RECIPES, text_of, train
 
 SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor".split()

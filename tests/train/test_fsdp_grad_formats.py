@@ -7,7 +7,7 @@ from train.layouts import argv_of, groups_of, make_run
 
 from moe_trainer.parallel.params import info_of
 from moe_trainer.run import TrainState
-from moe_trainer.train_step import train_step
+from moe_trainer.training.step import train_step
 
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --bf16 --clip-grad 0 --data-parallel-sharding-strategy"
 NARROW = ["--megatron-fsdp-main-grads-dtype", "bf16"]

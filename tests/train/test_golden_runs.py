@@ -232,12 +232,12 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("world_size", RESUMED)
-def test_a_run_of_megatron_goes_on_from_its_checkpoint(shared, tmp_path, world_size):
-    """Iterations 6 to 10 from Megatron-LM's own checkpoint of iteration 5, as it went on itself; under other mappings too."""
+@pytest.mark.parametrize("checkpoint, world_size", [*(("a2_torch_dist", size) for size in RESUMED), ("a2_torch", 1), ("a2_torch", 4)])
+def test_a_run_of_megatron_goes_on_from_its_checkpoint(shared, tmp_path, checkpoint, world_size):
+    """Iterations 6 to 10 from Megatron-LM's own checkpoint of iteration 5, as it went on itself; under other mappings and of the legacy format too."""
     meta = json.loads((shared / "golden" / "parallel" / "res_a2_torch_dist.json").read_text())
     cwd = golden_workspace(shared, tmp_path)
-    argv = with_flag(without(meta["argv"], ("--save", 1), ("--save-interval", 1)), "--load", str(shared / "golden/ckpt/a2_torch_dist"))
+    argv = with_flag(without(meta["argv"], ("--save", 1), ("--save-interval", 1)), "--load", str(shared / "golden/ckpt" / checkpoint))
     finished = run([*argv, *RESUMED[world_size].split(), "--metrics-file", "metrics.jsonl"], cwd, world_size, apart=world_size == 2)
     assert finished.returncode == 0, finished.stderr
     steps = [{**step, "iteration": step["iteration"] + 5} for step in meta["ranks"][0]["steps"]]

@@ -45,7 +45,7 @@ def assert_nothing_lost(tmp_path, argv, reached, world_size=1):
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     for folder in (tmp_path, undisturbed):
-        finished = run(last, folder, world_size)
+        finished = run(last, folder, world_size, apart=True)  # forked ranks have other mock data
         assert finished.returncode == 0, finished.stderr
     killed, whole = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
     assert [record["iteration"] for record in killed] == list(range(1, reached + 5)), "an iteration is missing or stands twice"
@@ -84,3 +84,44 @@ def test_killing_one_of_four_ranks_loses_nothing(tmp_path, extra):
         assert verify_all(tmp_path / "ckpt" / f"iter_{now:07d}").problems == []
     assert_nothing_lost(tmp_path, argv, reached, RANKS)
     assert not list((tmp_path / "ckpt").glob("*.tmp-*")) and not list((tmp_path / "ckpt").glob("*.old-*"))
+
+
+def test_what_was_told_before_a_kill_is_there_and_stands_once_in_the_end(tmp_path):
+    """Killed soon after a validation: the files hold everything up to then; after the restart every step and validation once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    argv = [*TINY, *MOCK, "--train-iters", "40", "--save", "ckpt", "--save-interval", "4", "--auto-resume", "--tensorboard-dir", "tb",
+            "--eval-interval", "3", "--eval-iters", "1", "--split", "90,10,0", "--moe-per-layer-logging"]
+    metrics, process = tmp_path / "ckpt" / "metrics.jsonl", start(argv, tmp_path, environment())
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline and not (metrics.exists() and '"iteration": 7, ' in metrics.read_text()):
+        time.sleep(0.002)
+    process.kill()
+    _, errors = process.communicate()
+    assert process.returncode == -9, errors
+    before = read_metrics(metrics)  # whole lines only
+    reached = before[-1]["iteration"]
+    told = [(record["iteration"], "validation" in record) for record in before]
+    assert 7 <= reached < 40
+    assert told[:9] == [(1, False), (2, False), (3, False), (3, True), (4, False), (5, False), (6, False), (6, True), (7, False)]
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    steps = [scalar.step for scalar in events.Scalars("lm loss")]
+    # the file that is written first may be ahead by what the kill cut in between
+    assert steps in (list(range(1, reached + 1)), list(range(1, reached)), list(range(1, reached + 2)))
+    assert [scalar.step for scalar in events.Scalars("lm loss validation")][:2] == [3, 6]
+
+    finished = run([*argv, "--exit-interval", "12"], tmp_path, apart=True)  # forked ranks have other mock data
+    assert finished.returncode == 0, finished.stderr
+    after = read_metrics(metrics)
+    steps, checks = [record for record in after if "validation" not in record], [record for record in after if "validation" in record]
+    assert [record["iteration"] for record in steps] == list(range(1, steps[-1]["iteration"] + 1)) and steps[-1]["iteration"] % 12 == 0
+    assert [record["iteration"] for record in checks] == list(range(3, steps[-1]["iteration"] + 1, 3))
+    same = [record for record in before if "validation" in record]
+    assert same == checks[:len(same)], "a validation that was repeated came out otherwise"
+    assert [record["iteration"] for record in steps if "resumed_from" in record] == [reached // 4 * 4 + 1]
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"images": 0, "scalars": 0})  # 0: all
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("lm loss")] == [record["iteration"] for record in steps]
+    assert [scalar.step for scalar in events.Scalars("lm loss validation")] == [record["iteration"] for record in checks]
+    assert [image.step for image in events.Images("moe/load")] == [record["iteration"] for record in steps]

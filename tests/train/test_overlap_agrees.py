@@ -5,7 +5,7 @@ from harness import run_ranks
 from train.layouts import argv_of, compare, groups_of, make_run, train_ranks
 
 from moe_trainer.run import TrainState
-from moe_trainer.train_step import train_step
+from moe_trainer.training.step import train_step
 
 EP2 = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--bf16"]
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]

@@ -9,7 +9,7 @@ from moe_trainer.errors import InputError
 from moe_trainer.initialize import check_same_flags
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.place import Place
-from moe_trainer.run import holds_checkpoint
+from moe_trainer.training.resume import holds_checkpoint
 
 
 def compare(rank, n):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_trainer import train, train_export
+from moe_trainer import train
+from moe_trainer.training import export
 
 
 @pytest.fixture
@@ -23,8 +24,8 @@ def run_of(events, **more) -> SimpleNamespace:
 
 
 def test_export_waits(events, monkeypatch, tmp_path):
-    monkeypatch.setattr(train_export, "export_named_weights", lambda chunks, ps: events.append("read") or iter(()))
-    train_export.export_weights(run_of(events), str(tmp_path / "weights.safetensors"))
+    monkeypatch.setattr(export, "export_named_weights", lambda chunks, ps: events.append("read") or iter(()))
+    export.export_weights(run_of(events), str(tmp_path / "weights.safetensors"))
     assert events == ["wait", "read"]
 
 

@@ -15,6 +15,7 @@ from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.dispatch.eight_bits import EightBits
 from moe_trainer.moe.dispatch.local import LocalDispatcher
+from moe_trainer.moe.finermoe import SlicedPermutation
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
 
@@ -36,7 +37,7 @@ def choose_dispatcher(moe: MoEArgs, ps: ParallelState, rows: Rows | None = None,
 
     Collective where a communication buffer is made. Raises: MissingBackend; ValueError when the library cannot carry such rows.
     """
-    permutation = choose_permutation(moe, backends, kernels)
+    permutation = choose_permutation(moe, backends, kernels) if moe.finermoe is None else _sliced(moe, ps)
     eight_bits = EightBits(moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8")
     if ps.tp_ep.size == 1:
         return LocalDispatcher(permutation, eight_bits)
@@ -67,6 +68,13 @@ def choose_permutation(moe: MoEArgs, backends: Backends, kernels: Kernels = Kern
             "--moe-permute-fusion", "moe_permute_fusion", backends, "permutation", *te.FusedPermutation.NAMES, own="permute"):
         return te.FusedPermutation()
     return Permutation()
+
+
+def _sliced(moe: MoEArgs, ps: ParallelState) -> SlicedPermutation:
+    """The reordering of FineRMoE: of what was gathered a rank reorders the columns of its own experts, else those of all."""
+    own_columns = moe.moe_token_dispatcher_type == "allgather" and ps.tp_ep.size > 1
+    first = ps.ep.rank * (moe.num_experts // ps.ep.size) if own_columns else 0
+    return SlicedPermutation(moe.finermoe.slices, moe.num_experts // moe.finermoe.slices, first)
 
 
 def choose_fused_topk(moe: MoEArgs, backends: Backends, kernels: Kernels = Kernels()) -> Callable | None:

@@ -12,7 +12,6 @@ Shape letters: T local tokens, E experts, V experts counted once per rank of etp
 """
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_trainer.moe.dispatch import deepep
 from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, TokenDispatcher
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
@@ -114,10 +114,7 @@ class HybridEPDispatcher(TokenDispatcher):
 
 def problem() -> str | None:
     """What stands in the way of using the library; None if nothing does."""
-    if importlib.util.find_spec("deep_ep") is None:
-        return "the package deep_ep is not installed"
-    has_it = hasattr(importlib.import_module("deep_ep"), "HybridEPBuffer")
-    return None if has_it else "the installed package deep_ep has no HybridEPBuffer (its hybrid-ep branch has)"
+    return deepep.problem("HybridEPBuffer")
 
 
 def make_dispatcher(ps: ParallelState, *, hidden_size: int, num_experts: int, max_tokens: int, num_sms: int | None,

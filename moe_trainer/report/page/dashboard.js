@@ -25,6 +25,32 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     return box;
   }
 
+  // what happened to the run: {iteration, text, color}; a dashed line through every chart of its course
+  const events = [];
+  for (const each of data.events) {
+    if (each.resumed_from != null) events.push({ iteration: each.resumed_from, text: "resumed after iteration " + each.resumed_from, color: "#4d4d4d" });
+    for (const one of each.rejected || []) events.push({ iteration: one.iteration, text: "iteration " + one.iteration + " skipped: " + one.because, color: "#d55e00" });
+  }
+  dashboard.events = events;
+  function drawEvents(plot) {
+    const paint = plot.ctx, { left, top, width, height } = plot.bbox;
+    paint.save();
+    paint.lineWidth = window.devicePixelRatio || 1;
+    paint.setLineDash([4 * paint.lineWidth, 4 * paint.lineWidth]);
+    for (const { iteration, color } of events) {
+      const at = plot.valToPos(iteration, "x", true);
+      if (at < left || at > left + width) continue;
+      paint.strokeStyle = color;
+      paint.beginPath();
+      paint.moveTo(at, top);
+      paint.lineTo(at, top + height);
+      paint.stroke();
+    }
+    paint.restore();
+  }
+  // the legend shows the newest figures until the mouse asks for others
+  const showNewest = (plot) => { if (plot.cursor.idx == null) plot.setLegend({ idx: plot.data[0].length - 1 }, false); };
+
   // series: [{label, values, color?, points?, width?}]; x and every list of values are equally long
   function chart(name, parent, title, note, x, series, legend = true) {
     const box = card(parent, title, note);
@@ -34,14 +60,17 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       paths: each.points ? () => null : undefined, value: (plot, value) => number(value, 5),
     }));
     const options = {
-      width: Math.max(300, box.clientWidth - 26), height: 220, legend: { show: legend, live: legend },
+      width: roomIn(box), height: 220, legend: { show: legend, live: legend },
+      hooks: { draw: [drawEvents], setCursor: [showNewest], ready: [showNewest] },
       scales: { x: { time: false } }, cursor: { drag: { x: true, y: false } },
       axes: [{ label: "iteration", labelSize: 18, size: 34, font: "11px system-ui" },
         { size: 62, font: "11px system-ui", values: (plot, marks) => marks.map((mark) => number(mark)) }],
       series: [{ label: "iteration" }, ...lines],
     };
-    dashboard.charts[name] = new uPlot(options, [x, ...series.map((each) => each.values)], box);
+    const plot = dashboard.charts[name] = new uPlot(options, [x, ...series.map((each) => each.values)], box);
+    window.addEventListener("resize", () => plot.setSize({ width: roomIn(box), height: 220 }));
   }
+  const roomIn = (box) => Math.max(200, box.clientWidth - 26);
 
   function figure(value, name) {
     const box = document.createElement("div"), strong = document.createElement("b"), label = document.createElement("span");
@@ -50,6 +79,11 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     label.textContent = name;
     box.append(strong, label);
     element("figures").append(box);
+  }
+
+  // one line under the figures; of many events the newest
+  function told(events) {
+    return (events.length > 5 ? "... " : "") + events.slice(-5).map((each) => each.text).join("; ");
   }
 
   function head() {
@@ -64,6 +98,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     if (last.mfu != null) figure(number(last.mfu * 100, 3) + " %", "MFU");
     figure(number(last.grad_norm), "gradient norm");
     figure(number(last.max_memory_mb / 1024, 3) + " GiB", "peak memory of the last rank");
+    element("events").textContent = told(events);
     for (const [name, value] of Object.entries(data.settings || {})) {
       const row = element("settings").insertRow();
       row.insertCell().textContent = name;
@@ -101,6 +136,10 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     if (known("grad_norm")) chart("grad_norm", "charts", "Gradient norm", "before clipping", x, [{ label: "norm", values: column("grad_norm") }]);
     chart("memory", "charts", "Peak memory", "GiB, of the last rank", x, [{ label: "GiB", values: column("max_memory_mb", 1 / 1024) }]);
     chart("batch", "charts", "Global batch", "samples", x, [{ label: "samples", values: column("global_batch_size") }]);
+    if (known("own_time_ms")) {
+      chart("own_time", "charts", "Own work of the ranks", "ms an iteration, without waiting for others", x,
+        ["max", "median", "min"].map((name) => ({ label: name, values: records.map((record) => record.own_time_ms?.[name] ?? null) })));
+    }
     const trouble = ["skipped_iterations", "nan_iterations", "dropped_tokens"].filter((name) => records.some((record) => record[name] > 0));
     if (trouble.length) chart("trouble", "charts", "Lost", "since the record before", x, trouble.map((name) => ({ label: name.replace("_", " "), values: column(name) })));
   }
@@ -110,6 +149,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     ["load_entropy", "Entropy of the loads", "over its largest value; 1 is balanced"],
     ["dead_experts", "Dead experts", "experts that no token chose"],
     ["drop_rate", "Drop rate", "dropped share of the chosen (token, expert) pairs"],
+    ["clone_rate", "Clones of hot experts", "share of those pairs that they computed on other ranks"],
     ["bias_drift", "Bias drift", "largest distance of an expert bias from the mean one"],
     ["rank_max_over_mean", "Fullest expert-parallel rank", "its load over the mean; 1 is balanced"],
   ];
@@ -125,10 +165,10 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     chart("straggler_cost", "routing-charts", "Expected straggler cost", "% more arithmetic time, waiting for the fullest rank of every layer", x,
       [{ label: "cost", values: data.layers.map((each) => each.straggler_cost * 100) }]);
     for (const [name, title, note] of HEALTH) {
-      if (["bias_drift", "drop_rate"].includes(name) && !data.layers.some((each) => each[name].some((value) => value > 0))) continue;
+      if (["bias_drift", "drop_rate", "clone_rate"].includes(name) && !data.layers.some((each) => each[name]?.some((value) => value > 0))) continue;
       if (name === "rank_max_over_mean" && data.layers.every((each) => each[name].every((value) => value === 1))) continue;
       chart(name, "routing-charts", title, note, x, layers.map((layer, at) => ({
-        label: "layer " + layer, color: depth(layers.length > 1 ? at / (layers.length - 1) : 0.5), width: 1.2, values: data.layers.map((each) => each[name][at]),
+        label: "layer " + layer, color: depth(layers.length > 1 ? at / (layers.length - 1) : 0.5), width: 1.2, values: data.layers.map((each) => each[name]?.[at] ?? null),
       })), layers.length <= 8);
     }
     const newest = data.layers[data.layers.length - 1];
@@ -149,7 +189,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     function draw(at) {
       shown = data.loads[at];
       const loads = shown.tokens_per_expert, experts = loads[0].length, dense = window.devicePixelRatio || 1;
-      wide = Math.max(3, Math.min(40, (box.clientWidth - left - 4) / experts));
+      wide = Math.max(3, Math.min(80, (box.clientWidth - left - 4) / experts));
       high = Math.max(7, Math.min(26, 480 / loads.length));
       canvas.style.width = left + wide * experts + "px";
       canvas.style.height = high * loads.length + foot + "px";

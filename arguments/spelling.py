@@ -1,4 +1,4 @@
-"""Values by destination, spelled as flags. No torch here."""
+"""Values by destination, spelled as flags: the way back from what parse.py makes of a command line."""
 
 from __future__ import annotations
 

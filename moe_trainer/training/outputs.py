@@ -24,6 +24,7 @@ def check_outputs(run: Run, state: TrainState) -> None:
     if target is not None and (os.path.isdir(target) or not os.access(os.path.dirname(target) or ".", os.W_OK)):
         raise InputError(f"--export-weights {target}: this is a folder, or its folder does not exist or cannot be written")
     warn_of_newer_checkpoints(run, state)
+    warn_of_no_record(run, state)
 
 
 def warn_of_newer_checkpoints(run: Run, state: TrainState) -> None:
@@ -38,3 +39,15 @@ def warn_of_newer_checkpoints(run: Run, state: TrainState) -> None:
             "latest_checkpointed_iteration.txt back. To go on from there: --load %s; else choose another folder",
             save, newest, state.iteration, save,
         )
+
+
+def warn_of_no_record(run: Run, state: TrainState) -> None:
+    """Say so when this run does not come by the iteration that --record-step names."""
+    wanted, skipped = run.args.output.record_step, run.args.training.iterations_to_skip
+    if wanted is None or run.runtime.place.rank != 0:
+        return
+    if run.args.training.skip_train:
+        logger.warning("--record-step %d: nothing will be recorded; --skip-train leaves the training out", wanted)
+    elif not state.iteration < wanted <= run.train_iters or wanted in skipped:
+        logger.warning("--record-step %d: nothing will be recorded; this run goes from iteration %d to %d%s", wanted, state.iteration + 1,
+                       run.train_iters, " and skips that one" if wanted in skipped else "")

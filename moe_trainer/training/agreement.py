@@ -27,7 +27,7 @@ class Agreement(NamedTuple):
 
 
 def agree(run: Run, state: TrainState, started: float, exit_signal: ExitSignal | None) -> Agreement:
-    """Ask every rank. started: when the program began, by time.time().
+    """Ask every rank. started: when the program began, by time.monotonic().
 
     Communication: three float32 to a maximum over the world, if anything depends on the ranks.
     """
@@ -35,7 +35,7 @@ def agree(run: Run, state: TrainState, started: float, exit_signal: ExitSignal |
     signalled, minutes, saving = 0, 0.0, False
     if exit_signal is not None or training.exit_duration_in_mins is not None or run.saver.under_way:
         received = None if exit_signal is None else exit_signal.received
-        mine = [received or 0, (time.time() - started) / 60.0, run.saver.writing]
+        mine = [received or 0, (time.monotonic() - started) / 60.0, run.saver.writing]
         facts = torch.tensor(mine, dtype=torch.float32, device=run.runtime.device)
         # one signal is enough, the slowest clock decides, and so does the slowest disk
         signalled, minutes, saving = collectives.all_reduce(facts, run.ps.world, op="max").tolist()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,23 +18,25 @@ from torch import Tensor
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import user_input
 from moe_trainer.layers.precision import begin_iteration, update_scales
+from moe_trainer.layers.qk_clip import clipped_rows, forget_logits, largest_of_all, logit_peaks
 from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.model.weights import gather_named
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
 from moe_trainer.moe.health import collect_loads
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.feed import MicrobatchFeed
 from moe_trainer.pipeline.schedule import Work
-from moe_trainer.report.dump import dump_gradients, dump_routing
 from moe_trainer.report.timers import Timers
 from moe_trainer.run import Run, TrainState
+from moe_trainer.training.dumps import StepDumps
+from moe_trainer.training.judgement import Attempt, forget_books, injected, judge, remember, rewind, rules_of
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one iteration produced; `losses` by the name the log line gives them. loads: of collect_loads, if they are counted."""
+    """What one iteration produced; `losses` by the name the log line gives them. loads: of collect_loads, if they are counted.
+    skipped: why the update was not made, although it could have been. max_attention_logit: over all layers and ranks, if it is asked for."""
 
     losses: dict[str, float]
     updated: bool
@@ -42,34 +45,53 @@ class StepResult:
     dropped_tokens: int
     per_layer: dict[str, list[float]]
     loads: Tensor | None = None
+    skipped: str | None = None
+    max_attention_logit: float | None = None
 
 
-def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult:
-    """Forward and backward over all microbatches, reduce, update, keep the router's books.
+class StepWitness(Protocol):
+    """Somebody who looks at one iteration while it runs; graphs are not replayed meanwhile."""
+
+    def attach(self) -> None:
+        """The forward passes begin."""
+
+    def again(self) -> None:
+        """They begin again: what was seen does not count."""
+
+    def before_update(self) -> None:
+        """The gradients are reduced, scaled and not yet clipped. Called on every rank."""
+
+
+def train_step(run: Run, state: TrainState, num_microbatches: int, witness: StepWitness | None = None) -> StepResult:
+    """Forward and backward over all microbatches, reduce, judge, update, keep the router's books.
 
     Communication: the gradient reductions of `grads`, two numbers per loss, the router's counts.
+    Raises: ResultRejected when the result is not accepted and the run is to stop.
     """
     args, ps = run.args, run.ps
-    dump_now = args.output.dump_step is not None and int(args.output.dump_step[0]) == state.iteration + 1
-    records = attach_recorders(run.chunks, args.model.num_layers) if dump_now else {}
-    run.optimizer.zero_grad()
-    start_iteration(run.chunks)
-    begin_iteration(run.chunks, state.iteration)
-    for chunk in run.chunks:
-        chunk.graphs.begin_iteration(eager=dump_now)  # what a graph holds cannot be recorded
-    # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
-    grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
-    with run.timers("forward-backward"):
-        sums = train_microbatches(run, num_microbatches, grad_scale, record=dump_now)
-    with run.timers("all-grads-sync"):
-        run.grads.finish()
-    finalize_grads(run.grads, ps, run.timers)
+    dumps = StepDumps(run, state.iteration + 1)
+    if witness is not None:
+        witness.attach()
+    looked_at = dumps.records or witness is not None  # what a graph holds cannot be
+    remember(run)
+
+    def again(eager: bool) -> Attempt:
+        rewind(run)
+        dumps.again()
+        if witness is not None:
+            witness.again()
+        return attempt(run, state, num_microbatches, record=looked_at, eager=eager, repeated=True)
+
+    verdict = judge(run, state, attempt(run, state, num_microbatches, record=looked_at), again)
+    result = verdict.attempt
+    dumps.write(result.tokens)
+    if witness is not None:
+        witness.before_update()
+    if verdict.skipped is not None:
+        forget_books(run)
+        losses = {"lm loss": result.loss} if math.isfinite(result.loss) else {}
+        return StepResult(losses, False, None, None, 0, {}, skipped=verdict.skipped)
     update_scales(run.chunks, ps)
-    loss_sum, tokens = shared_sums(run, sums)
-    if run.per_token:
-        run.grads.scale(1.0 / max(tokens, 1.0))
-    if dump_now:
-        write_dumps(run, state, records)
     # The books are read before the update: their small collectives must not queue behind the parameter gathers, and a
     # loss that is not finite must not reach the weights.
     update_expert_bias(run.chunks, ps)
@@ -78,16 +100,52 @@ def train_step(run: Run, state: TrainState, num_microbatches: int) -> StepResult
     if args.moe.num_experts and args.moe.moe_per_layer_logging:
         loads = collect_loads(run.chunks, ps, args.moe.num_experts, num_layers, run.runtime.device)
     moe = collect_moe_metrics(run.chunks, ps, num_microbatches, args.moe, num_layers, run.runtime.device)
-    losses = {"lm loss": loss_sum / max(tokens, 1.0), **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
+    losses = {"lm loss": result.loss, **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
     if args.training.check_for_nan_in_loss_and_grad:
         refuse_nan(state.iteration + 1, losses)
+    peaks = logit_peaks(run.chunks, ps, run.runtime.device)
+    clip = args.model.qk_clip
     with run.timers("optimizer"):
         outcome = run.optimizer.step(
             lr=run.learning_rate.lr(state.scheduled_samples),
             decoupled_lr=run.learning_rate.decoupled_lr(state.scheduled_samples),
             weight_decay=run.weight_decay.weight_decay(state.scheduled_samples),
+            norm=result.norm,
+            rows=clipped_rows(peaks, ps, args.model.qk_clip_threshold, args.model.qk_clip_alpha) if clip else {},
         )
-    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer, loads)
+    max_logit = largest_of_all(peaks, ps, run.runtime.device) if args.output.log_max_attention_logit else None
+    dumps.write_params()
+    return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer, loads,
+                      max_attention_logit=max_logit)
+
+
+def attempt(run: Run, state: TrainState, num_microbatches: int, record: bool, eager: bool = False, repeated: bool = False) -> Attempt:
+    """Evaluate the iteration: forward and backward over its microbatches, and the reduced gradients with their norm. Weights stay.
+
+    record: somebody writes down what is computed. eager: without graphs. repeated: it is not the first time.
+    """
+    args, ps = run.args, run.ps
+    run.optimizer.zero_grad()
+    start_iteration(run.chunks)
+    forget_logits(run.chunks)
+    begin_iteration(run.chunks, state.iteration)
+    for chunk in run.chunks:
+        chunk.graphs.begin_iteration(eager=record or eager)
+    # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
+    grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
+    with run.timers("forward-backward"):
+        sums = train_microbatches(run, num_microbatches, grad_scale, record=record or eager)
+    with run.timers("all-grads-sync"):
+        run.grads.finish()
+    finalize_grads(run.grads, ps, run.timers)
+    sums = injected(run, state, sums, repeated)
+    loss_sum, tokens = shared_sums(run, sums)
+    if run.per_token:
+        run.grads.scale(1.0 / max(tokens, 1.0))
+    loss = loss_sum / max(tokens, 1.0)
+    with run.timers("optimizer"):
+        norm = run.optimizer.grad_norm(alarm=state.history.judge_loss(loss, rules_of(args)) is not None)
+    return Attempt(sums, loss, tokens, norm)
 
 
 def train_microbatches(run: Run, num_microbatches: int, grad_scale: float, record: bool) -> list[Tensor]:
@@ -170,31 +228,3 @@ def refuse_nan(iteration: int, losses: dict[str, float]) -> None:
             f"iteration {iteration}: {', '.join(f'{name} is {value}' for name, value in bad.items())}; the last checkpoint "
             "is untouched. --no-check-for-nan-in-loss-and-grad goes on regardless"
         )
-
-
-def attach_recorders(chunks: list[Transformer], num_layers: int) -> dict[str, list]:
-    """Have every router record its microbatches; returns the lists by layer label."""
-    records: dict[str, list] = {}
-    for chunk in chunks:
-        for layer in chunk.moe_layers():
-            number, depth = layer.layer_number, layer.layer_number - num_layers
-            layer.router.recorder = records[f"mtp{depth}" if depth > 0 else f"layer{number}"] = []
-    return records
-
-
-def write_dumps(run: Run, state: TrainState, records: dict[str, list]) -> None:
-    """Write this step's gradients and routing (--dump-step) and detach the recorders."""
-    directory, number = run.args.output.dump_step[1], state.iteration + 1
-    for chunk in run.chunks:
-        for layer in chunk.moe_layers():
-            layer.router.recorder = None
-    with user_input("--dump-step"):
-        if records:
-            dump_routing(directory, number, run.runtime.place.rank, records)
-        run.grads.gather()
-        gradients = gather_named(run.chunks, run.ps, lambda param: param.main_grad)
-        if run.runtime.place.rank == 0:
-            dump_gradients(directory, number, gradients, 1.0 / run.optimizer.loss_scale)
-        else:
-            for _ in gradients:  # this rank's part of the gathering
-                pass

@@ -1,0 +1,167 @@
+"""A Hugging Face model folder as a checkpoint: what --load and the conversion read.
+
+`open_model` reads config.json and the tables of all files, and settles which tensor of ours is made of which of theirs before any
+element is read. `HFIndex` then looks like the index of a checkpoint of ours (the keys of sharding.KeyScheme, one box per tensor of a
+layer and expert), so that everything that reads checkpoints, under any layout, reads these folders too: a box is made when it is
+asked for, out of the tensors that it needs, and no rank reads what others hold.
+"""
+
+import argparse
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from arguments.container import OPTIONS
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf_config import Family, read_config
+from moe_trainer.checkpoint.hf_files import CONFIG, Folder, is_folder, read_json
+from moe_trainer.checkpoint.hf_names import NAMES, Link, check_source, copies, links, model_sizes
+from moe_trainer.checkpoint.sharding import KeyScheme
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "huggingface"
+# tables that old files carry and that are computed
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+TRAVELS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
+           "chat_template*", "generation_config.json", "tokenization_*.py")
+"""Files that go with a model beside its weights and its configuration."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """flags: by destination, with "rows" of the embedding; notes: remarks for the user; dtype: of all weights, that of the embedding."""
+
+    folder: Path
+    family: Family
+    flags: Mapping[str, Any]
+    links: tuple[Link, ...]
+    source: Folder
+    dtype: torch.dtype
+    repeated: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def make(self, link: Link, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor of ours. dtype: None for that of the weights."""
+        parts = [self.source.read(ref.name, ref.index) for ref in link.theirs]
+        whole = link.join(parts, model_sizes(self.flags))
+        return whole.to(self.dtype_of(link, dtype))
+
+    def dtype_of(self, link: Link, dtype: torch.dtype | None = None) -> torch.dtype:
+        """What `make` gives."""
+        return torch.float32 if link.keeps_fp32 else dtype or self.dtype
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a folder that go with its weights, each once."""
+    return sorted({path for pattern in TRAVELS for path in folder.glob(pattern) if path.is_file()})
+
+
+def read_flags(folder: Path, source: Folder) -> tuple[Family, dict[str, Any], list[str]]:
+    """The flags of a folder's model, with "rows", and remarks. Raises: CheckpointError."""
+    family, flags, notes = read_config(read_json(folder / CONFIG), str(folder / CONFIG))
+    flags["rows"] = flags["vocab_size"]
+    beyond = NAMES[family.name].depth[0].format(l=flags["num_layers"], d=0)
+    if beyond == "mtp.":  # config.json is silent on it
+        flags["mtp_num_layers"] = 1 if any(name.startswith(beyond) for name in source.names) else None
+    if flags.get("mtp_num_layers") and not any(name.startswith(beyond) for name in source.names):
+        notes.append(f"{CONFIG} names {flags['mtp_num_layers']} multi-token-prediction layers, and the files have none: left out")
+        flags["mtp_num_layers"] = None
+    return family, flags, notes
+
+
+def open_model(folder: Path, ignore: Callable[[str], bool] = lambda name: False) -> Model:
+    """Read everything but the elements.
+
+    ignore: tensors that may be left over.
+    Raises: CheckpointError naming the tensors that are missing, left over or of another shape; DamagedError for files.
+    """
+    source = Folder(folder)
+    family, flags, notes = read_flags(folder, source)
+    found = tuple(links(family.name, flags, source.__contains__))
+    repeated = {name: original for name, original in copies(family.name, flags).items() if name in source}
+    unused = [name for name in source.names if _COMPUTED.search(name) or ignore(name)]
+    check_source(found, lambda name: source.shape(name) if name in source else None, source.names, repeated, set(unused).__contains__)
+    notes += [f"{name} is left out" for name in unused if not _COMPUTED.search(name)]
+    if any(_COMPUTED.search(name) for name in unused):
+        notes.append("the tables rotary_emb.inv_freq are left out: they follow from the flags")
+    notes += [f"{name} repeats {original}" for name, original in repeated.items()]
+    return Model(folder, family, flags, found, source, source.dtype(found[0].theirs[0].name), repeated, tuple(notes))
+
+
+def compare_copies(model: Model) -> None:
+    """Tensors that repeat another one are equal to it. Reads both. Raises: CheckpointError."""
+    for name, original in model.repeated.items():
+        if model.source.shape(name) != model.source.shape(original) or not torch.equal(model.source.read(name), model.source.read(original)):
+            raise CheckpointError(f"{name} should repeat {original}, and differs from it")
+
+
+class HFIndex(Metadata):
+    """The index that a checkpoint of ours with this model would have; see the head of this file."""
+
+    def __init__(self, model: Model):
+        super().__init__({})
+        self.model = model
+        self._made: dict[MetadataIndex, Link] = {}
+        self.storage_data = {}
+        scheme = KeyScheme.from_record(record_of(model))
+        for link in model.links:
+            key, at, extents = scheme.locate(link.ours)
+            entry = self.state_dict_metadata.setdefault(key, TensorStorageMetadata(
+                TensorProperties(dtype=model.dtype_of(link)), torch.Size((*extents, *link.shape)), []))
+            offsets = torch.Size((*at, *(0 for _ in link.shape)))
+            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in at), *link.shape))))
+            place = model.source.place(link.theirs[0].name)
+            self._made[MetadataIndex(key, offsets)] = link
+            self.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(place.path.name, place.start, place.num_bytes)
+
+    def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """The tensor of one box."""
+        return self.model.make(self._made[MetadataIndex(key, chunk.offsets)]).view(chunk.sizes)
+
+
+def record_of(model: Model) -> dict[str, Any]:
+    """All flags, those of the model as config.json gives them and the others at their defaults, as a checkpoint records them."""
+    flags = {name: value for name, value in model.flags.items() if name in OPTIONS}
+    record = {dest: option.default for dest, option in OPTIONS.items()} | flags
+    files = {path.name for path in tokenizer_files(model.folder)}
+    if "tokenizer.json" in files or "tokenizer_config.json" in files:
+        record |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model.folder.absolute())}
+    else:
+        record |= {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
+    return record
+
+
+def read_index(folder: Path) -> HFIndex | None:
+    """The index of a Hugging Face folder, None for others. Raises: CheckpointError."""
+    if not is_folder(folder):
+        return None
+    model = open_model(folder)
+    logger.info("  %s: a Hugging Face model of type %s", folder, model.family.name)
+    for note in model.notes:
+        logger.info("  %s", note)
+    return HFIndex(model)
+
+
+def common_state(index: HFIndex) -> dict[str, Any]:
+    """What the non-tensor part of a checkpoint of ours would be."""
+    return {"args": argparse.Namespace(**record_of(index.model)), "iteration": 0}
+
+
+def saved_args(folder: Path) -> dict[str, Any]:
+    """The flags that the folder's model needs, as a checkpoint records them. Raises: CheckpointError."""
+    return record_of(open_model(folder))

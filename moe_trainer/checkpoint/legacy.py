@@ -1,0 +1,347 @@
+"""A legacy checkpoint of Megatron-LM (`--ckpt-format torch`) as an index: what --load reads, under any layout.
+
+Every file `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` is opened without reading its elements (they are mapped into memory, and
+come when a box is asked for). What is in it, and in `distrib_optim.pt` beside it, gets the keys and boxes that a checkpoint of ours
+would have, so that whoever reads those reads these. legacy_names.py says how the files are made.
+"""
+
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.legacy_names import (
+    EXPERT,
+    MODEL_FILE,
+    STATE_FILE,
+    Sizes,
+    buffer_places,
+    cut_of,
+    decays,
+    global_name,
+    has_own_rate,
+    layers_of,
+)
+from moe_trainer.checkpoint.sharding import KeyScheme, object_key
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, PickleModule, plain
+
+FORMAT = "torch"
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
+_DEFAULT_BUCKET = 40_000_000
+# what may be saved beside the parameters and is none
+_BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+
+
+def is_folder(folder: Path) -> bool:
+    """Whether a checkpoint folder is of the legacy format."""
+    return any(folder.glob("mp_rank_*"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """One file and where its rank stood."""
+
+    path: Path
+    tp: int
+    pp: int
+    ep: int
+
+    @property
+    def state_path(self) -> Path:
+        return self.path.with_name(STATE_FILE)
+
+
+def open_file(path: Path) -> Any:
+    """Decode a file; its tensors are mapped, not read.
+
+    Raises: DamagedError when it is missing or damaged.
+    """
+    try:
+        return torch.load(str(path), map_location="cpu", mmap=True, weights_only=False, pickle_module=PickleModule)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing") from error
+    except DECODE_ERRORS as error:
+        raise DamagedError(f"{path} is damaged: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from error
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """The flags that wrote a checkpoint. Raises: CheckpointError."""
+    found = sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}"))
+    if not found:
+        raise DamagedError(f"{folder}: no mp_rank_* folder there has a {MODEL_FILE}")
+    content = open_file(found[0])
+    if not isinstance(content, dict) or "args" not in content:
+        raise CheckpointError(f"{found[0]} holds no args: it is no checkpoint of Megatron-LM's training")
+    return plain(content["args"])
+
+
+def places(folder: Path, sizes: Sizes) -> list[Place]:
+    """All files, those of the first expert-parallel place first.
+
+    Raises: DamagedError naming a file without which the model has gaps.
+    """
+    found = [Place(path, tp, pp, ep) for ep in range(sizes.ep) for pp in range(sizes.pp) for tp in range(sizes.tp)
+             if (path := folder / sizes.folder(tp, pp, ep) / MODEL_FILE).is_file()]
+    for pp in range(sizes.pp):
+        for tp in range(sizes.tp):
+            if not any((place.tp, place.pp) == (tp, pp) for place in found):
+                raise DamagedError(f"{folder / sizes.folder(tp, pp, 0) / MODEL_FILE} is missing")
+        for ep in range(sizes.ep):
+            for etp in range(sizes.etp):
+                if not any((place.tp % sizes.etp, place.pp, place.ep) == (etp, pp, ep) for place in found):
+                    raise DamagedError(f"{folder / sizes.folder(etp, pp, ep) / MODEL_FILE} is missing")
+    return found
+
+
+class LegacyIndex(Metadata):
+    """The index that a checkpoint of ours with this model would have; see the head of this file."""
+
+    def __init__(self, folder: Path):
+        super().__init__({})
+        self.storage_data = {}
+        self.record = record_of(folder)
+        self._folder = folder
+        self._sizes = Sizes.from_record(self.record)
+        self._scheme = KeyScheme.from_record(self.record)
+        self._boxes: dict[MetadataIndex, tuple[Tensor, Path]] = {}
+        self._objects: dict[str, Any] = {}
+        self._whole: set[Path] = set()
+        self.state_problem: str | None = None
+        """Why the optimizer state cannot be read, where the weights can."""
+        files = places(folder, self._sizes)
+        contents = [open_file(place.path) for place in files]
+        self.common = {key: value for key, value in contents[0].items() if not key.startswith("model")}
+        if not isinstance(self.common.get("optimizer"), (dict, list)):
+            self.common.pop("optimizer", None)
+        firsts = self._first_layers(files, contents)
+        dense, expert = set(), set()
+        for place, content in zip(files, contents, strict=True):
+            takes = {"dense": (place.tp, place.pp) not in dense,
+                     "expert": (place.tp % self._sizes.etp, place.pp, place.ep) not in expert}
+            dense.add((place.tp, place.pp))
+            expert.add((place.tp % self._sizes.etp, place.pp, place.ep))
+            self._add_file(place, content, firsts, takes)
+        if self.state_problem is not None:
+            for key in [key for key in self.state_dict_metadata if key.startswith("optimizer.")]:
+                del self.state_dict_metadata[key]
+        self._check_covered()
+
+    def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """The tensor of one box.
+
+        Raises: DamagedError when the bytes of its file have changed.
+        """
+        tensor, path = self._boxes[MetadataIndex(key, chunk.offsets)]
+        self._verify(path)
+        return tensor.reshape(chunk.sizes)
+
+    def changed_files(self) -> list[str]:
+        """What the checksums in the files say of them; reads everything."""
+        problems = []
+        for path in sorted({path for _, path in self._boxes.values()}):
+            try:
+                self._verify(path)
+            except DamagedError as error:
+                problems.append(str(error))
+        return problems
+
+    def object(self, key: str) -> Any:
+        """A non-tensor entry."""
+        return self._objects[key]
+
+    def _verify(self, path: Path) -> None:
+        """Compare a file with the checksums that it holds, once."""
+        if path not in self._whole:
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    changed = archive.testzip()
+            except DECODE_ERRORS as error:
+                raise DamagedError(f"{path} is damaged: {error}") from error
+            if changed is not None:
+                raise DamagedError(f"{path} is damaged: the checksum of {changed} is wrong")
+            self._whole.add(path)
+
+    def _first_layers(self, files: Sequence[Place], contents: Sequence[Mapping]) -> dict[tuple[int, int], int]:
+        """The global number of the first layer of each (stage, model chunk): chunks follow one another before stages do."""
+        counts = {}
+        for place, content in zip(files, contents, strict=True):
+            for number, chunk in enumerate(_chunks(place, content)):
+                counts.setdefault((number, place.pp), layers_of(list(chunk)))
+        firsts, total = {}, 0
+        for number, pp in sorted(counts):
+            firsts[pp, number] = total
+            total += counts[number, pp]
+        if total != int(self.record["num_layers"]):
+            raise DamagedError(f"{self._folder}: its files have {total} decoder layers together, and its args say {self.record['num_layers']}")
+        return firsts
+
+    def _add_file(self, place: Place, content: Mapping, firsts: Mapping, takes: Mapping[str, bool]) -> None:
+        """Enter what no earlier file had."""
+        chunks = []
+        for number, chunk in enumerate(_chunks(place, content)):
+            first_expert = place.ep * self._sizes.local_experts
+            named = {global_name(name, firsts[place.pp, number], first_expert): value for name, value in chunk.items()
+                     if isinstance(value, Tensor) and not name.endswith("_extra_state")}
+            chunks.append(named)
+            for name, value in named.items():
+                self._add(name, value, "", place, place.path, takes)
+        if content.get("optimizer") is not None:
+            try:
+                for state, name, value, path in self._states(place, content["optimizer"], chunks):
+                    self._add(name, value, f"optimizer.state.{state}.", place, path, takes)
+            except CheckpointError as error:
+                self.state_problem = str(error)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                self.state_problem = f"the optimizer state in {place.path.parent} has not the form of Megatron-LM's: {error!r}"
+        key = object_key("rng_state", (place.pp, place.tp), (self._sizes.pp, self._sizes.tp))
+        if content.get("rng_state") is not None and key not in self._objects:
+            self._objects[key] = content["rng_state"]
+            self.state_dict_metadata[key] = BytesStorageMetadata()
+
+    def _add(self, name: str, value: Tensor, prefix: str, place: Place, path: Path, takes: Mapping[str, bool]) -> None:
+        expert = EXPERT in name
+        count, rank = (self._sizes.etp, place.tp % self._sizes.etp) if expert else (self._sizes.tp, place.tp)
+        if name.endswith((".experts.weight1", ".experts.weight2")):
+            raise CheckpointError(f"{path}: {name} is of the retired --moe-use-legacy-grouped-gemm; convert it with an older Megatron-LM")
+        if not takes["expert" if expert else "dense"]:
+            return
+        dim, parts = cut_of(name, value.shape, self.record, count)
+        if dim is None and rank > 0:
+            return
+        key, at, extents = self._scheme.locate(name)
+        full = list(value.shape)
+        if dim is not None:
+            full[dim] *= count
+        entry = self.state_dict_metadata.setdefault(
+            prefix + key, TensorStorageMetadata(TensorProperties(dtype=value.dtype), torch.Size((*extents, *full)), []))
+        if entry.size != torch.Size((*extents, *full)):
+            raise DamagedError(f"{path}: {name} is a piece of {full}, and other files hold pieces of {list(entry.size[len(at):])}")
+        for part, piece in enumerate(value.chunk(parts, 0) if parts > 1 else (value,)):
+            first = [0] * value.dim()
+            if dim is not None:
+                first[dim] = (part * count + rank) * piece.shape[dim]
+            offsets = torch.Size((*at, *first))
+            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in at), *piece.shape))))
+            place_of = MetadataIndex(prefix + key, offsets)
+            self._boxes[place_of] = piece, path
+            self.storage_data[place_of] = _StorageInfo(str(path.relative_to(self._folder)), piece.storage_offset(), 0)
+
+    def _states(self, place: Place, optimizer: Any, chunks: list[dict[str, Tensor]]) -> Iterator[tuple[str, str, Tensor, Path]]:
+        """(state, name, values, file) of all optimizer states of a file."""
+        chain = optimizer if isinstance(optimizer, list) else [optimizer]
+        trained = [{name: value for name, value in chunk.items() if not name.endswith(_BUFFERS)} for chunk in chunks]
+        if len(chain) == 2 and self._sizes.ep > 1:
+            owned = [[{name: value for name, value in chunk.items() if (EXPERT in name) is expert} for chunk in trained] for expert in (False, True)]
+        elif len(chain) == 1:
+            owned = [trained]
+        else:
+            raise CheckpointError(f"{place.path}: its optimizer state is a chain of {len(chain)} optimizers, of which no more than the one of "
+                                  "experts beside that of the other parameters is known")
+        if self.record.get("use_distributed_optimizer"):
+            buffers = open_file(place.state_path)
+            buffers = buffers if isinstance(buffers, list) else [buffers]
+            for number, (one, mine) in enumerate(zip(buffers, owned)):
+                yield from self._buffer_states(place, one, mine, number)
+            return
+        for one, mine in zip(chain, owned):
+            yield from self._numbered_states(place, one, {name: value for chunk in mine for name, value in chunk.items()})
+
+    def _numbered_states(self, place: Place, optimizer: Mapping, params: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor, Path]]:
+        """The states of an optimizer that knows its parameters by number; half-precision ones have main parameters beside it."""
+        inner = optimizer.get("optimizer", optimizer)
+        mains = optimizer.get("fp32_from_fp16_params")
+        for group_number, group in enumerate(inner["param_groups"]):
+            names = [name for name, value in params.items() if _belongs(name, value, group, self.record, self._sizes.ep > 1)]
+            if mains is not None:  # the half-precision ones come first, then those that are fp32 anyway
+                names = sorted(names, key=lambda name: params[name].dtype == torch.float32)
+                half = [name for name in names if params[name].dtype != torch.float32]
+                for name, value in zip(half, mains[group_number], strict=True):
+                    yield "fp32_param", name, value, place.path
+            if len(names) != len(group["params"]):
+                raise CheckpointError(f"{place.path}: a parameter group of its optimizer has {len(group['params'])} parameters, and {len(names)} of "
+                                      "the model belong to it")
+            for number, name in zip(group["params"], names, strict=True):
+                for state, value in inner["state"].get(number, {}).items():
+                    if state in STATES and isinstance(value, Tensor):
+                        if value.shape != params[name].shape:
+                            raise CheckpointError(f"{place.path}: the {state} of number {number} has shape {tuple(value.shape)}, and {name}, whose it should "
+                                                  f"be, {tuple(params[name].shape)}")
+                        yield state, name, value, place.path
+
+    def _buffer_states(self, place: Place, buffers: Mapping, chunks: list[dict[str, Tensor]], chain_number: int
+                       ) -> Iterator[tuple[str, str, Tensor, Path]]:
+        """The states of a distributed optimizer: flat buffers, one per model chunk."""
+        if not buffers.get("buckets_coalesced"):
+            raise CheckpointError(f"{place.state_path}: its buckets are stored one by one, as Megatron-LM did before 2024; load and save it there once")
+        chunks = [chunk for chunk in chunks if chunk]
+        numbers = sorted(number for number in buffers if isinstance(number, int))
+        if len(numbers) != len(chunks) or any(len(buffers[number]) != 1 for number in numbers):
+            raise CheckpointError(f"{place.state_path}: {len(numbers)} buffers for {len(chunks)} model chunks, or buffers of several types")
+        for number, chunk in zip(numbers, chunks, strict=True):
+            (tensors,) = buffers[number].values()
+            found = list(buffer_places([(name, value.numel()) for name, value in chunk.items()],
+                                       *bucketing(self.record, self._sizes, place.pp, number, chain_number == 1)))
+            needed = max(first + numel for _, first, numel in found)
+            for state, whole in ((name, value) for name, value in tensors.items() if isinstance(value, Tensor)):
+                if whole.numel() != needed:
+                    raise CheckpointError(f"{place.state_path}: {state} of buffer {number} has {whole.numel()} elements, and the parameters in buckets as "
+                                          f"the flags of the checkpoint make them {needed}")
+                for name, first, numel in found:
+                    yield "fp32_param" if state == "param" else state, name, whole[first:first + numel].view(chunk[name].shape), place.state_path
+
+    def _check_covered(self) -> None:
+        for key, entry in self.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                stored = sum(chunk.sizes.numel() for chunk in entry.chunks)
+                if stored != entry.size.numel():
+                    raise DamagedError(f"{self._folder}: {key}: {stored} of {entry.size.numel()} elements are stored")
+
+
+def bucketing(record: Mapping[str, Any], sizes: Sizes, pp: int, chunk: int, expert: bool) -> tuple[int | None, int, frozenset[str], bool]:
+    """The bucket size, the data-parallel ranks, the names with a bucket of their own and the padding: arguments of `buffer_places`."""
+    world = int(record.get("world_size") or sizes.tp * sizes.pp)
+    dp_cp = world // (sizes.tp * sizes.pp)
+    ranks = world // (sizes.etp * sizes.ep * sizes.pp) if expert else dp_cp
+    bucket = None
+    if record.get("overlap_grad_reduce") and pp == 0 and chunk == 0:
+        data_ranks = max(dp_cp // int(record.get("context_parallel_size") or 1), 1)
+        bucket = int(record.get("ddp_bucket_size") or max(_DEFAULT_BUCKET, 1_000_000 * data_ranks))
+    tied = not record.get("untie_embeddings_and_output_weights") and sizes.pp > 1
+    alone = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"}) if tied else frozenset()
+    return bucket, ranks, alone, bool(record.get("ddp_pad_buckets_for_high_nccl_busbw"))
+
+
+def _belongs(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any], experts_apart: bool) -> bool:
+    """Whether a parameter is in a group of the optimizer, by what the group says of itself."""
+    if (group.get("wd_mult", 1.0) != 0.0) != decays(name, value.dim(), record):
+        return False
+    if bool(group.get("is_expert_parallel")) != (experts_apart and EXPERT in name):
+        return False
+    return record.get("decoupled_lr") is None or bool(group.get("is_decoupled_lr")) == has_own_rate(name)
+
+
+def _chunks(place: Place, content: Mapping) -> list[Mapping[str, Any]]:
+    """The model chunks of a file."""
+    if "model" in content:
+        found = [content["model"]]
+    else:
+        found = []
+        while f"model{len(found)}" in content:
+            found.append(content[f"model{len(found)}"])
+    if not found or any("language_model" in chunk for chunk in found):
+        raise CheckpointError(f"{place.path} holds no model of Megatron-Core: convert it with the Megatron-LM that wrote it")
+    return found

@@ -1,0 +1,212 @@
+"""Write a legacy checkpoint of Megatron-LM (`--ckpt-format torch`).
+
+The files of that format hold what single ranks of a layout have; this program's optimizer state may be cut otherwise. So a save
+writes its own boxes first, as always, and then one rank of every (tp, pp, ep) place reads what belongs into its file out of
+them, by the means that loading has: costs the disk twice the size for a moment. legacy_names.py has the facts of the format.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.directory import flush_file, flush_folder
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.legacy import STATES, bucketing
+from moe_trainer.checkpoint.legacy_names import (
+    EXPERT,
+    MODEL_FILE,
+    STATE_FILE,
+    Sizes,
+    buffer_places,
+    cut_of,
+    decays,
+    has_own_rate,
+    layer_of,
+    local_name,
+    order_of,
+    spelled,
+)
+from moe_trainer.checkpoint.options import CheckpointState
+from moe_trainer.checkpoint.reading import fill
+from moe_trainer.checkpoint.sharding import KeyScheme, Piece, pieces
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
+from moe_trainer.parallel.state import ParallelState
+
+_EXTRA = re.compile(r"(^|\.)(linear_\w+|eh_proj|output_layer)\.weight\d*$")
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of this rank: its global name, and the one in the file; states by their name."""
+
+    name: str
+    written: str
+    value: Tensor
+    states: Mapping[str, Tensor]
+    trained: bool
+
+
+def writes_here(ps: ParallelState) -> bool:
+    """Whether this rank is the one that writes the file of its place; collective."""
+    places = collectives.all_gather_object((ps.tp.rank, ps.pp.rank, ps.ep.rank), ps.world)
+    return places.index(places[ps.world.rank]) == ps.world.rank
+
+
+def write(source: Path, target: Path, index: Metadata, state: CheckpointState, chunks: Sequence[Any], scalars: Mapping[str, Any] | None,
+          random_states: list | None, ps: ParallelState) -> None:
+    """Write this rank's folder under `target` out of the boxes in `source`. Not collective.
+
+    scalars: the optimizer's, None without its state.
+    Raises: CheckpointError for a model that the format has no names for, OSError.
+    """
+    record, sizes = state.args, Sizes.from_record(state.args)
+    entries = [_entries(source, index, chunk, record, scalars is not None, ps) for chunk in chunks]
+    content = common_state.build(state, None)
+    del content["content_metadata"]
+    for number, chunk in enumerate(entries):
+        content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk)
+    buffers = None
+    if scalars is not None:
+        content["moe_trainer"]["optimizer"] = common_state.plain(dict(scalars))
+        owned = [[[entry for entry in chunk if entry.trained and (sizes.ep == 1 or (EXPERT in entry.name) is expert)] for chunk in entries]
+                 for expert in ((False, True) if sizes.ep > 1 else (False,))]
+        chain = [_optimizer(mine, record, scalars, sizes.ep > 1 and number == 1) for number, mine in enumerate(owned)]
+        content["optimizer"] = chain if len(chain) > 1 else chain[0]
+        if record.get("use_distributed_optimizer"):
+            buffers = [_buffers(mine, record, sizes, ps.pp.rank, number == 1) for number, mine in enumerate(owned)]
+    if random_states is not None:
+        content["rng_state"] = random_states
+    folder = target / sizes.folder(ps.tp.rank, ps.pp.rank, ps.ep.rank)
+    folder.mkdir()
+    torch.save(content, folder / MODEL_FILE)
+    flush_file(folder / MODEL_FILE)
+    if buffers is not None:
+        torch.save(buffers if len(buffers) > 1 else buffers[0], folder / STATE_FILE)
+        flush_file(folder / STATE_FILE)
+    flush_folder(folder)
+
+
+def _entries(source: Path, index: Metadata, chunk: Any, record: Mapping[str, Any], with_states: bool, ps: ParallelState) -> list[Entry]:
+    """Everything of a model chunk, read from the boxes, in Megatron's order."""
+    scheme = KeyScheme.from_record(record)
+    wanted: dict[str, list[Piece]] = {}
+    held: list[tuple[ParamInfo, str, Tensor, dict[str, Tensor], bool]] = []
+    for info, shape, trained in _held(chunk, record, ps):
+        runs = scheme.placements(info, shape)
+
+        def ask(prefix: str, runs=runs, shape=shape) -> Tensor:
+            empty = torch.empty(shape, dtype=index.state_dict_metadata[prefix + runs[0].key].properties.dtype)
+            for piece in pieces(runs, empty, 0, empty.numel(), prefix):
+                wanted.setdefault(piece.key, []).append(piece)
+            return empty
+
+        states = {name: ask(f"optimizer.state.{name}.") for name in STATES
+                  if with_states and trained and f"optimizer.state.{name}.{runs[0].key}" in index.state_dict_metadata}
+        held.append((info, "", ask(""), states, trained))
+    fill(source, index, wanted)
+    first_layer = min((layer for info, *_ in held for layer in map(layer_of, info.names) if layer is not None), default=0)
+    first_expert = ps.ep.rank * Sizes.from_record(record).local_experts
+    routed = {layer_of(name) for info, *_ in held for name in info.names if ".mlp.router." in name}
+    found = []
+    for info, _, value, states, trained in held:
+        values = value.unbind(0) if info.stacked else (value,)
+        for number, (name, one) in enumerate(zip(info.names, values, strict=True)):
+            name = "output_layer.weight" if info.copy else name
+            each = {state: whole.unbind(0)[number] if info.stacked else whole for state, whole in states.items()}
+            written = spelled(local_name(name, first_layer, first_expert), record, layer_of(name) in routed)
+            found.append(Entry(name, written, one, each, trained))
+    return sorted(found, key=lambda entry: order_of(entry.name, entry.written))
+
+
+def _held(chunk: Any, record: Mapping[str, Any], ps: ParallelState) -> Iterator[tuple[ParamInfo, tuple[int, ...], bool]]:
+    """(info, shape of the piece, whether trained) of the parameters and buffers, cut as Megatron-LM cuts them."""
+    for param in unique_params(chunk.parameters()):
+        info, shape = info_of(param), tuple(param.shape)
+        group = ps.etp if info.kind == "expert" else ps.tp
+        name, named_shape = info.names[0], shape[1:] if info.stacked else shape
+        dim, parts = cut_of(name, named_shape, record, group.size)
+        if info.part_names or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
+            raise CheckpointError(f"{name}: how a legacy checkpoint cuts it is not known; --ckpt-format torch_dist")
+        if dim is not None and info.shard_count == 1:
+            cut = dim + info.stacked
+            info = replace(info, sharded_dim=dim, parts=parts, shard_rank=group.rank, shard_count=group.size)
+            shape = (*shape[:cut], shape[cut] // group.size, *shape[cut + 1:])
+        yield info, shape, True
+    for name, buffer in chunk.named_state_buffers():
+        yield ParamInfo((name,)), tuple(buffer.shape), False
+
+
+def _model(chunk: list[Entry]) -> dict[str, Tensor | None]:
+    """The state dict of a model chunk, with the empty entries that Megatron's loader wants beside the weights of linear layers."""
+    found: dict[str, Tensor | None] = {}
+    for position, entry in enumerate(chunk):
+        found[entry.written] = entry.value
+        module, _, kind = entry.written.rpartition(".")
+        after = chunk[position + 1].written if position + 1 < len(chunk) else ""
+        if _EXTRA.search(f"{module}.weight") and not after.startswith(module + "."):
+            found[f"{module}._extra_state"] = None
+    return found
+
+
+def _optimizer(chunks: list[list[Entry]], record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool) -> dict[str, Any]:
+    """The state dict of one of Megatron's optimizers over all chunks."""
+    entries = [entry for chunk in chunks for entry in chunk]
+    step, groups, state, mains = float(scalars.get("step", 0)), [], {}, []
+    apart = record.get("decoupled_lr") is not None
+    for decayed, own_rate in ((True, False), (False, False), *(((True, True), (False, True)) if apart else ())):
+        mine = [entry for entry in entries if decays(entry.name, entry.value.dim(), record) is decayed
+                and (not apart or has_own_rate(entry.name) is own_rate)]
+        mine.sort(key=lambda entry: entry.value.dtype == torch.float32)
+        numbers = list(range(len(state), len(state) + len(mine)))
+        state |= {number: {"step": torch.tensor(step), **{name: value for name, value in entry.states.items() if name != "fp32_param"}}
+                  for number, entry in zip(numbers, mine, strict=True)}
+        mains.append([entry.states["fp32_param"] for entry in mine if entry.value.dtype in _HALF])
+        groups.append(_group(record, decayed, own_rate, experts, step) | {"params": numbers})
+    scaler = {"grad_scaler": scalars["grad_scaler"]} if scalars.get("grad_scaler") else {}
+    if record.get("use_distributed_optimizer"):
+        return {"optimizer": {"param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups]}, **scaler}
+    inner = {"state": state, "param_groups": groups}
+    return {"optimizer": inner, "fp32_from_fp16_params": mains, **scaler} if any(mains) else inner
+
+
+def _group(record: Mapping[str, Any], decayed: bool, own_rate: bool, experts: bool, step: float) -> dict[str, Any]:
+    """What a parameter group says of itself."""
+    rate = ("decoupled_lr", "decoupled_min_lr") if own_rate else ("lr", "min_lr")
+    found = {"is_expert_parallel": experts, "default_config": True, "wd_mult": float(decayed), "lr_mult": 1.0, "is_decoupled_lr": own_rate,
+             "max_lr": record.get(rate[0]), "min_lr": record.get(rate[1]), "lr": record.get(rate[0]),
+             "weight_decay": float(record.get("weight_decay") or 0.0) * decayed, "step": int(step),
+             "maximize": False, "foreach": None, "differentiable": False, "fused": None}
+    if record.get("optimizer") == "sgd":
+        return found | {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False}
+    return found | {"betas": (record.get("adam_beta1"), record.get("adam_beta2")), "eps": record.get("adam_eps"), "amsgrad": False, "capturable": False,
+                    "decoupled_weight_decay": True, "bias_correction": True}
+
+
+def _buffers(chunks: list[list[Entry]], record: Mapping[str, Any], sizes: Sizes, pp: int, experts: bool) -> dict:
+    """The flat states of a distributed optimizer, as its first data-parallel rank saves them."""
+    found: dict = {"buckets_coalesced": True}
+    for number, chunk in enumerate(chunk for chunk in chunks if chunk):
+        by_name = {entry.name: entry for entry in chunk}
+        places = list(buffer_places([(entry.name, entry.value.numel()) for entry in chunk], *bucketing(record, sizes, pp, number, experts)))
+        whole = max(first + numel for _, first, numel in places)
+        states = {"param": "fp32_param", **{name: name for name in chunk[0].states if name != "fp32_param"}}
+        tensors: dict[str, Any] = {name: torch.zeros(whole) for name in states}
+        for name, first, numel in places:
+            entry = by_name[name]
+            for state, key in states.items():
+                tensors[state][first:first + numel] = entry.states.get(key, entry.value).flatten()
+        types = {entry.value.dtype for entry in chunk}
+        if len(types) > 1:
+            raise CheckpointError(f"parameters of several types ({', '.join(map(str, types))}) have buffers of their own, which is not written in the "
+                                  "legacy format; --ckpt-format torch_dist")
+        found[number] = {(types.pop(), torch.float32): tensors | {"numel_unpadded": whole}}
+    return found

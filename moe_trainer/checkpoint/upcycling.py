@@ -1,0 +1,225 @@
+"""A dense checkpoint seen as one of a Mixture-of-Experts model (--moe-use-upcycling).
+
+`UpcycledIndex` has the keys and boxes of the MoE model; a box is made, when it is asked for, out of the one dense tensor it comes from.
+So whatever reads checkpoints, under any layout, reads it too, and of whatever kind the dense checkpoint is: ours, Megatron-LM's, or
+a Hugging Face folder. Boxes lie in the order of their dense tensors, of which one is held at a time.
+
+Each dense network is cut along its inner width into g pieces. Expert e is piece e mod g, its weights multiplied by a scale so that
+experts which cover all pieces once, with equal weights, make the dense output. The router's rows are drawn for each run of g experts
+(a virtual group) and repeated in it: tied, the experts of a group are chosen together, and cover all pieces.
+
+At step 0 the model computes what the dense one does
+* as copies (g = 1) with weights that add up to 1 (softmax after top-k), for every activation;
+* cut (g > 1), with softmax after top-k and top-k a multiple of g, for squared ReLU; gelu and swiglu are not homogeneous, so that scaled
+  weights come near the dense output only;
+* not with softmax before top-k, whose scale holds for equal scores of all experts on average, nor with --moe-router-topk-scaling-factor.
+
+FineRMoE's experts are cut along the output too and have no virtual groups; beside its shared expert, which is the whole dense network,
+they add to the output from the first step on.
+
+Sources: arXiv 2410.07524 for copies and pieces, arXiv 2603.13364 for FineRMoE. Biases, of which neither speaks, are ours: fc1's goes with
+its weight; fc2's is divided by the sum of the weights of the experts of a token.
+"""
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from arguments.container import OPTIONS
+from arguments.fine_grid import FineGrid
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
+from moe_trainer.checkpoint.reading import MadeIndex
+from moe_trainer.checkpoint.sharding import KeyScheme
+from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
+
+# no parameter of the model: optimizer states, scales of delayed scaling
+_OTHERS = ("optimizer.", "chained_", "fp8.")
+_NETWORK = re.compile(r"^((decoder|mtp)\.layers\.(\d+)\.(?:\w+\.)?mlp)\.linear_fc([12])\.(weight|bias)$")
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_FINE_STD = 0.02
+# flags that the dense model and the MoE model have in common
+_COMMON = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "position_embedding_type", "normalization", "swiglu",
+           "squared_relu", "quick_geglu", "add_bias_linear", "multi_latent_attention", "mtp_num_layers")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One tensor of the MoE model. source: the dense tensor that `make` gets; make gives `shape`, in `dtype` or what converts to it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: LogicalTensor
+    make: Callable[[Tensor], Tensor]
+    drawn: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a dense network becomes experts.
+
+    pieces: parts of its inner width. grid: of FineRMoE. fc1, fc2, bias: factors of the weights, and of fc2's bias. std: of the router and
+    the gate of the shared expert, None for xavier_uniform.
+    """
+
+    experts: int
+    pieces: int
+    grid: FineGrid | None
+    gated: bool
+    fc1: float
+    fc2: float
+    bias: float
+    std: float | None
+    seed: int
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any]) -> "Form":
+        """args: the flags of the MoE model, by destination."""
+        experts, topk, gated = args["num_experts"], args["moe_router_topk"], bool(args["swiglu"])
+        pieces, seed = args["ffn_hidden_size"] // args["moe_ffn_hidden_size"], int(args["seed"])
+        if args["finermoe_intermediate_granularity"] is not None:
+            slices, candidates = args["finermoe_output_granularity"], args["finermoe_output_expansion"]
+            grid = FineGrid(slices, candidates, pieces * args["finermoe_intermediate_expansion"])
+            alone = args["moe_shared_expert_intermediate_size"] is None
+            return cls(experts, pieces, grid, gated, 1.0, float(pieces) if alone else 1.0, 1.0, _FINE_STD, seed)
+        before = args["moe_router_pre_softmax"] and args["moe_router_score_function"] == "softmax"
+        scale = experts / pieces * pieces**2 / topk if before else float(pieces)
+        each = scale ** (1 / 3 if gated or args["squared_relu"] else 1 / 2)
+        std = None if args["init_method_xavier_uniform"] else args["init_method_std"]
+        return cls(experts, pieces, None, gated, each, each, scale / pieces, std, seed)
+
+    def fc1_of(self, expert: int, whole: Tensor) -> Tensor:
+        """An expert's rows of the dense weight or bias, gate and up each cut by itself."""
+        parts = whole.chunk(2 if self.gated else 1)
+        return torch.cat([part.chunk(self.pieces)[self._piece(expert)] for part in parts]) * self.fc1
+
+    def fc2_of(self, expert: int, whole: Tensor) -> Tensor:
+        """An expert's columns of the dense weight, and its slice of the rows."""
+        columns = whole.chunk(self.pieces, 1)[self._piece(expert)]
+        return (columns if self.grid is None else columns.chunk(self.grid.slices)[expert // (self.grid.candidates * self.grid.group_size)]) * self.fc2
+
+    def fc2_bias_of(self, _expert: int, whole: Tensor) -> Tensor:
+        """The dense bias, so that what is added up over a token's experts is it."""
+        return whole * self.bias
+
+    def router(self, name: str, hidden: int) -> Tensor:
+        """Its weight [experts, hidden]: one row for each virtual group, repeated."""
+        repeats = self.pieces if self.grid is None else 1
+        return self.draw(name, self.experts // repeats, hidden).repeat_interleave(repeats, 0)
+
+    def draw(self, name: str, *shape: int) -> Tensor:
+        """Random fp32 numbers that depend on the seed and the name only, whatever the layout."""
+        stream = torch.Generator().manual_seed((self.seed << 32) + zlib.crc32(name.encode()))
+        if self.std is None:
+            return torch.nn.init.xavier_uniform_(torch.empty(shape), generator=stream)
+        return torch.empty(shape).normal_(0.0, self.std, generator=stream)
+
+    def _piece(self, expert: int) -> int:
+        # group_size is a multiple of pieces
+        return expert % self.pieces
+
+
+class UpcycledIndex(MadeIndex):
+    """The index that a checkpoint of the MoE model would have; see the head of this file.
+
+    Raises: CheckpointError when the dense model is none, or another one than the flags say.
+    """
+
+    def __init__(self, folder: Path, dense: Metadata, saved: Mapping[str, Any], args: Mapping[str, Any]):
+        """saved: flags of the dense model. args: of the MoE model."""
+        super().__init__({})
+        self._folder, self._dense = folder, dense
+        self._held: tuple[LogicalTensor | None, Tensor | None] = (None, None)
+        self._made: dict[MetadataIndex, Recipe] = {}
+        self.storage_data = {}
+        tensors = {tensor.name: tensor for tensor in logical_tensors(dense) if tensor.state is None and not tensor.name.startswith(_OTHERS)}
+        _check(folder, tensors, saved, args)
+        scheme = KeyScheme.from_record(args)
+        for recipe in recipes(tensors, Form.of(args), args):
+            key, at, extents = scheme.locate(recipe.name)
+            entry = self.state_dict_metadata.setdefault(key, TensorStorageMetadata(
+                TensorProperties(dtype=recipe.dtype), torch.Size((*extents, *recipe.shape)), []))
+            offsets = torch.Size((*at, *(0 for _ in recipe.shape)))
+            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in at), *recipe.shape))))
+            self._made[MetadataIndex(key, offsets)] = recipe
+            place = dense.storage_data[MetadataIndex(recipe.source.key, recipe.source.chunks[0].offsets)]
+            self.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(place.relative_path, place.offset, place.length)
+
+    def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """The tensor of one box."""
+        recipe = self._made[MetadataIndex(key, chunk.offsets)]
+        if recipe.drawn:
+            return recipe.make(torch.empty(0)).view(chunk.sizes)
+        if self._held[0] is not recipe.source:
+            self._held = (None, None)  # before the next one is read
+            self._held = (recipe.source, read_logical(self._folder, self._dense, recipe.source))
+        return recipe.make(self._held[1]).view(chunk.sizes)
+
+
+def recipes(dense: Mapping[str, LogicalTensor], form: Form, args: Mapping[str, Any]) -> Iterator[Recipe]:
+    """All tensors of the MoE model, out of the dense model's by name."""
+    pattern = moe_layer_pattern(args["num_layers"], args["num_experts"], args["moe_layer_freq"])
+    for name, tensor in dense.items():
+        network = _NETWORK.match(name)
+        if network is None or not (pattern[int(network[3])] if network[2] == "decoder" else mtp_is_moe(pattern)):
+            yield _copy(name, tensor)
+        else:
+            yield from _network(network[1], f"fc{network[4]}", network[5], tensor, form, args)
+    if args["untie_embeddings_and_output_weights"] and _HEAD not in dense and _EMBEDDING in dense:
+        yield _copy(_HEAD, dense[_EMBEDDING])
+
+
+def _copy(name: str, tensor: LogicalTensor) -> Recipe:
+    return Recipe(name, tensor.shape, tensor.dtype, tensor, lambda whole: whole)
+
+
+def _network(mlp: str, linear: str, kind: str, tensor: LogicalTensor, form: Form, args: Mapping[str, Any]) -> Iterator[Recipe]:
+    """What one weight or bias of a dense network becomes; the router and the gate come with fc1's weight."""
+    make = {("fc1", "weight"): form.fc1_of, ("fc1", "bias"): form.fc1_of, ("fc2", "weight"): form.fc2_of, ("fc2", "bias"): form.fc2_bias_of}[linear, kind]
+    shape = make(0, torch.empty(tensor.shape, device="meta")).shape
+    for expert in range(form.experts):
+        yield Recipe(f"{mlp}.experts.local_experts.{expert}.linear_{linear}.{kind}", tuple(shape), tensor.dtype, tensor,
+                     lambda whole, expert=expert: make(expert, whole.float()))
+    shared = args["moe_shared_expert_intermediate_size"] is not None
+    if shared and kind == "weight":
+        yield _copy(f"{mlp}.shared_experts.linear_{linear}.weight", tensor)
+    if (linear, kind) != ("fc1", "weight"):
+        return
+    hidden, router, gate = tensor.shape[1], f"{mlp}.router", f"{mlp}.shared_experts.gate_weight"
+    yield _drawn(f"{router}.weight", (form.experts, hidden), tensor, lambda: form.router(f"{router}.weight", hidden))
+    if shared and args["moe_shared_expert_gate"]:
+        yield _drawn(gate, (1, hidden), tensor, lambda: form.draw(gate, 1, hidden))
+    for leaf, there in (("bias", args["add_bias_linear"]), ("expert_bias", args["moe_router_enable_expert_bias"])):
+        if there:
+            yield _drawn(f"{router}.{leaf}", (form.experts,), tensor, lambda: torch.zeros(form.experts))
+
+
+def _drawn(name: str, shape: tuple[int, ...], beside: LogicalTensor, make: Callable[[], Tensor]) -> Recipe:
+    """A tensor that the dense model has no counterpart of; it lies where `beside` does."""
+    return Recipe(name, shape, torch.float32, beside, lambda _: make(), drawn=True)
+
+
+def _check(folder: Path, tensors: Mapping[str, LogicalTensor], saved: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    expert = next((name for name in tensors if ".experts." in name or ".router." in name), None)
+    if expert is not None:
+        raise CheckpointError(f"--moe-use-upcycling makes experts of a dense model, and {folder} has experts already ({expert}): leave the flag out to "
+                              "go on from it")
+    differing = [f"  {OPTIONS[name].spellings[0]} ({name}): {saved[name]!r} in the checkpoint, {args[name]!r} here"
+                 for name in _COMMON if name in saved and name in args and (saved[name] or None) != (args[name] or None)]
+    if differing:
+        raise CheckpointError("\n".join([f"--moe-use-upcycling: {folder} is of another model than these flags; what is to be the same:", *differing]))

@@ -1,0 +1,37 @@
+"""Saves that storage has refused: a full disk for an hour must not cost days of work, and a run must not go on for days unsaved."""
+
+from moe_trainer.errors import InputError
+
+MOST_IN_A_ROW = 3
+
+
+class FailedSaves:
+    """The saves of a run that have failed since the last one that succeeded; the same on every rank.
+
+    in_a_row: how many. last: the error of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.last: InputError | None = None
+
+    def succeeded(self) -> None:
+        """A checkpoint is complete: what failed before is made good."""
+        self.in_a_row, self.last = 0, None
+
+    def failed(self, error: InputError) -> None:
+        """Count a failure.
+
+        Raises: the error when as many have failed in a row as a run may go on with.
+        """
+        self.in_a_row, self.last = self.in_a_row + 1, error
+        if self.in_a_row >= MOST_IN_A_ROW:
+            raise type(error)(f"{error} The last {self.in_a_row} saves have failed: the run ends") from error
+
+    def settle(self) -> None:
+        """At the end of the run: what is unsaved now is lost.
+
+        Raises: the error of the last save if it failed.
+        """
+        if self.last is not None:
+            raise type(self.last)(f"{self.last} This was the last save of the run") from self.last

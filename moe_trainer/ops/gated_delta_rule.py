@@ -1,0 +1,206 @@
+"""The heart of a gated DeltaNet layer: short causal convolution, gates, and the gated delta rule in chunks.
+
+Every head keeps a state, a matrix that maps keys to values. A position decays it by exp(g), corrects what it answers to the position's
+key by beta times the error, and reads it with the position's query:
+
+    S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   y = S^T q
+
+Inside a chunk of CHUNK positions the corrections are the solution of one unit triangular system (arXiv 2412.06464, section 3.3), so all
+but one step per chunk is matrix products. Queries, keys and values come out of a depthwise causal convolution and SiLU; queries and keys
+have length one, queries are divided by sqrt(D) besides. All of it is computed in fp32 (fp64 for fp64), whatever the activations' dtype.
+
+What is kept for backward is the input as it came out of its projection and the state before every segment of SEGMENT chunks, no more:
+backward goes through the segments from the last to the first, computes each again and differentiates it. That bounds the memory by one
+segment's, whatever the length, for one more forward of this part.
+
+Packed documents: at a document's first position the state is empty, and the convolution sees no position before it. No decay
+of minus infinity is needed for it: what crosses a border is left out where the factors of a chunk are made.
+
+Shapes: S sequence, B batch, C channels (of queries, keys, values, in this order), W width of the convolution, K key heads, N value heads
+(each key head serves N / K of them, one after the other), D and E widths of a key and a value; in chunks M chunks of L positions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK, SEGMENT = 64, 16  # positions; chunks
+LENGTH_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers and widths of the heads: K, N, D, E."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def channels(self) -> list[int]:
+        """Channels of queries, keys and values."""
+        return [self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim]
+
+
+def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None = None) -> Tensor:
+    """SiLU of y[t] = sum over w of weight[:, w] x[t - W + 1 + w]: each channel by itself, nothing before the start or another document."""
+    width, length = weight_CW.shape[1], x_SBC.shape[0]
+    y = x_SBC * weight_CW[:, -1]
+    for back in range(1, min(width, length)):
+        term = x_SBC[:-back] * weight_CW[:, width - 1 - back]
+        if ids_BS is not None:
+            term = term * (ids_BS[:, back:] == ids_BS[:, :-back]).t().unsqueeze(-1)
+        y = y + F.pad(term, (0, 0, 0, 0, back, 0))
+    return F.silu(y)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)
+
+
+def _chunked(x: Tensor, pad: int, size: int, heads: tuple[int, ...]) -> Tensor:
+    """[S, B, heads, ...] -> [B, *heads, M, L, ...]; zeros behind the end."""
+    x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pad))
+    x = x.unflatten(2, heads).unflatten(0, (-1, size))
+    dims = len(heads)
+    return x.permute(2, *range(3, 3 + dims), 0, 1, *range(3 + dims, x.dim()))
+
+
+@dataclass(frozen=True)
+class _Borders:
+    """Which factors of a chunk documents leave standing: pairs [B, 1, 1, M, L, L]; before, after [B, 1, 1, M, L]; carried [B, 1, 1, M, 1, 1].
+
+    before: a position's document is that of the position before the chunk; after: that of the chunk's last position.
+    """
+
+    pairs: Tensor
+    before: Tensor
+    after: Tensor
+    carried: Tensor
+
+    @staticmethod
+    def of(ids_BS: Tensor, previous_B: Tensor, pad: int, size: int) -> "_Borders":
+        ids = torch.cat([ids_BS, ids_BS[:, -1:].expand(-1, pad)], 1).unflatten(1, (-1, size))[:, None, None]
+        last = ids[..., -1:]
+        previous = torch.cat([previous_B[:, None, None, None, None], last[..., :-1, :]], -2)
+        return _Borders(ids.unsqueeze(-1) == ids.unsqueeze(-2), ids == previous, ids == last, (last == previous).unsqueeze(-1))
+
+
+def delta_rule(q_SBKD: Tensor, k_SBKD: Tensor, v_SBNE: Tensor, g_SBN: Tensor, beta_SBN: Tensor, state: Tensor,
+               ids_BS: Tensor | None = None, previous_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The gated delta rule from a state [B, K, N / K, D, E] on. Differentiable in everything but the documents.
+
+    previous_B: document of the position before the first, for ids_BS. Returns: y_SBNE, and the state behind the last position.
+    """
+    length, _, keys, key_dim = q_SBKD.shape
+    size = min(CHUNK, length)
+    pad = -length % size
+    shared = (keys, v_SBNE.shape[2] // keys)
+    q, k = (_chunked(_unit(x), pad, size, (keys, 1)) for x in (q_SBKD, k_SBKD))
+    v, g, beta = (_chunked(x, pad, size, shared) for x in (v_SBNE, g_SBN, beta_SBN))
+    q, beta = q * key_dim**-0.5, beta.unsqueeze(-1)
+    total = g.cumsum(-1)
+    below = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    pairs = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~below, float("-inf")).exp()
+    before, after, carried = total.exp(), (total[..., -1:] - total).exp(), total[..., -1:, None].exp()
+    if ids_BS is not None:
+        borders = _Borders.of(ids_BS, previous_B, pad, size)
+        pairs, before, after, carried = pairs * borders.pairs, before * borders.before, after * borders.after, carried * borders.carried
+    before = before.unsqueeze(-1)
+    system = beta * (k @ k.mT) * pairs
+    solved = torch.linalg.solve_triangular(system, torch.cat([beta * v, beta * before * k], -1), upper=False, unitriangular=True)
+    values, read_keys = solved.split([v.shape[-1], key_dim], -1)
+    scores, q, written = (q @ k.mT) * pairs, q * before, (k * after.unsqueeze(-1)).mT
+    found = []
+    for chunk in range(q.shape[-3]):
+        here = (..., chunk, slice(None), slice(None))
+        corrected = values[here] - read_keys[here] @ state
+        found.append(q[here] @ state + scores[here] @ corrected)
+        state = carried[here] * state + written[here] @ corrected
+    y = torch.stack(found, 3).flatten(3, 4)[:, :, :, :length]
+    return y.flatten(1, 2).permute(2, 0, 1, 3), state
+
+
+def _segment(x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, state, heads: Heads, halo: int, ids_BS: Tensor | None):
+    """(y, state behind it) of one segment. x, ids: with `halo` positions before it, which the convolution sees."""
+    x_SBC = causal_convolution(x_SBC, weight_CW, ids_BS)[halo:]
+    q, k, v = x_SBC.split(heads.channels, -1)
+    g = -a_log_N.exp() * F.softplus(alpha_SBN + dt_bias_N)
+    keys = (heads.keys, heads.key_dim)
+    documents = () if ids_BS is None else (ids_BS[:, halo:], ids_BS[:, max(halo - 1, 0)])
+    return delta_rule(q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (heads.values, heads.value_dim)), g,
+                      beta_SBN.sigmoid(), state, *documents)
+
+
+def _empty_state(x_SBC: Tensor, heads: Heads, wide: torch.dtype) -> Tensor:
+    return x_SBC.new_zeros(x_SBC.shape[1], heads.keys, heads.values // heads.keys, heads.key_dim, heads.value_dim, dtype=wide)
+
+
+class _GatedDelta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS):
+        wide, states, found = torch.promote_types(x_SBC.dtype, torch.float32), [], []
+        state = _empty_state(x_SBC, heads, wide)
+        tensors = (x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N)
+        for start in range(0, x_SBC.shape[0], CHUNK * SEGMENT):
+            if start:
+                states.append(state)
+            inputs, more = _inputs(tensors, start, wide, heads, ids_BS)
+            y, state = _segment(*inputs, state, *more)
+            found.append(y.to(x_SBC.dtype))
+        ctx.save_for_backward(*tensors, *states)
+        ctx.rest = heads, ids_BS, wide
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx, grad_SBNE):
+        heads, ids_BS, wide = ctx.rest
+        saved = ctx.saved_tensors  # asked for once: a recomputed region gives them once
+        tensors, states = saved[:6], saved[6:]
+        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in tensors]
+        grad_state = None
+        for number in reversed(range(len(states) + 1)):
+            start = number * CHUNK * SEGMENT
+            inputs, more = _inputs(tensors, start, wide, heads, ids_BS)
+            first = start - more[1]
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in inputs]
+                if number:
+                    leaves.append(states[number - 1].detach().requires_grad_())
+                    state = leaves[-1]
+                else:
+                    state = _empty_state(tensors[0], heads, wide)
+                y, after = _segment(*leaves[:6], state, *more)
+            outs = [(y, grad_SBNE[start:start + y.shape[0]].to(wide))] + ([] if grad_state is None else [(after, grad_state)])
+            grads = torch.autograd.grad([out for out, _ in outs], leaves, [grad for _, grad in outs])
+            sums[0][first:first + len(grads[0])] += grads[0]
+            for total, grad in zip(sums[1:3], grads[1:3]):
+                total[start:start + len(grad)] = grad
+            for total, grad in zip(sums[3:], grads[3:6]):
+                total += grad
+            grad_state = grads[6] if number else None
+        return *(total.to(x.dtype) for total, x in zip(sums, tensors)), None, None
+
+
+def _inputs(tensors: tuple[Tensor, ...], start: int, wide: torch.dtype, heads: Heads,
+            ids_BS: Tensor | None) -> tuple[list[Tensor], tuple[Heads, int, Tensor | None]]:
+    """What _segment takes, without the state."""
+    x_SBC, beta_SBN, alpha_SBN, *params = tensors
+    stop = start + CHUNK * SEGMENT
+    halo = min(params[0].shape[1] - 1, start)
+    own = [x_SBC[start - halo:stop], beta_SBN[start:stop], alpha_SBN[start:stop], *params]
+    return [x.to(wide) for x in own], (heads, halo, None if ids_BS is None else ids_BS[:, start - halo:stop])
+
+
+def gated_delta(x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, weight_CW: Tensor, a_log_N: Tensor, dt_bias_N: Tensor, heads: Heads,
+                ids_BS: Tensor | None = None) -> Tensor:
+    """Convolution, gates and delta rule of a whole sequence.
+
+    x: queries, keys and values before the convolution; beta, alpha: before the sigmoid and the softplus, whose decay is
+    g = -exp(a_log) softplus(alpha + dt_bias); ids: packed documents. Returns: y_SBNE in the dtype of x.
+    """
+    return _GatedDelta.apply(x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS)
+

@@ -1,0 +1,317 @@
+#!/usr/bin/env python3
+"""Convert models between Hugging Face folders and checkpoints of this program.
+
+    python scripts/convert.py HF_FOLDER DIR                 -> DIR/release, for --load DIR --use-checkpoint-args
+    python scripts/convert.py HF_FOLDER FILE --to weights   -> one safetensors file with Megatron-Core's names, as --export-weights writes it
+    python scripts/convert.py DIR HF_FOLDER                 the newest checkpoint under DIR, of any mapping, as a folder for from_pretrained
+
+Families: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V2, DeepSeek-V3, Kimi-K2, Moonlight. config.json becomes flags and
+flags become config.json; tokenizer files go along; weights in 8 bits with scales per block (as DeepSeek-V3 is published) become bf16.
+One tensor is in memory at a time, per worker. A conversion that was ended, by whatever, is continued by the same command; until it is
+complete everything is in TARGET.converting. Several ranks (torchrun, srun: RANK and WORLD_SIZE) share the files of one conversion.
+Every tensor of the source must be used and every one of the target filled: what is missing, left over or of another shape is named, and
+nothing is written. (--load takes a Hugging Face folder as it is, too; then nothing is converted beforehand.)
+
+Options:
+  --to hf|ours|weights     what TO becomes (default: the other kind than FROM)
+  --verify                 afterwards run both models on random tokens, in fp32, where both fit into memory, and print the largest difference
+  --workers N              processes on this host (default 1)
+  --dtype bf16|fp16|fp32   of the weights (default: as they are stored)
+  --max-shard-size GB      largest file (default 5)
+  --ckpt-step N            of a checkpoint directory another iteration than the newest
+  --model-type TYPE        to hf: the model type to write (default: the first that expresses the model)
+  --vocab-size N           to hf: leave out rows of the padded vocabulary behind the N-th
+  --config FILE            to hf: a config.json (or its folder) whose other keys, such as eos_token_id, are taken over
+  --tokenizer DIR          to hf: the folder whose tokenizer files go along (default: that of the checkpoint)
+  --ignore PATTERN         from hf: a regular expression for tensors that may be left over; they are named
+
+Exit code: 0 done; 2 the source, the target or an option is wrong (message); 3 other ranks have files left to write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_trainer.checkpoint.hf import Model
+    from moe_trainer.checkpoint.hf_convert import Job
+
+logger = logging.getLogger("convert")
+
+_DTYPES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
+_BATCH, _LONGEST = 2, 64  # sequences and tokens of --verify
+OTHERS_WRITE = 3
+
+
+def main(words: list[str]) -> int:
+    """Run the program. Returns the exit code."""
+    if not words or "--help" in words or "-h" in words:
+        print(__doc__.strip())
+        return 0 if words else 2
+    options = _options(words)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    try:
+        return _convert(options)
+    except (ValueError, OSError) as error:
+        print(f"convert.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("convert.py: interrupted; the same command continues", file=sys.stderr, flush=True)
+        return 130
+
+
+def _options(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="convert.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("source", type=Path, metavar="FROM")
+    parser.add_argument("target", type=Path, metavar="TO")
+    parser.add_argument("--to", choices=("hf", "ours", "weights"))
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--dtype", choices=tuple(_DTYPES))
+    parser.add_argument("--max-shard-size", type=float, default=5.0)
+    parser.add_argument("--ckpt-step", type=int)
+    parser.add_argument("--model-type")
+    parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--ignore")
+    options = parser.parse_args(words)
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers} must be above 0")
+    if not options.max_shard_size > 0:
+        parser.error(f"--max-shard-size {options.max_shard_size} must be above 0")
+    try:
+        re.compile(options.ignore or "")
+    except re.error as error:
+        parser.error(f"--ignore {options.ignore}: no regular expression: {error}")
+    return options
+
+
+def _convert(options: argparse.Namespace) -> int:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    job = _plan(options, speaks=rank == 0)
+    from moe_trainer.checkpoint.hf_convert import finish_job, missing_files, open_job
+
+    open_job(job)
+    begun, before = time.monotonic(), len(missing_files(job))
+    if before < len(job.files):
+        logger.info("%d of %d files are there from an earlier run", len(job.files) - before, len(job.files))
+    code = _write(job, rank, world, options.workers)
+    if code:
+        return code
+    if not finish_job(job):
+        logger.info("this rank is done; %d files are left to others", len(missing_files(job)))
+        return OTHERS_WRITE if world == 1 else 0
+    seconds = time.monotonic() - begun
+    logger.info("%s is complete: %d files, %.2f GB; this run took %.1f s", job.target, len(job.files), job.num_bytes / 1e9, seconds)
+    if options.verify and rank == 0:
+        return _verify(options)
+    return 0
+
+
+def _plan(options: argparse.Namespace, speaks: bool) -> Job:
+    """Look at the source and settle what is written. Raises: ValueError."""
+    import torch
+
+    from moe_trainer.checkpoint.hf_files import is_folder
+
+    from_hf = is_folder(options.source) and not (options.source / "latest_checkpointed_iteration.txt").is_file()
+    to = options.to or ("ours" if from_hf else "hf")
+    if from_hf == (to == "hf"):
+        kind = "a Hugging Face folder" if from_hf else "no Hugging Face folder (config.json and safetensors files)"
+        raise ValueError(f"{options.source} is {kind}, so --to {to} is no conversion")
+    for name, belongs in (("model_type", to == "hf"), ("vocab_size", to == "hf"), ("config", to == "hf"), ("tokenizer", to == "hf"),
+                          ("ckpt_step", to == "hf"), ("ignore", to != "hf")):
+        if getattr(options, name) is not None and not belongs:
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning with --to {to}")
+    dtype = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
+    most = int(options.max_shard_size * 1e9)
+    return _plan_from_hf(options, to, most, dtype, speaks) if from_hf else _plan_to_hf(options, most, dtype)
+
+
+def _plan_from_hf(options: argparse.Namespace, to: str, most: int, dtype: torch.dtype | None, speaks: bool) -> Job:
+    from moe_trainer.checkpoint.hf import compare_copies, open_model
+    from moe_trainer.checkpoint.hf_convert import plan_to_ours, plan_to_weights
+
+    ignored = re.compile(options.ignore) if options.ignore else None
+    model = open_model(options.source, lambda name: ignored is not None and ignored.search(name) is not None)
+    record = _record(model)
+    if speaks:
+        logger.info("%s: %s, %d tensors of ours", options.source, model.family.name, len(model.links))
+        for note in model.notes:
+            logger.info("  %s", note)
+        compare_copies(model)
+    return plan_to_ours(model, options.target, record, most, dtype) if to == "ours" else plan_to_weights(model, options.target, dtype)
+
+
+def _record(model: Model) -> dict[str, object]:
+    """The flags that a checkpoint of this model records: they build it, and its tensors are those that will be written.
+
+    Raises: ValueError with the flags that are refused, or the tensors that differ.
+    """
+    from moe_trainer.checkpoint.hf import record_of
+    from moe_trainer.model.build import build_chunks
+    from moe_trainer.parallel.params import part_lengths
+    from moe_trainer.parallel.state import ParallelState
+
+    args = _flags(record_of(model), None)
+    chunk, = build_chunks(args, ParallelState.single(), model.flags["rows"], device="meta")
+    built = {name: list(buffer.shape) for name, buffer in chunk.named_state_buffers()}
+    for param in chunk.parameters():
+        shape, info = list(param.shape[1:] if param.info.stacked else param.shape), param.info
+        if info.part_names:  # tensors of their own in a checkpoint
+            lengths = part_lengths(info, shape[info.sharded_dim or 0])
+            built |= {f"{name}.{part}": [length, *shape[1:]] for name in info.names for part, length in zip(info.part_names, lengths, strict=True)}
+        else:
+            built |= dict.fromkeys(info.names, shape)
+    written = {link.ours: list(link.shape) for link in model.links}
+    differing = [f"{name}: {written.get(name, 'missing')}, and the model has {built.get(name, 'no such tensor')}"
+                 for name in built | written if built.get(name) != written.get(name)]
+    if differing:
+        raise ValueError("the tensors do not fill the model:\n  " + "\n  ".join(differing[:12]))
+    return args.as_dict() | {"load": None, "use_checkpoint_args": False, "padded_vocab_size": None}
+
+
+def _flags(record: dict[str, object], folder: Path | None):
+    """A run on one rank that takes its architecture from recorded flags."""
+    import arguments
+
+    length = min(_LONGEST, int(record.get("max_position_embeddings") or _LONGEST))
+    words = ["--use-checkpoint-args", "--load", str(folder or "."), "--seq-length", str(length), "--micro-batch-size", "1",
+             "--global-batch-size", "1", "--train-iters", "1", "--lr", "1e-5", "--mock-data", "--eval-iters", "0", "--transformer-impl", "local",
+             "--hidden-dropout", "0", "--attention-dropout", "0", "--no-rope-fusion", "--no-use-tokenizer-model-from-checkpoint-args",
+             "--tokenizer-type", "NullTokenizer", "--on-missing-backend", "fallback"]
+    return arguments.parse_args(words, world_size=1, checkpoint=record)
+
+
+def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | None) -> Job:
+    from moe_trainer.checkpoint.find import find, read_saved_args
+    from moe_trainer.checkpoint.hf_convert import plan_to_hf
+    from moe_trainer.checkpoint.hf_files import read_json
+
+    folder = find(options.source, options.ckpt_step)
+    if folder is None:
+        raise ValueError(f"{options.source}: there is neither a checkpoint nor a Hugging Face model in this folder")
+    read_saved_args(options.source, options.ckpt_step)  # refuses what cannot be read, or is damaged
+    config = options.config / "config.json" if options.config is not None and options.config.is_dir() else options.config
+    extra = {} if config is None else {
+        name: value for name, value in read_json(config).items() if name.endswith("_token_id") or name in ("auto_map", "tokenizer_class")}
+    tokenizer = options.tokenizer or folder / "tokenizer"
+    logger.info("%s", folder)
+    return plan_to_hf(folder, options.target, most, options.model_type, options.vocab_size, dtype, extra, tokenizer if tokenizer.is_dir() else None)
+
+
+def _write(job: Job, rank: int, world: int, workers: int) -> int:
+    """Write this rank's files, in this process or in several. Returns: the exit code."""
+    from moe_trainer.checkpoint.hf_convert import Progress, run_share
+
+    progress = Progress(job)
+    if workers == 1:
+        run_share(job, rank, world, progress.look)
+        progress.look(last=world == 1)
+        return 0
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=_work, args=(job, rank * workers + index, world * workers, os.getpid())) for index in range(workers)]
+    for child in children:
+        child.start()
+    try:
+        while any(child.is_alive() for child in children) and not any(child.exitcode for child in children):
+            time.sleep(0.1)
+            progress.look()
+    finally:
+        for child in children:
+            if any(each.exitcode for each in children):
+                child.terminate()
+            child.join()
+    failed = [child.exitcode for child in children if child.exitcode]
+    if not failed:
+        progress.look(last=world == 1)
+    return 0 if not failed else 2 if 2 in failed else 1
+
+
+def _work(job: Job, rank: int, world: int, parent: int) -> None:
+    """One process of several; it ends with the one that has started it."""
+    import torch
+
+    from moe_trainer.checkpoint.hf_convert import run_share
+
+    def still_wanted() -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    torch.set_num_threads(1)
+    try:
+        run_share(job, rank, world, still_wanted)
+    except (ValueError, OSError) as error:
+        print(f"convert.py: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    os._exit(0)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Compare the logits of both models. Returns: the exit code."""
+    if options.to == "weights":
+        raise ValueError("--verify: a file of weights has no flags, so no model can be made of it")
+    from moe_trainer.checkpoint.hf_files import is_folder
+
+    theirs, ours = (options.source, options.target) if is_folder(options.source) else (options.target, options.source)
+    needed = 2 * 4 * sum(path.stat().st_size for path in theirs.glob("*.safetensors")) // 2
+    available = _available()
+    if available is not None and needed > available:
+        logger.info("--verify: the two models need %.0f GB in fp32, and %.0f GB are available: not compared", needed / 1e9, available / 1e9)
+        return 0
+    difference, largest = compare_logits(theirs, ours, options.ckpt_step)
+    logger.info("--verify: the logits differ by at most %.3e, the largest is %.3e", difference, largest)
+    return 0
+
+
+def compare_logits(theirs: Path, ours: Path, step: int | None = None) -> tuple[float, float]:
+    """Run both models on the same random tokens in fp32. Returns: largest difference, largest logit (of what both have)."""
+    import torch
+
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError("--verify needs transformers: pip install transformers") from error
+    from moe_trainer.checkpoint.checkpoint import load, read_saved_args
+    from moe_trainer.checkpoint.find import saved_vocab_rows
+    from moe_trainer.checkpoint.options import LoadOptions
+    from moe_trainer.model.build import build_chunks
+    from moe_trainer.parallel.state import ParallelState
+
+    args, ps = _flags(read_saved_args(ours, step), ours), ParallelState.single()
+    model, = build_chunks(args, ps, saved_vocab_rows(ours, step))
+    load(ours, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False, finetune=True))
+    other = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+    rows, length = other.config.vocab_size, args.data.seq_length
+    tokens = torch.randint(rows, (_BATCH, length), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = other.eval()(tokens).logits.float()
+        given = model.eval()(tokens, torch.arange(length).expand(_BATCH, length))[..., :rows].float()
+    return (given - expected).abs().max().item(), expected.abs().max().item()
+
+
+def _available() -> int | None:
+    """Bytes of memory that can be had, where the system tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,320 @@
+"""Malformed command lines, drawn by seed from the flags' own declarations: a flag that is new is among them the same day.
+
+Each kind of mistake is a function of a random generator; `malformed` takes the kinds in turn. A line is a small model's
+flags with the mistake behind them, and says what its refusal must name. Lines whose mistake only a start can find
+(files that are missing or are not what they should be) stand in `FOUND_AT_START`, with the files they need.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from arguments import products, retired
+from arguments.container import OPTIONS
+from arguments.rules.numbers import AT_MOST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE
+from arguments.schema import Option
+from arguments.tokens import FIELDS
+from tests.arguments.broken_lines import BROKEN
+from tests.arguments.rule_lines import base_line, without
+from tests.train.tiny import MOCK, TINY
+
+BASE = (*TINY, *MOCK, "--train-iters", "1")
+NO_INTEGERS = ("abc", "12.5", "1e30", "nan", "inf", "0x10", "1,000", "ten", "--", "2**3", "true", "\uff18.5", "1" * 5000)
+NO_NUMBERS = ("abc", "1,5", "1e", "--", "1.2.3", "0x1p", "ten", "1/3", "1e-3.5", "true")
+NO_NAMES = ("foo", "NONE", "0", "yes", "adamm", "*", "\u03b1", "None ")
+NOT_FINITE = ("nan", "inf", "-inf", "1e999")
+LETTERS = "abcdefghijklmnopqrstuvwxyz-"
+
+ANY_NUMBER = frozenset({
+    "glu_linear_offset", "moe_router_force_biased", "moe_expert_capacity_factor", "null_tokenizer_eod_id", "null_tokenizer_pad_id",
+    "async_ckpt_cpu_priority", "async_ckpt_io_priority", "window_size",
+})
+"""Number flags to which a negative value means something."""
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """One line: its mistake's kind, its words, what the refusal must name (all of these), the environment and files it needs."""
+
+    kind: str
+    argv: tuple[str, ...]
+    names: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {' '.join([*(f'{name}={value!r}' for name, value in self.env.items()), *map(ascii, self.argv)])}"
+
+
+def _choose(rng: random.Random, fits: Callable[[Option], bool]) -> Option:
+    return rng.choice([option for option in OPTIONS.values() if fits(option)])
+
+
+def _with(kind: str, *added: str, names: tuple[str, ...] = (), **needs) -> Malformed:
+    return Malformed(kind, (*BASE, *added), names or (added[0],), **needs)
+
+
+def _words(option: Option, word: str) -> list[str]:
+    """The word as often as the flag takes values."""
+    return [word] * (option.takes if isinstance(option.takes, int) else 1)
+
+
+def _plain(option: Option, *types: str) -> bool:
+    """Does the flag take words of these types, any of them?"""
+    return option.takes != 0 and option.type_name in types and option.choices is None
+
+
+def wrong_type(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: _plain(o, "int", "float"))
+    words = _words(option, rng.choice(NO_INTEGERS if option.type_name == "int" else NO_NUMBERS))
+    return _with("wrong type", rng.choice(option.spellings), *words)
+
+
+def unknown_choice(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: o.takes != 0 and o.choices is not None)
+    words = [*NO_NAMES, f"{option.choices[0]}x", str(option.choices[-1])[:-1] + "_"]
+    word = rng.choice([word for word in words if word not in map(str, option.choices)])
+    return _with("unknown choice", rng.choice(option.spellings), *_words(option, word))
+
+
+def not_finite(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: _plain(o, "float"))
+    return _with("not finite", option.spellings[0], *_words(option, rng.choice(NOT_FINITE)))
+
+
+def impossible_number(rng: random.Random) -> Malformed:
+    dest = rng.choice([*POSITIVE, *NOT_NEGATIVE, *BELOW_ONE, *AT_MOST_ONE])
+    values = ["-1", f"-{rng.randrange(2, 10**6)}"]
+    values += ["0"] if dest in POSITIVE else []
+    values += ["7"] if dest in (*BELOW_ONE, *AT_MOST_ONE) else []
+    return _with("impossible number", OPTIONS[dest].spellings[0], *_words(OPTIONS[dest], rng.choice(values)))
+
+
+def negative(rng: random.Random) -> Malformed:
+    """Every number flag refuses a negative number, or stands in ANY_NUMBER."""
+    option = _choose(rng, lambda o: _plain(o, "int", "float") and o.dest not in ANY_NUMBER)
+    return _with("negative", option.spellings[0], *_words(option, f"-{rng.randrange(1, 100)}"))
+
+
+def overflow(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: _plain(o, "int"))
+    return _with("overflow", option.spellings[0], *_words(option, str(10 ** rng.randrange(19, 400))))
+
+
+def typed_wrong(rng: random.Random) -> Malformed:
+    """One slip of the keyboard, two in a long name; the flag that was meant is offered."""
+    meant = rng.choice([spelling for spelling, option in FIELDS.items() if not option.hidden and len(spelling) > 5])
+    while True:
+        typo = _slip(rng, _slip(rng, meant) if len(meant) > 14 and rng.random() < 0.5 else meant)
+        if typo not in FIELDS and typo not in retired.BY_SPELLING and typo not in products.BY_SPELLING and typo[2] != "-":
+            return _with("typo", typo, "1", names=(typo, meant))
+
+
+def _slip(rng: random.Random, name: str) -> str:
+    at = rng.randrange(2, len(name) - 1)
+    letter = rng.choice(LETTERS)
+    return rng.choice([
+        name[:at] + letter + name[at:], name[:at] + name[at + 1:], name[:at] + letter + name[at + 1:],
+        name[:at] + name[at + 1] + name[at] + name[at + 2:], name.replace("-", "_").replace("__", "--", 1),
+    ])
+
+
+def missing_value(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: o.takes in (1, "+") or (isinstance(o.takes, int) and o.takes > 1))
+    return _with("missing value", option.spellings[0], *rng.choice([(), ("--bf16",), ("--swiglu", "--lr", "1")]))
+
+
+def wrong_count(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: isinstance(o.takes, int) and o.takes > 1)
+    return _with("wrong count", option.spellings[0], *["1"] * rng.choice([*range(1, option.takes), option.takes + 1]))
+
+
+def positional(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: o.takes in (0, 1))
+    words = [] if option.takes == 0 else [str(option.choices[0] if option.choices else 1)]
+    word = rng.choice(["train", "2", "0.5", "-3", "pretrain_moe.py", "{", "a b"])
+    return _with("positional", option.spellings[0], *words, word, names=(option.spellings[0], word))
+
+
+def empty(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: o.takes != 0 and o.default != "")
+    return _with("empty", option.spellings[0], *_words(option, rng.choice(["", " ", "''", '""', "\t"])))
+
+
+def no_text(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: o.takes != 0)
+    return _with("no text", option.spellings[0], *_words(option, rng.choice(["\udcff\udcfe", "data\udc80", "\udce4"])))
+
+
+def switch_with_value(rng: random.Random) -> Malformed:
+    option = _choose(rng, lambda o: o.takes == 0)
+    name = rng.choice(option.spellings)
+    return _with("switch with a value", f"{name}={rng.choice(['2', 'yes', 'on', '', 'abc'])}", names=(name,))
+
+
+def broken_rule(rng: random.Random) -> Malformed:
+    added, removed, name = rng.choice(BROKEN)
+    return Malformed("broken rule", (*without(base_line(), removed.split()), *added.split()), (name,), {
+        "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+
+
+LITTLE_LANGUAGES = (
+    ("--split", ("1,2,3,4", "a", "0,0,0", "-1,1,1", "nan", "0,1,0", "1;2")),
+    ("--moe-layer-freq", ("[", "[1]*3", "[0,2]", "([1]", "1+", "[1]*99999999", "__import__('os')", "0", "-1", "[[1]]*2")),
+    ("--pipeline-model-parallel-layout", ("E", "Et|t", "Ettt|x", "L", "|", "Ett||", "(Et", "Et*|tL", "Et*9999999|tL", "EttL|", "ttEL")),
+    ("--rampup-batch-size", ("1 2 x", "0 2 100", "2 0 100", "2 2 -1", "3 2 100", "8 2 100")),
+    ("--step-batch-size-schedule", ("0", "1:4", "0:4 0:8", "0:4 x:8", "0:-4", "0:0", "0:4,100", "0.5:4", "4")),
+    ("--data-path", ("0.3 a 0.7", "a 0.3 b 0.7", "-1 a 2 b", "nan a 1 b", "0 a 0 b", "inf a")),
+    ("--recompute-modules", ("everything", "mlp nothing", "core-attn")),
+    ("--offload-modules", ("everything", "core_attn nothing")),
+    ("--cp-comm-type", ("ring", "p2p ring")),
+    ("--moe-router-load-balancing-type", ("fair", "aux_loss fair")),
+    ("--dump-step", ("0 out", "x out", "1", "-1 out", "1 a b")),
+    ("--window-size", ("1", "1,2,3", "a,b", "(1", "1.5,2")),
+    ("--iterations-to-skip", ("a", "1 -2", "1,2")),
+    ("--no-rope-freq", ("[1]*9", "x", "0", "-1")),
+    ("--hierarchical-context-parallel-sizes", ("0 2", "a", "2 2", "-1 -1")),
+)
+
+
+def little_language(rng: random.Random) -> Malformed:
+    name, texts = rng.choice(LITTLE_LANGUAGES)
+    text = rng.choice(texts)
+    one = FIELDS[name].takes == 1
+    line = [word for word in BASE if not (name == "--data-path" and word == "--mock-data")]
+    line += ["--context-parallel-size", "1"] if name == "--cp-comm-type" else []
+    if name == "--step-batch-size-schedule":
+        line = without(line, ["--global-batch-size"])
+    return Malformed("little language", (*line, name, *([text] if one else text.split())), (name,))
+
+
+CONTRADICTIONS = (
+    "--bf16 --fp16", "--num-experts 8 --expert-model-parallel-size 3", "--num-experts 8 --moe-router-topk 9", "--fp8-format e4m3 --fp4-format e2m1",
+    "--lr-warmup-iters 5 --lr-decay-iters 3", "--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "--train-samples 10 --train-iters 5",
+    "--min-lr 1 --lr 0.1", "--hidden-size 30 --num-attention-heads 4", "--num-query-groups 3 --group-query-attention",
+    "--pipeline-model-parallel-size 2 --num-layers 3", "--tensor-model-parallel-size 2 --num-attention-heads 3", "--squared-relu --swiglu",
+    "--seq-length 64 --max-position-embeddings 32", "--mock-data --data-path a", "--train-data-path a --data-path b",
+    "--moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1 --moe-token-dispatcher-type flex",
+    "--save x", "--save-interval 0 --save x", "--padded-vocab-size 7 --vocab-size 120", "--auto-resume", "--seq-length 33 --max-position-embeddings 32",
+    "--context-parallel-size 2 --seq-length 30", "--recompute-granularity full", "--recompute-method uniform --recompute-granularity selective",
+    "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 0", "--optimizer sgd --optimizer-cpu-offload", "--untie-embeddings-and-output-weights=maybe",
+    "--overlap-param-gather --bf16", "--moe-router-enable-expert-bias --reset-position-ids",
+)
+
+
+
+
+def contradiction(rng: random.Random) -> Malformed:
+    line = rng.choice(CONTRADICTIONS).split()
+    return _with("contradiction", *line)
+
+
+PRESETS = (
+    b"MODEL_ARGS: [", b"", b"- a\n- b\n", b"MODEL_ARGS:\n  --num-layers: two\n", b"MODEL_ARGS:\n  --num-layer: 2\n", b"\xff\xfe\x00",
+    b"MODEL_ARGS: 7\n", b"MODEL_ARGS:\n  --num-layers: ${NOT_SET_ANYWHERE}\n", b"a: b\n", b"MODEL_ARGS:\n  --num-layers: {a: b}\n",
+    b"MODEL_ARGS:\n  ? [a, b]\n  : 2\n", b"MODEL_ARGS:\n  num-layers: 2\n", b"ENV_VARS: 3\nMODEL_ARGS:\n", b"%bad", b"MODEL_ARGS:\n\t--num-layers: 2\n",
+    b'MODEL_ARGS:\n  --load: "a\\0b"\n', b"MODEL_ARGS:\n  --lr: [1, 2]\n", b"MODEL_ARGS: &a\n  --load: *b\n", b"MODEL_ARGS:\n  2: 3\n",
+    b"ENV_VARS:\n  OMP_NUM_THREADS: {a: 1}\nMODEL_ARGS: {}\n", b"ENV_VARS:\n  [a]: 1\nMODEL_ARGS: {}\n", b"ENV_VARS:\n  A=B: 1\nMODEL_ARGS: {}\n",
+)
+
+
+def bad_preset(rng: random.Random) -> Malformed:
+    """A recipe that is missing, unreadable, no YAML, no recipe, or a recipe with mistakes in it."""
+    name = rng.choice(["mixtral_8x7", "missing.yaml", "folder/missing", "/", ""])
+    files = {}
+    if rng.random() < 0.8:
+        name = f"recipe{rng.randrange(10**6)}.yaml"
+        files = {name: rng.choice(PRESETS)}
+    return _with("preset", "--preset", name, names=("--preset" if not files else name,), files=files)
+
+
+PLACES = {
+    "RANK": ("x", "", "0.5", "-1", "5"), "WORLD_SIZE": ("two", "", "1e9", "0", "-2"), "LOCAL_RANK": ("a", "", "-1"),
+    "MASTER_PORT": ("http", "", "0", "99999", "-1"), "MASTER_ADDR": ("",), "SLURM_PROCID": ("x", "4", "-1"), "SLURM_NTASKS": ("2.5", "0"),
+}
+
+
+def bad_environment(rng: random.Random) -> Malformed:
+    """One variable of a launcher is wrong."""
+    name = rng.choice(sorted(PLACES))
+    value = rng.choice(PLACES[name])
+    if name.startswith("SLURM"):
+        env = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    else:
+        env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    return Malformed("environment", BASE, (name,), env | {name: value})
+
+
+KINDS = (
+    wrong_type, unknown_choice, not_finite, impossible_number, negative, overflow, typed_wrong, missing_value, wrong_count, positional, empty,
+    no_text, switch_with_value, broken_rule, little_language, contradiction, bad_preset, bad_environment,
+)
+
+
+def malformed(seed: int, count: int, kinds: Sequence[Callable[[random.Random], Malformed]] = KINDS) -> Iterator[Malformed]:
+    """`count` lines, the kinds in turn, the same for the same seed."""
+    rng = random.Random(seed)
+    for number in range(count):
+        yield kinds[number % len(kinds)](rng)
+
+
+NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "120")
+_FILES = {
+    "file": b"x", "broken.json": b"{", "five.json": b'{"train": 5}', "words.txt": b"0.3 a 0.7 b", "odd.txt": b"nan a", "bytes": bytes(range(256)),
+    "short.idx": b"abc", "short.bin": b"123", "broken.yaml": b"a: [", "word/latest_checkpointed_iteration.txt": b"abc",
+    "gone/latest_checkpointed_iteration.txt": b"5", "tokenizer/tokenizer.json": b"[]",
+}
+
+
+def _start(line: str, *names: str, mock: bool = True) -> Malformed:
+    return Malformed("start", (*TINY, *(MOCK if mock else ()), "--train-iters", "1", *line.split()), names, files=_FILES)
+
+
+def _data(line: str, *names: str) -> Malformed:
+    return Malformed("start", (*TINY, *NULL, "--train-iters", "1", *line.split()), names, files=_FILES)
+
+
+FOUND_AT_START = (
+    _data("--data-path missing", "--data-path", "missing"),
+    _data("--data-path 1 short 2 missing", "--data-path", "short.idx"),
+    _data("--train-data-path missing", "--train-data-path", "missing"),
+    _data("--data-args-path missing", "--data-args-path", "missing"),
+    _data("--data-args-path bytes", "--data-args-path", "bytes"),
+    _data("--data-args-path odd.txt", "--data-args-path", "odd.txt"),
+    _data("--data-args-path words.txt", "--data-args-path words.txt", "a.idx"),
+    _data("--per-split-data-args-path broken.json", "--per-split-data-args-path", "broken.json"),
+    _data("--per-split-data-args-path five.json", "--per-split-data-args-path", "five.json"),
+    _start("--load nowhere --exit-on-missing-checkpoint", "--exit-on-missing-checkpoint", "nowhere"),
+    _start("--load file", "--load", "file"),
+    _start("--load word", "--load", "latest_checkpointed_iteration.txt"),
+    _start("--load gone", "--load", "iter_0000005"),
+    _start("--load gone --ckpt-step 7", "--ckpt-step", "iter_0000007"),
+    _start("--pretrained-checkpoint nowhere", "--pretrained-checkpoint", "nowhere"),
+    _start("--use-checkpoint-args --load nowhere", "--use-checkpoint-args", "nowhere"),
+    _start("--init-from nowhere", "--init-from", "nowhere"),
+    _start("--init-from bytes", "--init-from", "bytes"),
+    _start("--te-precision-config-file nowhere --fp8-format e4m3", "--te-precision-config-file", "nowhere"),
+    _start("--te-precision-config-file broken.yaml --fp8-format e4m3", "--te-precision-config-file", "broken.yaml"),
+    _start("--save file --save-interval 1", "--save", "file"),
+    _start("--metrics-file file/x", "--metrics-file", "file/x"),
+    _start("--tensorboard-dir file/x", "file/x"),
+    _start("--dump-step 1 file", "--dump-step", "file"),
+    _start("--export-weights nowhere/w.safetensors", "--export-weights", "nowhere"),
+    _start("--train-iters 0", "--train-iters"),
+    _start("--train-iters 1000000000000", "--train-iters"),
+    _start("--hidden-size 1000000000 --kv-channels 8", "--hidden-size"),
+    _start("--vocab-size 2000000000 --hidden-size 100000 --num-attention-heads 4 --kv-channels 8", "--vocab-size"),
+    _start("--null-tokenizer-eod-id 500", "--null-tokenizer-eod-id"),
+    *(_start(f"--mock-data --tokenizer-type {line}", *names, mock=False) for line, *names in (
+        ("GPT2BPETokenizer", "--vocab-file"),
+        ("GPT2BPETokenizer --vocab-file nowhere --merge-file nowhere", "--vocab-file", "nowhere"),
+        ("GPT2BPETokenizer --vocab-file bytes --merge-file bytes", "--vocab-file", "bytes"),
+        ("HuggingFaceTokenizer", "--tokenizer-model"),
+        ("HuggingFaceTokenizer --tokenizer-model nowhere", "--tokenizer-model", "nowhere"),
+        ("HuggingFaceTokenizer --tokenizer-model tokenizer", "--tokenizer-model", "tokenizer"),
+        ("SentencePieceTokenizer --tokenizer-model nowhere", "--tokenizer-model", "nowhere"),
+        ("Llama2Tokenizer --tokenizer-model bytes", "--tokenizer-model", "bytes"),
+        ("TikTokenizer --tokenizer-model broken.json", "--tokenizer-model", "broken.json"),
+    )),
+)
+"""Mistakes that only a start meets."""

@@ -1,0 +1,402 @@
+"""scripts/convert.py: both directions for every family, what it refuses, and that a killed conversion continues."""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.hf_models import MODELS, VOCAB, batch, load_ours, logits_of, make
+from commands import REPOSITORY, environment, run
+from safetensors.torch import load_file, save_file
+from train.tiny import MOCK, TINY
+
+from scripts import convert
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = "0.0001"  # GB: many files
+
+
+def run_convert(*words):
+    return convert.main([*map(str, words)])
+
+
+def tensors_of(folder):
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def write_folder(folder, tensors, config):
+    folder.mkdir()
+    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_goes_to_ours_and_back(name, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--max-shard-size", SMALL, "--verify") == 0
+    assert (tmp_path / "ours" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    tokens, _, positions = batch()
+    expected = logits_of(theirs, tokens)
+    with torch.no_grad():
+        given = load_ours(tmp_path / "ours").eval()(tokens, positions)
+    assert (given - expected).abs().max() < 1e-5 * expected.abs().max()
+
+    assert run_convert(tmp_path / "ours", tmp_path / "back", "--max-shard-size", SMALL) == 0
+    before, after = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}"
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", output_loading_info=True)
+    assert type(again) is type(theirs) and not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits_of(again, tokens), expected)
+    difference = float(re.search(r"logits differ by at most (\S+),", caplog.text)[1])
+    assert difference < 1e-5 * expected.abs().max() and "MB/s" in caplog.text
+
+
+def hub_like_deepseek(folder, eight_bits=False):
+    """As DeepSeek-V3 is published: one multi-token-prediction layer with copies of embedding and head. Returns: what it stands for."""
+    theirs = make("deepseek_v3")
+    theirs.save_pretrained(folder.with_name("plain"))
+    config = json.loads((folder.with_name("plain") / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    tensors = tensors_of(folder.with_name("plain"))
+    last = {name: value for name, value in tensors.items() if name.startswith("model.layers.2.")}
+    for name, value in last.items():
+        tensors[name.replace("layers.2.", "layers.3.")] = torch.randn_like(value)
+    for leaf, shape in (("enorm", [32]), ("hnorm", [32]), ("eh_proj", [32, 64]), ("shared_head.norm", [32])):
+        tensors[f"model.layers.3.{leaf}.weight"] = torch.randn(shape)
+    tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"]
+    stored = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight") and "eh_proj" not in name] if eight_bits else ():
+        scale = tensors[name].abs().max() / 448
+        stored[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        stored[name + "_scale_inv"] = scale.view(1, 1)
+        tensors[name] = (stored[name].float() * scale).to(torch.bfloat16)
+    write_folder(folder, stored, config)
+    return tensors
+
+
+def test_multi_token_prediction_goes_along(tmp_path):
+    tensors = hub_like_deepseek(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    model = load_ours(tmp_path / "ours")
+    layer = model.mtp.layers[0]
+    assert torch.equal(layer.eh_proj.weight, tensors["model.layers.3.eh_proj.weight"])
+    assert torch.equal(layer.final_layernorm.weight, tensors["model.layers.3.shared_head.norm.weight"])
+    assert torch.equal(layer.mtp_model_layer.mlp.router.expert_bias, tensors["model.layers.3.mlp.gate.e_score_correction_bias"])
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_multi_token_prediction_of_qwen3_next_goes_along(tmp_path):
+    make("qwen3_next", layer_types=["linear_attention", "linear_attention", "full_attention"]).save_pretrained(tmp_path / "plain")
+    tensors = tensors_of(tmp_path / "plain")
+    tensors |= {name.replace("model.layers.2.", "mtp.layers.0."): torch.randn_like(value) for name, value in tensors.items() if "layers.2." in name}
+    for leaf, shape in (("pre_fc_norm_embedding", [32]), ("pre_fc_norm_hidden", [32]), ("fc", [32, 64]), ("norm", [32])):
+        tensors[f"mtp.{leaf}.weight"] = torch.randn(shape)
+    write_folder(tmp_path / "hf", tensors, json.loads((tmp_path / "plain" / "config.json").read_text()))
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert torch.equal(load_ours(tmp_path / "ours").mtp.layers[0].enorm.weight, tensors["mtp.pre_fc_norm_embedding.weight"])
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
+
+
+def test_a_copy_that_differs_is_refused(tmp_path, capfd):
+    tensors = hub_like_deepseek(tmp_path / "hf")
+    tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "hf" / "model.safetensors")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
+    assert "model.layers.3.embed_tokens.weight" in capfd.readouterr().err
+
+
+def test_weights_in_eight_bits_become_what_they_stand_for(tmp_path):
+    tensors = hub_like_deepseek(tmp_path / "hf", eight_bits=True)
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert torch.equal(after[name], value.to(after[name].dtype)), name
+
+
+def test_eight_bits_without_scales_are_refused(tmp_path, capfd):
+    hub_like_deepseek(tmp_path / "hf", eight_bits=True)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    del stored["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
+    save_file(stored, tmp_path / "hf" / "model.safetensors")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
+    assert "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv" in capfd.readouterr().err
+
+
+def in_four_bits(folder):
+    """gpt-oss as it is published: experts in MXFP4. Returns: the config, the tensors, and those that they stand for."""
+    theirs = make("gpt_oss", hidden_size=64, intermediate_size=96)
+    theirs.save_pretrained(folder)
+    stored, meant = {}, {}
+    for name, value in tensors_of(folder).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = meant[name] = value
+            continue
+        experts, inputs, outputs = value.shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, blocks.shape[:3], dtype=torch.uint8)
+        stored[name + "_blocks"], stored[name + "_scales"] = blocks, scales
+        meant[name] = four_bits_one_by_one(blocks, scales)
+    return json.loads((folder / "config.json").read_text()), stored, meant
+
+
+def four_bits_one_by_one(blocks, scales):
+    """Sign, two bits of exponent, one of mantissa; the lower half of a byte comes first. Returns: [expert, input, output]."""
+    codes = torch.stack([blocks % 16, blocks // 16], -1).flatten(3)
+    sign, exponent, mantissa = (codes // 8).int(), (codes // 2 % 4).int(), (codes % 2).int()
+    size = torch.where(exponent == 0, mantissa * 0.5, (1 + mantissa * 0.5) * 2.0 ** (exponent - 1))
+    values = torch.where(sign == 1, -size, size) * 2.0 ** (scales.int() - 127).unsqueeze(-1)
+    return values.flatten(2).transpose(1, 2).to(torch.bfloat16)
+
+
+def test_experts_in_four_bits_become_what_they_stand_for(tmp_path):
+    config, stored, meant = in_four_bits(tmp_path / "plain")
+    write_folder(tmp_path / "hf", stored, config | {"quantization_config": {"quant_method": "mxfp4"}})
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == meant.keys()
+    for name, value in meant.items():
+        assert torch.equal(after[name], value.to(after[name].dtype)), name
+
+
+def test_transformers_reads_four_bits_alike():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    from moe_trainer.checkpoint.hf_files import dequantize_four_bits
+
+    blocks = torch.randint(256, (2, 70, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (2, 70, 3), dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales)
+    found = torch.stack([dequantize_four_bits(*pair).t() for pair in zip(blocks, scales)])
+    assert torch.equal(found, expected)
+    assert torch.equal(four_bits_one_by_one(blocks, scales), expected)
+
+
+@pytest.mark.parametrize("what", ["missing", "wrong shape"])
+def test_four_bits_without_their_scales_are_refused(what, tmp_path, capfd):
+    config, stored, _ = in_four_bits(tmp_path / "plain")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    scales = stored.pop(name)
+    if what == "wrong shape":
+        stored[name] = scales[:, :-1]
+    write_folder(tmp_path / "hf", stored, config)
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
+    assert name in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_stacked_experts_are_read_too(name, tmp_path):
+    theirs = make(name)
+    write_folder(tmp_path / "hf", theirs.state_dict(), theirs.config.to_dict())
+    assert any("gate_up_proj" in key for key in tensors_of(tmp_path / "hf"))
+    tokens, _, positions = batch()
+    with torch.no_grad():
+        given = load_ours(tmp_path / "hf").eval()(tokens, positions)
+    expected = logits_of(theirs, tokens)
+    assert (given - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def break_folder(folder, what):
+    """Damage a folder of one file. Returns: what the refusal must name."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    if what == "missing expert":
+        del tensors[name]
+    elif what == "extra tensor":
+        name = "model.layers.1.mlp.experts.8.up_proj.weight"
+        tensors[name] = torch.zeros(24, 32)
+    elif what == "wrong shape":
+        tensors[name] = tensors[name][:-1].clone()
+    elif what == "not finite":
+        tensors[name][0, 0] = float("nan")
+    if what == "cut off":
+        header = json.loads(path.read_bytes()[8:8 + int.from_bytes(path.read_bytes()[:8], "little")])
+        name = max((key for key in header if key != "__metadata__"), key=lambda key: header[key]["data_offsets"][1])
+        os.truncate(path, path.stat().st_size - 5)
+    elif what == "no table":
+        name = "model.safetensors"
+        path.write_bytes(b"\xff" * 100)
+    else:
+        save_file(tensors, path)
+    return name
+
+
+@pytest.mark.parametrize("what", ["missing expert", "extra tensor", "wrong shape", "not finite", "cut off", "no table"])
+def test_a_source_that_is_not_whole_is_refused_by_name(what, tmp_path, capfd):
+    make("qwen3_moe", mlp_only_layers=[]).save_pretrained(tmp_path / "hf")
+    name = break_folder(tmp_path / "hf", what)
+    for workers in ("1", "2"):
+        assert run_convert(tmp_path / "hf", tmp_path / "ours", "--workers", workers, "--max-shard-size", SMALL) == 2
+        told = capfd.readouterr().err
+        assert name in told and "Traceback" not in told
+        assert not (tmp_path / "ours" / "release").exists() and not (tmp_path / "ours" / "latest_checkpointed_iteration.txt").exists()
+        assert not list(tmp_path.rglob("metadata.json")) and not list(tmp_path.rglob(".metadata"))
+
+
+def test_left_over_tensors_can_be_let_go_by_name(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    make("llama").save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    save_file({**tensors, "extra.weight": torch.ones(2)}, tmp_path / "hf" / "model.safetensors")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--ignore", "^extra") == 0
+    assert "extra.weight is left out" in caplog.text
+
+
+def test_an_expert_that_a_checkpoint_lacks_is_named(tmp_path, capfd):
+    make("mixtral").save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    import pickle
+
+    path = tmp_path / "ours" / "release" / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    del index.state_dict_metadata["decoder.layers.mlp.router.weight"]
+    path.write_bytes(pickle.dumps(index))
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 2
+    assert "decoder.layers.0.mlp.router.weight" in capfd.readouterr().err and not (tmp_path / "back").exists()
+
+
+def test_weights_as_one_file(tmp_path):
+    theirs = make("qwen2")
+    theirs.save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "w.safetensors", "--to", "weights", "--dtype", "bf16") == 0
+    found = load_file(tmp_path / "w.safetensors")
+    model = load_ours(tmp_path / "hf")
+    assert found.keys() == {name for param in model.parameters() for name in param.info.names}
+    assert torch.equal(found["decoder.layers.1.self_attention.linear_qkv.bias"],
+                       model.decoder.layers[1].self_attention.linear_qkv.bias.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("words, named", [
+    (["--to", "hf"], "--to hf"), (["--vocab-size", "3"], "--vocab-size"), (["--max-shard-size", "-1"], "--max-shard-size"), (["--ignore", "("], "--ignore"),
+])
+def test_wrong_options_are_refused(words, named, tmp_path, capfd):
+    make("llama").save_pretrained(tmp_path / "hf")
+    try:
+        code = run_convert(tmp_path / "hf", tmp_path / "ours", *words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and named in capfd.readouterr().err
+
+
+def test_a_target_that_is_there_and_a_source_that_has_changed_are_refused(tmp_path, capfd):
+    make("llama").save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
+    assert "is there already" in capfd.readouterr().err
+    (tmp_path / "other" / "release.converting").mkdir(parents=True)
+    (tmp_path / "other" / "release.converting" / "conversion.json").write_text("{}")
+    assert run_convert(tmp_path / "hf", tmp_path / "other") == 2
+    assert "belongs to another conversion" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["ours", "hf"])
+def test_a_conversion_that_is_killed_goes_on(to, tmp_path):
+    make("qwen3_moe", num_hidden_layers=12, mlp_only_layers=[], hidden_size=64).save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "whole", "--max-shard-size", SMALL) == 0
+    source = tmp_path / "hf"
+    if to == "hf":
+        source = tmp_path / "whole"
+        assert run_convert(source, tmp_path / "whole_hf", "--max-shard-size", SMALL) == 0
+    command = [sys.executable, str(REPOSITORY / "scripts" / "convert.py"), str(source), str(tmp_path / "out"), "--max-shard-size", SMALL]
+    under_way = tmp_path / "out" / "release.converting" if to == "ours" else tmp_path / "out.converting"
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 120
+    while len(list(under_way.glob(".*.done"))) < 3 and time.monotonic() < deadline and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = {path.name for path in under_way.glob(".*.done")}
+    assert len(done) >= 3 and not list(tmp_path.glob("out/**/metadata.json")) + list(tmp_path.glob("out*/config.json"))
+    (under_way / "rest.part-host-1").write_bytes(b"x")
+    kept = {path: path.stat().st_mtime_ns for path in under_way.iterdir() if f".{path.name}.done" in done}
+    assert run_convert(source, tmp_path / "out", "--max-shard-size", SMALL, "--workers", "2") == 0
+    final, same = (tmp_path / "out" / "release", tmp_path / "whole" / "release") if to == "ours" else (tmp_path / "out", tmp_path / "whole_hf")
+    assert sorted(path.name for path in final.iterdir()) == sorted(path.name for path in same.iterdir())
+    assert all((final / path.name).stat().st_mtime_ns == at for path, at in kept.items()), "files that were complete are written again"
+    pattern = "__*_0.distcp" if to == "ours" else "*.safetensors"
+    for path in final.glob(pattern):
+        assert path.read_bytes() == (same / path.name).read_bytes() or path.name == f"__{len(list(final.glob(pattern))) - 1}_0.distcp"
+    if to == "ours":
+        load_ours(tmp_path / "out")
+
+
+def test_ranks_share_a_conversion(tmp_path, monkeypatch):
+    make("mixtral").save_pretrained(tmp_path / "hf")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert run_convert(tmp_path / "hf", tmp_path / "ours", "--max-shard-size", SMALL) == 0
+        assert (tmp_path / "ours" / "release").exists() == (rank == "1")
+    monkeypatch.delenv("WORLD_SIZE"), monkeypatch.delenv("RANK")
+    load_ours(tmp_path / "ours")
+
+
+def test_a_model_trained_here_under_another_mapping_generates(tmp_path):
+    words = [*TINY, *MOCK, "--train-iters", "3", "--save", str(tmp_path / "run"), "--save-interval", "3", "--export-weights", str(tmp_path / "w.safetensors")]
+    done = run([*words, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"], tmp_path, world_size=4)
+    assert done.returncode == 0, done.stderr
+    assert run_convert(tmp_path / "run", tmp_path / "hf", "--vocab-size", "120", "--verify") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.config.model_type == "mixtral" and model.config.vocab_size == 120
+    exported = load_file(tmp_path / "w.safetensors")
+    assert torch.equal(model.model.layers[1].mlp.gate.weight, exported["decoder.layers.1.mlp.router.weight"])
+    assert torch.equal(model.lm_head.weight, exported["output_layer.weight"][:120])
+    out = model.generate(torch.arange(5).view(1, -1), max_new_tokens=8, do_sample=False)
+    assert out.shape == (1, 13) and out.max() < 120
+
+
+def test_a_run_begins_with_a_folder_under_any_mapping(tmp_path):
+    theirs = make("qwen3_moe")
+    theirs.save_pretrained(tmp_path / "hf")
+    words = ["--load", str(tmp_path / "hf"), "--use-checkpoint-args", "--seq-length", "32", "--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3",
+             "--train-iters", "1", "--mock-data", "--eval-iters", "0", "--hidden-dropout", "0", "--attention-dropout", "0", "--log-interval", "1", "--transformer-impl", "local"]
+    losses = []
+    for world, mapping in ((1, []), (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]), (2, ["--pipeline-model-parallel-layout", "Et*1|t*2L"]
+                           + ["--pipeline-model-parallel-size", "2"])):
+        done = run([*words, *mapping], tmp_path, world_size=world)
+        assert done.returncode == 0, done.stderr
+        losses.append(float(done.stdout.split("lm loss: ")[1].split(" ")[0]))
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
+
+
+def test_a_family_that_cannot_express_a_model_says_why(tmp_path, capfd):
+    make("mixtral").save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back", "--model-type", "llama") == 2
+    told = capfd.readouterr().err
+    assert "--num-experts" in told and not Path(tmp_path / "back").exists()
+    assert VOCAB == 96
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_memory_does_not_grow_with_the_model(workers, tmp_path):
+    from scripts.bench_convert import make_folder, peak_of
+
+    make_folder(tmp_path / "hf", 1.5, vocabulary=4096)
+    for source, target in (("hf", "ours"), ("ours", "back")):
+        seconds, peak = peak_of([str(tmp_path / source), str(tmp_path / target), "--workers", workers, "--max-shard-size", "0.2"])
+        assert seconds > 0 and peak < 0.7e9, f"{peak / 1e9:.2f} GB"

@@ -1,0 +1,250 @@
+"""Legacy checkpoints of Megatron-LM (`--ckpt-format torch`): the golden one, and files as other layouts and optimizers write them."""
+
+import argparse
+import shutil
+
+import pytest
+import torch
+from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, fake_chunks
+from harness import run_ranks
+
+from moe_trainer.checkpoint import legacy_write
+from moe_trainer.checkpoint.checkpoint import (
+    CheckpointState,
+    LoadOptions,
+    SaveOptions,
+    latest_iteration,
+    load,
+    read_saved_args,
+    save,
+    saved_vocab_rows,
+)
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.find import newest_whole
+from moe_trainer.checkpoint.index import check
+from moe_trainer.checkpoint.legacy import open_file
+from moe_trainer.checkpoint.legacy_names import buffer_places, global_name, spelled
+from moe_trainer.checkpoint.unpickle import load_object, plain
+from moe_trainer.parallel.state import ParallelState
+
+SINGLE = ParallelState.single()
+
+
+def loaded(folder, ps=SINGLE, distributed=False, **options):
+    """(what load says, model, optimizer) of a checkpoint directory."""
+    model = FakeModel(seed=1, ps=ps)
+    optimizer = FakeOptimizer(model, ps, distributed=distributed, seed=1)
+    return load(folder, [model], optimizer, ps, LoadOptions(RECORD, **options)), model, optimizer
+
+
+def assert_same(mine, theirs):
+    """Two (found, model, optimizer) hold the same weights and moments."""
+    for (name, one), other in zip(mine[1].tensors().items(), theirs[1].tensors().values(), strict=True):
+        assert torch.equal(one, other), name
+    for one, other in zip(mine[2].held, theirs[2].held, strict=True):
+        assert torch.equal(one.tensor, other.tensor), (one.param.info.names[0], one.state_name)
+
+
+def test_the_golden_checkpoint_holds_what_its_twin_holds(shared):
+    """Megatron-LM wrote the same iteration of the same run in both formats."""
+    legacy, twin = loaded(shared / "golden/ckpt/a2_torch"), loaded(shared / "golden/ckpt/a2_torch_dist")
+    assert_same(legacy, twin)
+    found = legacy[0]
+    assert found.iteration == 5 and found.from_megatron and found.optim_loaded and found.rng_loaded
+    assert found.state.consumed_train_samples == 20 and legacy[2].step == 5
+    assert dict(found.state.scheduler) == dict(twin[0].state.scheduler)
+
+
+def _same_as_its_twin(rank, size, shared, sizes):
+    ps = ParallelState.create(size, rank, **sizes)
+    assert_same(loaded(shared / "golden/ckpt/a2_torch", ps, True), loaded(shared / "golden/ckpt/a2_torch_dist", ps, True))
+    return True
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, etp=2), dict(tp=2, cp=2, ep=4), dict(pp=2, ep=2)])
+def test_every_mapping_reads_the_golden_checkpoint(shared, sizes):
+    assert run_ranks(_same_as_its_twin, 4, shared, sizes) == [True] * 4
+
+
+def test_what_is_asked_of_a_folder_before_it_is_loaded(shared):
+    folder = shared / "golden/ckpt/a2_torch"
+    assert read_saved_args(folder)["num_experts"] == 8
+    assert latest_iteration(folder) == 5 and saved_vocab_rows(folder) == 512
+    assert newest_whole(folder) == 5 and check(folder / "iter_0000005", hashes=True) == []
+
+
+# ---- writing
+
+def record_of(ps, **more):
+    """The flags of a FakeModel's run under a layout."""
+    return RECORD | {"tensor_model_parallel_size": ps.tp.size, "pipeline_model_parallel_size": ps.pp.size, "expert_model_parallel_size": ps.ep.size,
+                     "expert_tensor_parallel_size": ps.etp.size, "world_size": ps.world.size, "optimizer": "adam", "weight_decay": 0.1} | more
+
+
+def saved(folder, ps=SINGLE, distributed=False, main_params=False, dtype=torch.float32, vpp=1, **flags):
+    """Save a FakeModel of seed 0 in the legacy format."""
+    chunks = fake_chunks(ps, vpp, dtype=dtype) if vpp > 1 else [FakeModel(ps=ps, dtype=dtype)]
+    optimizer = FakeOptimizer(chunks, ps, distributed=distributed, main_params=main_params)
+    optimizer.step = 7
+    record = record_of(ps, use_distributed_optimizer=distributed, **flags)
+    save(folder, CheckpointState(5, record, 20), chunks, optimizer, ps, SaveOptions(ckpt_format="torch"))
+
+
+def test_a_file_of_ours_has_the_form_of_the_golden_one(shared, tmp_path):
+    """Names, order, shapes, types, groups and numbers: Megatron-LM finds an optimizer state by its number alone."""
+    saved(tmp_path)
+    ours = open_file(tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt")
+    golden = open_file(shared / "golden/ckpt/a2_torch/iter_0000005/mp_rank_00/model_optim_rng.pt")
+    assert golden.keys() <= ours.keys()
+
+    def form(value):
+        return None if value is None else (tuple(value.shape), value.dtype)
+
+    assert [(name, form(value)) for name, value in ours["model"].items()] == [(name, form(value)) for name, value in golden["model"].items()]
+    for number, state in golden["optimizer"]["state"].items():
+        assert {name: form(value) for name, value in ours["optimizer"]["state"][number].items()} == {name: form(value) for name, value in state.items()}
+    assert len(ours["optimizer"]["state"]) == len(golden["optimizer"]["state"])
+    for mine, theirs in zip(ours["optimizer"]["param_groups"], golden["optimizer"]["param_groups"], strict=True):
+        assert mine["params"] == theirs["params"] and theirs.keys() <= mine.keys()
+    assert sorted(path.name for path in (tmp_path / "iter_0000005").iterdir()) == ["mp_rank_00"]
+
+
+def _round_trip(rank, size, folder, sizes, how):
+    ps = ParallelState.create(size, rank, **sizes)
+    saved(folder, ps, **how)
+    return True
+
+
+LAYOUTS = {
+    "one": (1, {}, {}),
+    "tp2 pp2": (4, dict(tp=2, pp=2, etp=2), {}),
+    "tp2, whole experts": (4, dict(tp=2, ep=4), {}),
+    "interleaved": (2, dict(pp=2), dict(vpp=2)),
+    "ep2, distributed": (4, dict(ep=2), dict(distributed=True)),
+    "tp2 dp2, distributed": (4, dict(tp=2, etp=2), dict(distributed=True)),
+    "bf16": (2, dict(ep=2), dict(main_params=True, dtype=torch.bfloat16)),
+    "bf16, distributed": (2, dict(pp=2), dict(main_params=True, dtype=torch.bfloat16, distributed=True)),
+    "te": (2, dict(tp=2, etp=2), dict(transformer_impl="transformer_engine", moe_grouped_gemm=True)),
+    "te, distributed": (2, dict(ep=2), dict(transformer_impl="transformer_engine", moe_grouped_gemm=True, distributed=True)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_layout_writes_another_reads(tmp_path, layout):
+    size, sizes, how = LAYOUTS[layout]
+    if size == 1:
+        saved(tmp_path, **how)
+    else:
+        run_ranks(_round_trip, size, tmp_path, sizes, how)
+    dtype, mains = how.get("dtype", torch.float32), how.get("main_params", False)
+    model, expected = FakeModel(seed=1, dtype=dtype), FakeModel(dtype=dtype)
+    optimizer, theirs = (FakeOptimizer(each, SINGLE, main_params=mains, seed=seed) for each, seed in ((model, 1), (expected, 0)))
+    found = load(tmp_path, [model], optimizer, SINGLE, LoadOptions(RECORD))
+    assert found.iteration == 5 and not found.from_megatron and optimizer.step == 7 and found.state.consumed_train_samples == 20
+    assert_same((None, model, optimizer), (None, expected, theirs))
+
+
+# ---- what cannot be compared with a recorded file: hand-made numbers
+
+def test_places_in_the_buffer_of_a_distributed_optimizer():
+    """The last parameter first; each begins at a multiple of 64; the ends of buckets, multiples of 128, are not saved."""
+    params = [("a", 100), ("b", 10), ("c", 70)]
+    assert list(buffer_places(params, None, 1, frozenset(), False)) == [("c", 0, 70), ("b", 128, 10), ("a", 192, 100)]
+    # buckets of 70 elements or more: c alone (the buffer goes on at 128), b and a
+    assert list(buffer_places(params, 70, 2, frozenset(), False)) == [("c", 0, 70), ("b", 70, 10), ("a", 134, 100)]
+    # b is tied to another stage and alone: [c] up to 128 with the gap before b, [b], [a]
+    assert list(buffer_places(params, None, 1, frozenset("b"), False)) == [("c", 0, 70), ("b", 128, 10), ("a", 138, 100)]
+
+
+def test_grouped_experts_and_fused_norms_have_the_names_of_ours():
+    assert global_name("decoder.layers.1.mlp.experts.linear_fc1.weight3", 4, 8) == "decoder.layers.5.mlp.experts.local_experts.11.linear_fc1.weight"
+    assert global_name("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", 2, 0) == "decoder.layers.2.input_layernorm.weight"
+    assert global_name("mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight", 2, 0) == "mtp.layers.0.mtp_model_layer.pre_mlp_layernorm.weight"
+    te = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "num_experts": 8}
+    for name, routed, written in (
+        ("decoder.layers.0.pre_mlp_layernorm.weight", True, "decoder.layers.0.pre_mlp_layernorm.weight"),
+        ("decoder.layers.0.pre_mlp_layernorm.weight", False, "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"),
+        ("decoder.layers.0.input_layernorm.weight", True, "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"),
+        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight", True, "decoder.layers.0.mlp.experts.linear_fc2.weight3"),
+    ):
+        assert spelled(name, te, routed) == written and global_name(written, 0, 0) == name
+        assert spelled(name, te | {"transformer_impl": "local"}, routed) == name
+
+
+# ---- damage
+
+def refusal(folder, **options):
+    with pytest.raises(CheckpointError) as caught:
+        loaded(folder, **options)
+    return str(caught.value)
+
+
+@pytest.fixture
+def golden_copy(shared, tmp_path):
+    shutil.copytree(shared / "golden/ckpt/a2_torch", tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+FILE = "iter_0000005/mp_rank_00/model_optim_rng.pt"
+
+
+def test_a_changed_byte_is_found(golden_copy):
+    content = bytearray((golden_copy / FILE).read_bytes())
+    content[len(content) // 2] ^= 1
+    (golden_copy / FILE).write_bytes(content)
+    assert "mp_rank_00/model_optim_rng.pt is damaged" in refusal(golden_copy)
+
+
+def test_a_file_that_was_cut_off_is_found(golden_copy):
+    content = (golden_copy / FILE).read_bytes()
+    (golden_copy / FILE).write_bytes(content[:len(content) // 2])
+    assert "mp_rank_00/model_optim_rng.pt is damaged" in refusal(golden_copy)
+    assert check(golden_copy / "iter_0000005")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    run_ranks(_round_trip, 4, tmp_path, dict(tp=2, pp=2, etp=2), {})
+    shutil.rmtree(tmp_path / "iter_0000005/mp_rank_01_001")
+    assert "mp_rank_01_001/model_optim_rng.pt is missing" in refusal(tmp_path)
+
+
+def change(golden_copy, edit):
+    """Rewrite the golden file with another content."""
+    content = load_object((golden_copy / FILE).read_bytes())
+    content["args"] = argparse.Namespace(**plain(content["args"]))
+    edit(content)
+    torch.save(content, golden_copy / FILE)
+
+
+def test_a_tensor_too_few_or_of_another_shape_is_named(golden_copy):
+    change(golden_copy, lambda content: content["model"].pop("decoder.layers.1.mlp.router.weight"))
+    assert "decoder.layers.mlp.router.weight: 512 of 1024 elements are stored" in refusal(golden_copy, load_optim=False)
+
+
+def test_an_expert_too_few_is_named(golden_copy):
+    change(golden_copy, lambda content: content["model"].pop("decoder.layers.1.mlp.experts.local_experts.7.linear_fc2.weight"))
+    assert "decoder.layers.mlp.experts.experts.linear_fc2.weight: 30720 of 32768 elements" in refusal(golden_copy, load_optim=False)
+
+
+def test_an_optimizer_state_of_other_parameters_is_refused(golden_copy):
+    change(golden_copy, lambda content: content["optimizer"]["param_groups"][1]["params"].pop())
+    assert "has 4 parameters, and 5 of the model belong to it" in refusal(golden_copy)
+    found, model, _ = loaded(golden_copy, load_optim=False)
+    assert found.iteration == 5
+    weights = open_file(golden_copy / FILE)["model"]
+    assert torch.equal(model.tensors()["decoder.layers.1.mlp.router.weight"], weights["decoder.layers.1.mlp.router.weight"])
+
+
+def test_models_from_before_megatron_core_are_refused(golden_copy):
+    change(golden_copy, lambda content: content.update(model={"language_model": {}}))
+    assert "no model of Megatron-Core" in refusal(golden_copy)
+
+
+def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(legacy_write, "flush_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        saved(tmp_path)
+    assert list(tmp_path.iterdir()) == []

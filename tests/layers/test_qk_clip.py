@@ -1,0 +1,126 @@
+"""QK-clip: the largest logits of heads, and the weights behind them; by hand, and under every dimension."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import run_ranks
+from train.layouts import argv_of, compare, make_run, shallow, train, train_ranks
+
+from moe_trainer.layers.core_attention import CoreAttention
+from moe_trainer.layers.qk_clip import attentions, clipped_rows, forget_logits, logit_peaks
+from moe_trainer.ops.block_attention import Documents, Rule, Run
+from moe_trainer.ops.logit_peaks import largest_logits
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.run import TrainState
+from moe_trainer.train import train_step
+
+CLIP = "--qk-clip --qk-clip-threshold 0.05 --qk-clip-alpha 0.3 --log-max-attention-logit"
+LATENT = ("--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4 --qk-layernorm")
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("left, documents, masked", [(-1, False, False), (20, False, False), (-1, True, False), (9, True, False), (-1, False, True)])
+def test_largest_logits_are_those_of_visible_keys(left, documents, masked):
+    length, batch, heads, groups = 150, 2, 4, 2
+    q, k = random(length, batch, heads, 8), random(length, batch, groups, 8, seed=1)
+    place = torch.arange(length)
+    seen = (place[None] <= place[:, None])[None, None].expand(batch, 1, -1, -1)
+    if left >= 0:
+        seen = seen & (place[None] >= place[:, None] - left)
+    ids = torch.stack([(place >= 40).long(), (place >= 77).long()])
+    if documents:
+        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
+    mask = torch.rand(1, 1, length, length, generator=torch.Generator().manual_seed(5)) < 0.3 if masked else None
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k.repeat_interleave(2, dim=2)) * 0.3
+    expected = scores.masked_fill(~(mask if masked else seen), float("-inf")).amax((0, 2, 3))
+    rule = Rule(left=left, documents=Documents.of(ids) if documents else None)
+    torch.testing.assert_close(largest_logits(q, k, 0.3, rule, [Run(0, length)], mask), expected)
+    halves = [largest_logits(q[rows], k, 0.3, rule, [Run(rows.start, rows.stop)], mask) for rows in (slice(0, 90), slice(90, 150))]
+    torch.testing.assert_close(torch.maximum(*halves), expected)
+
+
+def _argv(kind, *more):
+    base = shallow(argv_of("biases, tied head" if kind == "biases" else "plain"))
+    flags = {"plain": "", "biases": "", "latent": LATENT, "latent without q": LATENT.replace("--q-lora-rank 12 ", ""),
+             "grouped, gated": "--group-query-attention --num-query-groups 2 --attention-output-gate"}[kind]
+    return [*base, *flags.split(), *(word for flag in more for word in flag.split())]
+
+
+@pytest.mark.parametrize("kind", ["plain", "latent", "latent without q", "grouped, gated", "biases"])
+def test_logits_shrink_to_the_threshold(kind, monkeypatch):
+    """With a learning rate of zero the same batch has, after the step, no logit above it: exactly the threshold where one key serves one head."""
+    seen = []
+    forward = CoreAttention.forward
+
+    def watched(self, q_SBND, k_SBGD, *rest):
+        k = k_SBGD.repeat_interleave(q_SBND.shape[2] // k_SBGD.shape[2], dim=2)
+        scores = torch.einsum("sbnd,tbnd->bnst", q_SBND.detach(), k.detach()) * self.scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        seen.append(scores.masked_fill(hidden, float("-inf")).amax((0, 2, 3)))
+        return forward(self, q_SBND, k_SBGD, *rest)
+
+    monkeypatch.setattr(CoreAttention, "forward", watched)
+    argv = _argv(kind, CLIP, "--lr 0 --min-lr 0 --weight-decay 0 --global-batch-size 2")
+    run = make_run(argv, 0, ParallelState.single(), 1)
+    batches = list(run.train_batches)
+    run = replace(run, train_batches=iter(batches * 3))
+    train_step(run, TrainState(), 1)
+    before = torch.stack(seen[:2])
+    assert before.min() > 0.05
+    result = train_step(run, TrainState(iteration=1), 1)
+    after = torch.stack(seen[2:4])
+    # of the second layer's heads some input has changed, too
+    if kind == "grouped, gated":
+        expected = before[0] * (0.05 / before[0].view(2, 2).amax(1)).repeat_interleave(2)
+        torch.testing.assert_close(after[0], expected, rtol=1e-5, atol=0)
+    else:
+        torch.testing.assert_close(after[0], torch.full_like(after[0], 0.05), rtol=1e-5, atol=0)
+    assert result.max_attention_logit == pytest.approx(float(after.max()), rel=1e-5)
+
+
+def test_a_head_below_the_threshold_stays():
+    run = make_run(_argv("plain", "--qk-clip"), 0, ParallelState.single(), 1)
+    assert run.args.model.qk_clip_threshold == 100.0
+    train_step(run, TrainState(), 4)
+    peaks = logit_peaks(run.chunks, run.ps, torch.device("cpu"))
+    assert all(0 < peak.max() < 100 for peak in peaks.values())
+    assert clipped_rows(peaks, run.ps, 100.0, 0.5) == {}
+    attention = next(iter(peaks))
+    peaks[attention] = torch.tensor([1.0, 400.0, float("inf"), float("-inf")])
+    (param, rows), = clipped_rows(peaks, run.ps, 100.0, 0.5).items()
+    assert param is attention.linear_qkv.weight
+    assert torch.equal(rows.view(4, -1)[1], torch.tensor([0.5] * 4 + [0.5] * 4 + [1.0] * 4)) and (rows.view(4, -1)[[0, 2, 3]] == 1).all()
+    forget_logits(run.chunks)
+    assert all(not torch.isfinite(each.logits.found(4, torch.device("cpu"))).any() for each in attentions(run.chunks))
+
+
+@functools.cache
+def one_process(kind, more):
+    return train([*_argv(kind, CLIP, more)], 0, ParallelState.single())
+
+
+LAYOUTS = (
+    (4, "grouped, gated", "--tensor-model-parallel-size 4 --sequence-parallel --expert-tensor-parallel-size 1 --use-distributed-optimizer"),
+    (4, "plain", "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"),
+    (4, "latent", "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --cp-comm-type a2a"),
+    (4, "latent", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer"),
+    (4, "plain", "--tensor-model-parallel-size 2 --optimizer muon --muon-fp32-matmul-prec high --use-distributed-optimizer"),
+)
+
+
+def test_every_dimension_equals_one_process():
+    found = run_ranks(train_ranks, 4, [_argv(kind, CLIP, flags) for _, kind, flags in LAYOUTS], timeout=300.0)
+    for (_, kind, flags), outcome in zip(LAYOUTS, found[0], strict=True):
+        more = "--optimizer muon --muon-fp32-matmul-prec high" if "muon" in flags else ""
+        differences = compare(one_process(kind, more), outcome)
+        assert not differences, f"{kind}, {flags}:\n" + "\n".join(map(str, differences[:8]))
+
+
+def test_the_clip_is_no_idle_flag():
+    plain = train(_argv("plain"), 0, ParallelState.single())
+    assert compare(plain, one_process("plain", ""))

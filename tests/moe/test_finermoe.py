@@ -1,0 +1,112 @@
+"""FineRMoE's layer against its equations: choice, output, every gradient, losses; what it becomes at the edges of its numbers."""
+
+import pytest
+import torch
+from moe.layers import build_layer, sections
+from moe.test_layer import AUX, compare
+
+from arguments.fine_grid import FineGrid
+from arguments.moe import MoEArgs
+from moe_trainer.moe.finermoe import SlicedPermutation, choose_slices
+
+
+def fine(cuts, slices, copies, candidates, each=1, **changes):
+    """Sections of a layer: hidden 16, dense width 24."""
+    grid = FineGrid(slices, candidates, cuts * copies)
+    numbers = {"finermoe_intermediate_granularity": cuts, "finermoe_output_granularity": slices, "finermoe_intermediate_expansion": copies,
+               "finermoe_output_expansion": candidates}
+    return sections(num_experts=grid.num_experts, moe_router_topk=slices * each, moe_ffn_hidden_size=24 // cuts, **numbers, **changes)
+
+
+SHARED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True}
+SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
+ALL = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
+       "moe_z_loss_coeff": 0.05}
+KINDS = {
+    "2-2-1-2": fine(2, 2, 1, 2, **SHARED, **SEQUENCE),
+    "4-2-1-2, two of a group": fine(4, 2, 1, 2, 2, **SHARED, **ALL),
+    "2-4-2-3": fine(2, 4, 2, 3, **AUX),
+    "3-1-1-2, two of a group": fine(3, 1, 1, 2, 2, **SEQUENCE),
+    "1-4-1-1": fine(1, 4, 1, 1, **SEQUENCE),
+    "2-2-1-2, biases": fine(2, 2, 1, 2, add_bias_linear=True, **SEQUENCE),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layer_follows_the_equations(kind):
+    compare(KINDS[kind])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_single_precision_loop_and_grouped(grouped):
+    compare(fine(2, 4, 2, 2, moe_grouped_gemm=grouped, **SHARED, **ALL), dtype=torch.float32, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("grid", [FineGrid(2, 3, 4), FineGrid(4, 1, 5), FineGrid(1, 2, 6)])
+@pytest.mark.parametrize("each", [1, 3])
+def test_masks(grid, each):
+    """The marked experts of the winning groups: as two masks, the paper's way."""
+    logits = torch.randn(200, grid.num_experts, generator=torch.Generator().manual_seed(0))
+    groups = logits.view(200, grid.slices * grid.candidates, grid.group_size)
+    largest = torch.zeros_like(groups).scatter_(2, groups.topk(each, dim=2)[1], 1.0).view(200, -1).bool()
+    sums = groups.sum(2).view(200, grid.slices, grid.candidates)
+    winning = (sums == sums.max(2, keepdim=True)[0]).view(200, -1, 1).expand_as(groups).reshape(200, -1)
+    mask = torch.zeros_like(logits).scatter_(1, choose_slices(logits, grid, grid.slices * each), 1.0).bool()
+    assert torch.equal(mask, largest & winning)
+    assert (mask.view(200, grid.slices, -1).sum(2) == each).all()
+    assert (mask.view(200, grid.slices, grid.candidates, -1).any(3).sum(2) == 1).all()
+
+
+def test_first_of_equal_groups_wins():
+    assert choose_slices(torch.zeros(1, 12), FineGrid(2, 3, 2), 4).sort()[0].tolist() == [[0, 1, 6, 7]]
+
+
+def test_sums_are_taken_in_fp32():
+    """Rounded to bf16, 259 and 259.5 are both 260, and the first would win."""
+    logits = torch.tensor([[256.0, 1, 1, 1, 260, -0.5, 0, 0]], dtype=torch.bfloat16)
+    assert choose_slices(logits, FineGrid(1, 2, 4), 1).tolist() == [[4]]
+
+
+def test_one_slice_and_one_group_are_ordinary_top_k():
+    plain = {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 6, **ALL}
+    ordinary, special = build_layer(sections(**plain)), build_layer(fine(4, 1, 2, 1, 4, **ALL))
+    x = torch.randn(5, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    outputs = [layer(x, 0.7) for layer in (ordinary, special)]
+    torch.testing.assert_close(*outputs, atol=1e-12, rtol=1e-12)
+    for y in outputs:
+        y.square().sum().backward()
+    for one, other in zip(ordinary.parameters(), special.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(ordinary.router.loss_sums, special.router.loss_sums)
+
+
+def test_experts_that_are_slices_of_a_dense_network_add_up_to_it():
+    """Every slice's group has all pieces of the width, all chosen with equal weights: the dense output over their number."""
+    layer = build_layer(fine(4, 2, 1, 2, each=4))
+    generator = torch.Generator().manual_seed(5)
+    gate, up, down = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((24, 16), (24, 16), (16, 24)))
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        for expert in range(16):
+            piece, part = slice(expert % 4 * 6, expert % 4 * 6 + 6), slice(expert // 8 * 8, expert // 8 * 8 + 8)
+            layer.experts.linear_fc1.weight[expert] = torch.cat([gate[piece], up[piece]])
+            layer.experts.linear_fc2.weight[expert] = down[part, piece]
+    x = torch.randn(3, 2, 16, dtype=torch.float64, generator=generator)
+    dense = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    torch.testing.assert_close(layer(x), dense / 8, atol=1e-12, rtol=1e-12)
+
+
+def test_slices_without_rows_are_zeros():
+    permutation, routing = SlicedPermutation(2, 2), torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]]).bool()
+    _, _, routes = permutation.permute(torch.zeros(3, 4), torch.zeros(3, 4), routing)
+    y = permutation.unpermute(torch.tensor([[1.0, 1], [2, 2], [4, 4], [8, 8]]), routes)  # experts 0, 1, 1, 3
+    assert y.tolist() == [[3, 3, 0, 0], [0, 0, 0, 0], [4, 4, 8, 8]]
+
+
+def test_numbers_that_are_left_out():
+    assert MoEArgs().finermoe is None
+    assert MoEArgs(finermoe_output_granularity=4).finermoe == FineGrid(4, 4, 1)
+    assert MoEArgs(finermoe_intermediate_granularity=3).finermoe == FineGrid(1, 1, 9)
+    assert MoEArgs(finermoe_intermediate_granularity=3, finermoe_intermediate_expansion=2).expert_widths(16) == (16, 16)
+    assert MoEArgs(finermoe_output_granularity=4).expert_widths(16) == (16, 4)
+    assert MoEArgs(moe_latent_size=6).expert_widths(16) == (6, 6)

@@ -1,0 +1,52 @@
+"""What travels is as wide as experts read and make: latents there and back (LatentMoE), slices on the way back (FineRMoE)."""
+
+import pytest
+import torch
+from harness import run_ranks
+from moe.layers import HIDDEN, sections, shard_of
+
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import ParallelState
+
+TOKENS, TOPK = 12, 4
+FINE = {"finermoe_output_granularity": 4, "finermoe_output_expansion": 2, "moe_router_topk": TOPK}
+LATENT = {"moe_latent_size": 6, "moe_router_topk": TOPK}
+PLAIN = {"moe_router_topk": TOPK}
+
+
+def _sent(rank, n, dispatcher, changes, backward):
+    """(width, rows) of what this rank gave to collectives of rows, in order."""
+    ps = ParallelState.create(n, rank, ep=n)
+    layer = shard_of(sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **changes), ps)
+    run, found = collectives._run, []
+
+    def counting(group, operation, x, *args, **kwargs):
+        if x is not None and x.is_floating_point() and x.dim() == 2:
+            found.append((x.shape[1], x.shape[0]))
+        return run(group, operation, x, *args, **kwargs)
+
+    collectives._run = counting
+    x = torch.randn(TOKENS, 1, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    y = layer(x)
+    if backward:
+        found.clear()
+        y.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize(("changes", "there", "back"), [(PLAIN, 16, 16), (FINE, 16, 4), (LATENT, 6, 6)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_of_the_all_to_all(changes, there, back, backward):
+    """In backward the gradients of results leave first, as narrow as these."""
+    ranks = run_ranks(_sent, 2, "alltoall", changes, backward)
+    widths = (back, there) if backward else (there, back)
+    for sent in ranks:
+        assert [width for width, _ in sent] == list(widths)
+    rows = [sum(sent[way][1] for sent in ranks) for way in (0, 1)]
+    assert rows == [2 * TOKENS * TOPK] * 2, "a row for every pair of token and expert, both ways"
+
+
+def test_all_gather_brings_latents():
+    sent = run_ranks(_sent, 2, "allgather", LATENT, False)[0]
+    assert (6, TOKENS) in sent
+    assert all(width != HIDDEN for width, _ in sent)

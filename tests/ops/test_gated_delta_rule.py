@@ -1,0 +1,106 @@
+"""The gated delta rule in chunks and segments against the recurrence, position by position; documents; what is kept."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_trainer.ops import gated_delta_rule
+from moe_trainer.ops.gated_delta_rule import Heads, gated_delta
+
+HEADS = Heads(keys=2, values=4, key_dim=6, value_dim=5)
+WIDTH, BATCH = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch):
+    """Several segments in a few positions."""
+    monkeypatch.setattr(gated_delta_rule, "CHUNK", 8)
+    monkeypatch.setattr(gated_delta_rule, "SEGMENT", 2)
+
+
+def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    channels = sum(HEADS.channels)
+    shapes = [(length, BATCH, channels), (length, BATCH, 4), (length, BATCH, 4), (channels, WIDTH), (4,), (4,)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def by_position(x: Tensor, beta: Tensor, alpha: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor, ids: Tensor | None = None) -> Tensor:
+    """The equations, one position after the other."""
+    length = x.shape[0]
+    same = torch.ones(length, length, BATCH, dtype=x.dtype) if ids is None else (ids.t()[:, None] == ids.t()[None]).to(x.dtype)
+    mixed = torch.stack([F.silu(sum(same[t, t - back, :, None] * x[t - back] * weight[:, WIDTH - 1 - back] for back in range(min(WIDTH, t + 1))))
+                         for t in range(length)])
+    q, k, v = mixed.split(HEADS.channels, -1)
+    q, k = (each.unflatten(-1, (2, 6)).repeat_interleave(2, 2) for each in (q, k))
+    q, k = (each / torch.sqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+    v = v.unflatten(-1, (4, 5))
+    decay, rate = torch.exp(-a_log.exp() * F.softplus(alpha + dt_bias)), beta.sigmoid()
+    state, found = torch.zeros(BATCH, 4, 6, 5, dtype=x.dtype), []
+    for t in range(length):
+        state = state * decay[t, :, :, None, None] * (same[t, t - 1, :, None, None, None] if t else 1.0)
+        error = v[t] - torch.einsum("bnde,bnd->bne", state, k[t])
+        state = state + rate[t, :, :, None, None] * torch.einsum("bnd,bne->bnde", k[t], error)
+        found.append(torch.einsum("bnde,bnd->bne", state, q[t]) / 6**0.5)
+    return torch.stack(found)
+
+
+DOCUMENTS = {
+    "one document": None,
+    "documents": [[0] * 7 + [1] * 3 + [2] * 14 + [3] * 16 + [4] * 5, [0] * 16 + [1] + [2] * 28],
+    "a document each": [list(range(45))] * 2,
+}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_output_and_gradients_are_those_of_the_recurrence(kind):
+    ids = None if DOCUMENTS[kind] is None else torch.tensor(DOCUMENTS[kind])
+    given = inputs(45)
+    found, expected = gated_delta(*given, HEADS, ids), by_position(*given, ids)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    assert expected.abs().max() > 0.1
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    for grad, right in zip(torch.autograd.grad(found, given, weights), torch.autograd.grad(expected, given, weights)):
+        assert torch.allclose(grad, right, rtol=0, atol=1e-11 * right.abs().max().item())
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 16, 17])
+def test_any_length(length):
+    given = inputs(length)
+    assert torch.allclose(gated_delta(*given, HEADS), by_position(*given), rtol=0, atol=1e-12)
+
+
+def test_a_document_does_not_see_the_one_before_it():
+    given = inputs(45)
+    ids = torch.tensor([[0] * 19 + [1] * 26] * 2)
+    alone = gated_delta(*(each[19:] for each in given[:3]), *given[3:], HEADS)
+    assert torch.allclose(gated_delta(*given, HEADS, ids)[19:], alone, rtol=0, atol=1e-12)
+
+
+def test_a_decay_beyond_what_exp_can_hold_gives_numbers():
+    given = inputs(45, torch.float32)
+    with torch.no_grad():
+        given[2] += 200.0
+        given[4] += 5.0
+    y = gated_delta(*given, HEADS)
+    y.sum().backward()
+    assert all(torch.isfinite(each).all() for each in (y, *(x.grad for x in given)))
+
+
+def test_half_precision_is_computed_in_fp32():
+    given = inputs(45, torch.bfloat16)
+    wide = [each.detach().float() for each in given]
+    y = gated_delta(*given, HEADS)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, gated_delta(*wide, HEADS).bfloat16())
+    y.sum().backward()
+    assert all(each.grad.dtype == torch.bfloat16 for each in given)
+
+
+def test_what_is_kept_is_the_input_and_a_state_per_segment():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        given = inputs(45)
+        gated_delta(*given, HEADS)
+    assert sum(kept) == sum(each.numel() for each in given) + 2 * BATCH * 4 * 6 * 5

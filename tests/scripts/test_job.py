@@ -1,0 +1,218 @@
+"""What a job and a rank do, against stand-ins for srun, scontrol, sbatch, module, numactl and nvidia-smi: which outcome leads where, and
+the command lines of containers, modules and binding, which no machine of the tests has."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from structure.source import ROOT
+from train.tiny import MOCK, TINY
+
+SCRIPTS = ROOT / "scripts"
+
+
+def stand_in(folder, name, *lines):
+    """A program of that name in the folder; its arguments are in folder/NAME.calls, a line a call, in single quotes where bash needs them."""
+    path = folder / name
+    path.write_text("\n".join(["#!/usr/bin/env bash", f"echo {name} \"${{*@Q}}\" >>{folder}/{name}.calls", *lines, ""]))
+    path.chmod(0o755)
+
+
+def calls(folder, name):
+    path = folder / f"{name}.calls"
+    return path.read_text().replace("'", "").splitlines() if path.exists() else []
+
+
+class Job:
+    """A submitted job, whose attempts run here when asked."""
+
+    def __init__(self, folder, *flags, **variables):
+        self.folder, self.bin = folder, folder / "bin"
+        self.bin.mkdir()
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        self.env.update(PATH=f"{self.bin}:{self.env['PATH']}", PYTHON=sys.executable)
+        stand_in(self.bin, "sbatch", "echo 7")
+        stand_in(self.bin, "sleep")
+        stand_in(self.bin, "scancel")
+        settings = dict(MODEL="mixtral_tiny", EP="2", GPUS_PER_NODE="2", OUTPUT_PATH=str(folder / "out"), VALIDATE="0")
+        done = subprocess.run(["bash", str(SCRIPTS / "sbatch_train.sh"), *flags], cwd=folder, env={**self.env, **settings, **variables},
+                              capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        self.file = folder / "out" / "logs" / "job-7.sh"
+        self.tracker = folder / "out" / "checkpoints" / "latest_checkpointed_iteration.txt"
+        self.tracker.parent.mkdir()
+
+    def attempt(self, number=0, code=75, state="RUNNING Reason=None", saved=None, **env):
+        """Attempt `number`: the ranks leave with `code`, after saving iteration `saved`; SLURM tells `state`. Returns the ended job script."""
+        save = "" if saved is None else f"echo {saved} >{self.tracker}"
+        stand_in(self.bin, "srun", save, f"exit {code}")
+        stand_in(self.bin, "scontrol", f"[ $1 != show ] || echo JobId=7 JobState={state} Dependency=")
+        for name in ("srun", "scontrol", "scancel"):
+            (self.bin / f"{name}.calls").unlink(missing_ok=True)
+        slurm = dict(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-3]", SLURM_JOB_NUM_NODES="3", SLURM_RESTART_COUNT=str(number))
+        return subprocess.run(["bash", str(self.file)], cwd=self.folder, env={**self.env, **slurm, **env}, capture_output=True, text=True,
+                              check=False, timeout=60)
+
+    @property
+    def requeued(self):
+        return "scontrol requeue 7" in calls(self.bin, "scontrol")
+
+
+@pytest.mark.parametrize("code, state, again", [
+    (75, "RUNNING Reason=None", True),
+    (138, "RUNNING Reason=None", True),
+    (143, "RUNNING Reason=None", True),
+    (75, "COMPLETING Reason=TimeLimit", True),
+    (75, "COMPLETING Reason=None", False),  # scancel
+    (0, "RUNNING Reason=None", False),
+    (1, "RUNNING Reason=None", False),
+    (137, "RUNNING Reason=None", False),
+])
+def test_what_is_requeued(tmp_path, code, state, again):
+    job = Job(tmp_path)
+    done = job.attempt(code=code, state=state)
+    assert job.requeued == again, done.stdout + done.stderr
+    assert done.returncode == code
+
+
+def test_requeueing_has_an_end(tmp_path):
+    job = Job(tmp_path, MAX_REQUEUES="3")
+    assert [(job.attempt(number, saved=number).returncode, job.requeued) for number in range(4)] == [(75, True)] * 3 + [(75, False)]
+    (tmp_path / "other").mkdir()
+    never = Job(tmp_path / "other", REQUEUE="0")
+    assert never.attempt(saved=1).returncode == 75 and not never.requeued
+
+
+def test_two_attempts_without_a_newer_checkpoint_end_the_job(tmp_path):
+    job = Job(tmp_path)
+    assert job.attempt(0, saved=10).returncode == 75 and job.requeued
+    assert job.attempt(1).returncode == 75 and job.requeued  # once is bad luck
+    assert job.attempt(2, saved=12).returncode == 75 and job.requeued  # progress: counted anew
+    assert job.attempt(3).returncode == 75 and job.requeued
+    done = job.attempt(4)
+    assert done.returncode == 1 and not job.requeued
+    assert "2 attempts running have left no newer checkpoint (newest iteration: 12)" in done.stdout
+
+
+@pytest.mark.parametrize("flags", ["--save {}", "--save={}"])
+def test_attempts_that_slurm_ended_and_requeued_itself_count_too(tmp_path, flags):
+    """A lost node kills the job's shell: only the next attempt can tell that there was no progress."""
+    job = Job(tmp_path, *flags.format(tmp_path / "elsewhere").split())
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / job.tracker.name).write_text("30")
+    killed = "COMPLETING Reason=NodeDown"
+    assert job.attempt(0, state=killed).returncode == job.attempt(1, state=killed, saved=31).returncode == 75  # 31: not where it saves
+    done = job.attempt(2)
+    assert done.returncode == 1 and "(newest iteration: 30)" in done.stdout
+    assert calls(job.bin, "srun") == []  # nothing was started
+    assert job.attempt(0).returncode == 75  # a new submission begins to count anew
+
+
+def test_the_limit_can_be_lifted(tmp_path):
+    job = Job(tmp_path, MAX_STALLED="0")
+    assert all(job.attempt(number).returncode == 75 and job.requeued for number in range(5))
+
+
+def test_an_array_ends_when_done_and_when_it_stalls(tmp_path):
+    job = Job(tmp_path, ARRAY="9")
+    tasks = [dict(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID=str(task)) for task in range(1, 5)]
+    assert job.attempt(saved=1, **tasks[0]).returncode == 75 and not job.requeued  # the next task goes on
+    assert job.attempt(**tasks[1]).returncode == 75
+    assert calls(job.bin, "scancel") == []
+    assert job.attempt(**tasks[2]).returncode == 1
+    assert calls(job.bin, "scancel") == ["scancel --state=PENDING 5"]
+    assert job.attempt(code=0, **tasks[0]).returncode == 0
+    assert calls(job.bin, "scancel") == ["scancel --state=PENDING 5"]
+
+
+def test_the_last_words_of_a_rank_that_failed_are_shown(tmp_path):
+    job = Job(tmp_path)
+    stand_in(job.bin, "srun")
+    logs = tmp_path / "out" / "logs" / "7-0"
+    logs.mkdir(parents=True)
+    (logs / "rank-1.log").write_text("pretrain_moe.py: the disk is full\n")
+    done = job.attempt(code=3)
+    assert done.returncode == 3 and "the disk is full" in done.stdout
+
+
+def test_a_rejected_result_asks_for_other_nodes(tmp_path):
+    ended = Job(tmp_path).attempt(code=16)
+    assert ended.returncode == 16 and "--exclude=node[1-3]" in ended.stdout
+
+
+def test_a_containers_command_modules_and_environment(tmp_path):
+    """pyxis' options in front, the environment set inside the container, modules and setup before it, and a record of it."""
+    cluster = tmp_path / "cluster.conf"
+    cluster.write_text("CONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\nMODULES='cuda gcc'\nSETUP='export FROM_SETUP=yes'\n"
+                       "SRUN_OPTIONS=(--cpu-bind=none)\nENVIRONMENT=('A=x y' NCCL_DEBUG=INFO)\n")
+    job = Job(tmp_path, CLUSTER=str(cluster))
+    module = {"BASH_FUNC_module%%": f'() {{ echo "module $*" >>{job.bin}/module.calls; }}'}
+    done = job.attempt(code=0, HF_TOKEN="hush", **module)
+    assert calls(job.bin, "module") == ["module load cuda gcc"]
+    line, = calls(job.bin, "srun")
+    out = tmp_path / "out"
+    for wanted in (f"--container-image=/images/torch.sqsh --container-mounts={ROOT}:{ROOT},{out}:{out},/data:/data --container-workdir={ROOT}",
+                   "--no-container-mount-home --cpu-bind=none env CUDA_DEVICE_MAX_CONNECTIONS=1 ", " A=x y NCCL_DEBUG=INFO bash ",
+                   f"bash {SCRIPTS}/rank.sh {sys.executable} -u {ROOT}/pretrain_moe.py --preset mixtral_tiny",
+                   "srun --nodes=3 --ntasks=6 ", "--output=" + str(out / "logs" / "7-0" / "rank-%t.log")):
+        assert wanted in line, wanted
+    recorded = (out / "logs" / "7-0" / "environment.txt").read_text().splitlines()
+    assert {"A=x y", "NCCL_DEBUG=INFO", "FROM_SETUP=yes", "SLURM_JOB_ID=7"} <= set(recorded)
+    assert "hush" not in done.stdout + "\n".join(recorded)
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A machine of two NUMA nodes in files: the GPU of local rank 0 hangs on node 1."""
+    for number in (0, 1):
+        (tmp_path / "sys/devices/system/node" / f"node{number}").mkdir(parents=True)
+    (tmp_path / "sys/bus/pci/devices/0000:17:00.0").mkdir(parents=True)
+    (tmp_path / "sys/bus/pci/devices/0000:17:00.0/numa_node").write_text("1\n")
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def ranked(folder, smi="exit 9", numactl='while [[ $1 == --* ]]; do shift; done; exec "$@"', **env):
+    """The binding that rank.sh tells of and the numactl calls it made. The command prints the threads it was given."""
+    stand_in(folder / "bin", "nvidia-smi", smi)
+    stand_in(folder / "bin", "numactl", numactl)
+    settings = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SYSFS": str(folder / "sys"), "SLURM_LOCALID": "0", "RANKS_PER_NODE": "4"}
+    done = subprocess.run(["bash", str(SCRIPTS / "rank.sh"), "bash", "-c", "echo ran with $OMP_NUM_THREADS"], env={**settings, **env}, check=False,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("ran with "), done.stderr
+    return done.stderr.partition(": ")[2].split(", OMP")[0], calls(folder / "bin", "numactl"), done.stdout.split()[-1]
+
+
+def test_a_rank_is_bound_to_the_numa_node_of_its_gpu(node):
+    binding, numactl, _ = ranked(node, smi="echo 00000000:17:00.0")
+    assert binding == "numactl --cpunodebind=1 --membind=1"
+    assert numactl[-1].startswith("numactl --cpunodebind=1 --membind=1 bash -c")
+    assert calls(node / "bin", "nvidia-smi")[0].startswith("nvidia-smi --id=0 ")
+
+
+@pytest.mark.parametrize("rank, wanted", [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_without_a_gpu_ranks_share_the_numa_nodes(node, rank, wanted):
+    assert ranked(node, SLURM_LOCALID=str(rank))[0] == f"numactl --cpunodebind={wanted} --membind={wanted}"
+
+
+def test_binding_can_be_off_or_anothers_or_impossible(node):
+    assert ranked(node, BIND="none")[:2] == ("no binding", [])
+    stand_in(node / "bin", "bindpcie", 'exec "$@"')
+    assert ranked(node, BINDPCIE_PATH=str(node / "bin" / "bindpcie"))[:2] == (str(node / "bin" / "bindpcie"), [])
+    assert ranked(node, numactl="exit 1")[0] == "no binding"
+    assert ranked(node, OMP_NUM_THREADS="5")[2] == "5"
+
+
+def test_launch_records_the_environment_beside_the_ranks_logs(tmp_path):
+    (tmp_path / "bin").mkdir()
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
+    stand_in(tmp_path / "bin", "python", 'exit 75')
+    env = {**os.environ, "PYTHON": str(tmp_path / "bin" / "python"), "MODEL": str(recipe), "GPUS_PER_NODE": "2", "VALIDATE": "0",
+           "OUTPUT_PATH": str(tmp_path / "out"), "ENVIRONMENT": "NCCL_DEBUG=INFO", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0"}
+    done = subprocess.run(["bash", str(SCRIPTS / "launch.sh"), *TINY, *MOCK], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
+    assert "NCCL_DEBUG=INFO" in (tmp_path / "out/logs/node1/environment.txt").read_text().splitlines()
+    line, = calls(tmp_path / "bin", "python")
+    assert f"torchrun.py --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --nproc-per-node 2 --log-dir {tmp_path}/out/logs/node1" in line

@@ -1,0 +1,351 @@
+"""--record-step and scripts/replay.py: recorded under one mapping, run again under another, and the first tensor that parts."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import environment, free_port, run
+from safetensors.torch import load_file, save_file
+
+import moe_trainer.proof.replay  # noqa: F401 - imported while a test captures, libraries would keep that test's streams
+from moe_trainer.data.dataset import MockTokens
+from moe_trainer.guard import record, rejection
+from moe_trainer.guard.record import Record
+from moe_trainer.layers.mlp import MLP
+from moe_trainer.moe.layer import MoELayer
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "replay.py"
+MODEL = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 48 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --num-experts 4 "
+    "--moe-layer-freq ([0]*1+[1]*2) --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32 --moe-grouped-gemm --init-method-std 0.2 "
+    "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 3 "
+    "--attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 120 "
+    "--save ck --save-interval 100 --record-step 2"
+).split()
+PP2_EP2 = "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --expert-model-parallel-size 2 --use-distributed-optimizer".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_mock_data():
+    """The first documents of the mock data: their order is drawn for all of them."""
+    whole = MockTokens.__init__
+
+    def short(self, *given):
+        whole(self, *given)
+        self.sequence_lengths = self.sequence_lengths[:3000]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MockTokens, "__init__", short)
+        yield
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("replay", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def replay(program, capsys, monkeypatch):
+    """Runs the program; returns its exit code, standard output and standard error."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
+
+    def call(folder, *words):
+        capsys.readouterr()
+        try:
+            code = program.main([str(folder), *words])
+        except SystemExit as asked:
+            code = asked.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def recorded(folder, *flags, ranks=1):
+    finished = run([*MODEL, *flags], folder, ranks)
+    assert finished.returncode == 0, finished.stderr
+    return folder / "ck" / "recorded_step_2"
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    return recorded(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return recorded(tmp_path_factory.mktemp("four"), *PP2_EP2, ranks=4)
+
+
+def test_the_same_flags_give_the_same_bits(one_rank, replay):
+    code, out, err = replay(one_rank)
+    assert code == 0 and "quantities within their tolerances, bit for bit" in out, out + err
+    assert "chosen experts: 2, 0 part" in out and "token losses loss" in out and "gradient norm" in out
+
+
+@pytest.mark.parametrize("flags", [
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+    "--expert-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
+    "--context-parallel-size 2",
+    "--world-size 2 --use-distributed-optimizer",
+    "--world-size 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+])  # fmt: skip
+def test_another_mapping_is_equal_within_fp32(one_rank, replay, flags):
+    code, out, err = replay(one_rank, *flags.split())
+    assert code == 0, out + err
+    assert "allowed (fp32)" in out and "\n*" not in out
+
+
+def test_recorded_on_four_ranks_and_run_again_on_them_and_on_one(four_ranks, replay):
+    code, out, err = replay(four_ranks)
+    assert code == 0 and "pp 2 dp 2 ep 2 on 4 ranks" in out and "bit for bit" in out, out + err
+    code, out, err = replay(four_ranks, "--one-process")
+    assert code == 0 and "here:     one process" in out, out + err
+
+
+def test_records_of_two_mappings_are_the_same_record(one_rank, four_ranks, replay):
+    """The runs were the same up to rounding, one step before: their records say so."""
+    one, four = Record.open(one_rank), Record.open(four_ranks)
+    assert one.head["sample_numbers"] == four.head["sample_numbers"] == list(range(8, 16))
+    assert one.names(record.TRACE) == four.names(record.TRACE) or set(one.names(record.TRACE)) == set(four.names(record.TRACE))
+    for name, tensor in one.batch().items():
+        assert torch.equal(tensor, four.batch()[name]), name
+    weights = load_file(one.weights), load_file(four.weights)
+    assert set(weights[0]) == set(weights[1]) and any(name.endswith("expert_bias") for name in weights[0])
+    code, out, _ = replay(one_rank, "--against", str(four_ranks))
+    assert code in (0, 1) and "dp 2 ep 2 on 4 ranks" in out
+
+
+def test_another_dtype_says_which_tolerances_count_and_what_rounding_does(one_rank, replay):
+    code, out, err = replay(one_rank, "--bf16")
+    assert "allowed (bf16, the coarser of fp32 and bf16)" in out and "fp32 was recorded, here it is bf16" in out, out + err
+    assert code == int("the first tensor that parts" in out) and ("\n*" in out) == bool(code)
+    if code:
+        assert "the recorded flags again, on this machine: 0\n" in out
+
+
+def test_with_bf16_recorded_fp32_is_asked_for_by_a_word(tmp_path, replay):
+    folder = recorded(tmp_path, "--bf16")
+    assert replay(folder)[1].count("bit for bit") == 1
+    code, out, err = replay(folder, "--fp32")
+    assert code in (0, 1) and "here:     one process, fp32" in out and "bf16 was recorded, here it is fp32" in out, out + err
+
+
+def test_dropout_is_the_same_on_the_same_ranks_and_cannot_be_on_others(tmp_path, replay):
+    folder = recorded(tmp_path, "--hidden-dropout", "0.1", "--tensor-model-parallel-size", "2", "--sequence-parallel", ranks=2)
+    code, out, err = replay(folder)
+    assert code == 0 and "bit for bit" in out, out + err
+    code, out, _ = replay(folder, "--one-process")
+    assert code == 1 and "the first tensor that parts: output of embedding" in out
+    assert "cannot be equal: --hidden-dropout: every rank draws its own random numbers" in out
+
+
+def test_what_a_mapping_drops_is_said(tmp_path, replay):
+    folder = recorded(tmp_path, "--moe-expert-capacity-factor", "1.0", "--tensor-model-parallel-size", "2", "--sequence-parallel", ranks=2)
+    code, out, err = replay(folder, "--one-process")
+    assert code == 1 and "cannot be equal: --moe-expert-capacity-factor: a capacity counts the tokens of one rank" in out, out + err
+    assert "the first tensor that parts: chosen experts of decoder.layers.1.mlp.router" in out and "dropped otherwise, or near ties" in out
+
+
+EVEN = "--num-layers 4 --moe-layer-freq 1 "
+KINDS = {
+    "zero bubble, tied": (EVEN + "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --untie-embeddings-and-output-weights=false", 2),
+    "virtual stages, overlap, bf16": (EVEN + "--moe-token-dispatcher-type alltoall --bf16 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 "
+                                      "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 4),
+    "fully sharded": ("--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist", 2),
+    "Megatron's full sharding": ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
+                                 "--use-distributed-optimizer --ckpt-format fsdp_dtensor", 2),
+    "one layer for two depths": ("--mtp-num-layers 2 --mtp-use-repeated-layer --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1", 2),
+    "documents over context ranks": ("--context-parallel-size 2 --cp-comm-type a2a --reset-attention-mask --reset-position-ids --eod-mask-loss", 2),
+    "a loss per token": ("--calculate-per-token-loss --context-parallel-size 2 --tensor-model-parallel-size 2", 4),
+    "fp16": ("--fp16", 2),
+    "global balance": ("--moe-router-load-balancing-type global_aux_loss", 1),
+    "graphs": ("--cuda-graph-impl local --cuda-graph-modules attn moe_router --te-rng-tracker", 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_comes_again_to_the_bit_and_on_one_process(kind, tmp_path, replay):
+    flags, ranks = KINDS[kind]
+    folder = recorded(tmp_path, *flags.split(), ranks=ranks)
+    code, out, err = replay(folder)
+    assert code == 0 and "bit for bit" in out, out + err
+    code, out, err = replay(folder, "--one-process", *(["--without", "--cuda-graph-impl", "--without", "--cuda-graph-modules"] if kind == "graphs" else []))
+    assert code == 0, out + err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--fp8-format hybrid --fp8-recipe delayed --tensor-model-parallel-size 2 --sequence-parallel",
+                                   "--fp8-format e4m3 --fp8-recipe blockwise --expert-model-parallel-size 2"])
+def test_a_run_in_8_bits_comes_again_to_the_bit(flags, tmp_path, replay):
+    code, out, err = replay(recorded(tmp_path, "--bf16", *flags.split(), ranks=2))
+    assert code == 0 and "bit for bit" in out and "allowed (8 or 4 bits)" in out, out + err
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_do_it_together(one_rank):
+    port = free_port()
+    ranks = [subprocess.Popen([sys.executable, SCRIPT, one_rank, "--tensor-model-parallel-size", "2"], stdout=subprocess.PIPE, text=True, env=environment(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))) for rank in range(2)]
+    told = [process.communicate(timeout=200)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0] and "quantities within their tolerances" in told[0], told
+
+
+def test_a_mistake_in_a_layer_is_found_where_it_is(one_rank, replay, monkeypatch):
+    right = MoELayer.forward
+
+    def wrong(self, x_SBH, *given, **named):
+        return right(self, x_SBH, *given, **named) * (1.001 if self.layer_number == 2 else 1.0)
+
+    monkeypatch.setattr(MoELayer, "forward", wrong)
+    code, out, err = replay(one_rank, "--expert-model-parallel-size", "2")
+    assert code == 1, out + err
+    assert "the first tensor that parts: output of decoder.layers.1.mlp\n" in out
+    assert "first in microbatch 1, sample 8, token 0; 256 of 256 tokens" in out
+    assert "it is the first of" in out and "\n*   decoder.layers.2.self_attention" in out
+
+
+def test_a_mistake_at_one_token_is_named_with_microbatch_and_sample(one_rank, replay, monkeypatch):
+    right, calls = MLP.forward, []
+
+    def wrong(self, x_SBH):
+        y_SBH = right(self, x_SBH)
+        calls.append(None)
+        if len(calls) == 3:
+            y_SBH = y_SBH.index_put((torch.tensor(17), torch.tensor(1)), y_SBH[17, 1] * 1.01)
+        return y_SBH
+
+    monkeypatch.setattr(MLP, "forward", wrong)
+    code, out, err = replay(one_rank)
+    assert code == 1, out + err
+    assert "the first tensor that parts: output of decoder.layers.0.mlp\n" in out
+    assert "first in microbatch 3, sample 13, token 17; 1 of 256 tokens" in out
+
+
+def altered(folder, target, name, change):
+    """A copy of a record with another weight, whole again."""
+    shutil.copytree(folder, target)
+    weights = load_file(target / record.WEIGHTS)
+    change(weights[name])
+    save_file(weights, target / record.WEIGHTS)
+    head = json.loads((target / record.HEAD).read_text())
+    beside = target.rename(target.with_name("unsealed"))
+    record.seal(beside, target, head, head["files"])
+    return target
+
+
+@pytest.mark.parametrize(("name", "first"), [
+    ("decoder.layers.1.self_attention.linear_proj.weight", "output of decoder.layers.1.self_attention"),
+    ("decoder.layers.2.mlp.router.weight", "output of decoder.layers.2.mlp.router.logits"),
+    ("decoder.layers.2.mlp.router.expert_bias", "chosen experts of decoder.layers.2.mlp.router"),
+    ("decoder.final_layernorm.weight", "output of decoder.final_layernorm"),
+    ("output_layer.weight", "token losses of loss"),
+])  # fmt: skip
+def test_another_weight_shows_first_where_it_is_used(one_rank, replay, tmp_path, name, first):
+    def change(weight):
+        weight.add_(torch.linspace(-0.5, 0.5, len(weight)).view(-1, *[1] * (weight.dim() - 1)))
+
+    code, out, err = replay(altered(one_rank, tmp_path / "record", name, change))
+    assert code == 1 and f"the first tensor that parts: {first}\n" in out, out + err
+
+
+def test_a_loss_that_is_not_finite_is_recorded_before_the_run_ends(tmp_path, replay, monkeypatch):
+    right = MLP.forward
+    monkeypatch.setattr(MLP, "forward", lambda self, x_SBH: right(self, x_SBH) * float("nan"))
+    finished = run([*MODEL[:-1], "1"], tmp_path)
+    assert finished.returncode not in (0, 2) and "iteration 1 is recorded in ck/recorded_step_1" in finished.stderr, finished.stderr
+    found = Record.open(tmp_path / "ck" / "recorded_step_1")
+    assert "nan" in found.head["failure"]
+    assert found.joined("trace/embedding").isfinite().all() and found.joined("trace/decoder.layers.0.mlp").isnan().all()
+    code, out, err = replay(found.folder)
+    assert code == 0 and "the recorded run ended so: " in out and "bit for bit" in out, out + err
+
+
+def test_an_iteration_that_was_skipped_comes_again_to_the_bit(tmp_path, replay, monkeypatch):
+    spike = rejection.Reason("spike", "the loss is a spike")
+    monkeypatch.setattr(rejection.History, "judge_loss", lambda self, loss, rules: spike if rules.spikes else None)
+    finished = run([*MODEL, "--check-for-spiky-loss", "--on-loss-spike", "skip", "--rerun-mode", "disabled"], tmp_path)
+    found = Record.open(tmp_path / "ck" / "recorded_step_2")
+    assert finished.returncode == 0 and found.head["skipped"] == "the loss is a spike", finished.stderr
+    code, out, err = replay(found.folder)
+    assert code == 0 and "the recorded run made no update: the loss is a spike\n" in out and "bit for bit" in out, out + err
+
+
+@pytest.mark.parametrize("name", [record.WEIGHTS, record.GRADIENTS, "rank_00000.safetensors", "random_00000.pt", record.HEAD])
+def test_a_damaged_record_is_refused_by_name(one_rank, replay, tmp_path, name):
+    shutil.copytree(one_rank, tmp_path / "record")
+    path = tmp_path / "record" / name
+    path.write_bytes(path.read_bytes()[:-8])
+    code, _, err = replay(tmp_path / "record")
+    assert code == 2 and name in err and "Traceback" not in err
+    path.unlink()
+    code, _, err = replay(tmp_path / "record")
+    assert code == 2 and name in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--swigluu"], "--swigluu"),
+    (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3"),
+    (["--world-size", "3"], "--micro-batch-size 2 on each of 3 data ranks"),
+    (["--world-size", "0"], "--world-size 0 must be above 0"),
+    (["--without", "--bf16"], "--without --bf16: no such flag was recorded"),
+    (["--num-experts", "8"], "the weights do not fit the model"),
+    (["--against", "nowhere"], "nowhere: there is no such folder"),
+    (["--against", "nowhere", "--swiglu"], "it takes no flags"),
+    (["--timeout", "nan"], "--timeout nan"),
+    (["--keep", "/"], "--keep /: there is something already"),
+])  # fmt: skip
+def test_wrong_input_ends_with_2_and_without_a_traceback(one_rank, replay, words, said):
+    code, out, err = replay(one_rank, *words)
+    assert code == 2 and said in err and "Traceback" not in err, (code, out, err)
+
+
+def test_what_is_no_record_is_refused(replay, tmp_path):
+    assert replay(tmp_path / "none")[0] == 2
+    code, _, err = replay(tmp_path)
+    assert code == 2 and "record.json: there is no such file" in err
+    code, _, err = replay("--one-process")
+    assert code == 2 and "the folder of the record comes first" in err
+
+
+def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / "recorded_step_2.unfinished").write_text("in the way")
+    finished = run(MODEL, tmp_path)
+    assert finished.returncode == 0 and "this iteration is not recorded" in finished.stderr and "the run goes on" in finished.stderr
+    assert not (tmp_path / "ck" / "recorded_step_2").exists() and (tmp_path / "ck" / "iter_0000003").is_dir()
+
+
+def test_recording_changes_nothing(tmp_path, one_rank):
+    finished = run(MODEL[:-2], tmp_path)
+    assert finished.returncode == 0
+    read = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (one_rank.parent, tmp_path / "ck")]
+    for mine, theirs in zip(*([json.loads(line) for line in lines] for lines in read), strict=True):
+        assert mine["lm loss"] == theirs["lm loss"] and mine["grad_norm"] == theirs["grad_norm"]
+
+
+def test_record_step_needs_a_place(tmp_path):
+    words = MODEL[:MODEL.index("--save")]
+    finished = run([*words, "--record-step", "2"], tmp_path)
+    assert finished.returncode == 2 and "--record-step 2 needs --save DIR" in finished.stderr
+
+
+@pytest.mark.parametrize("flags", ["--train-iters 1", "--iterations-to-skip 2", "--skip-train"])
+def test_an_iteration_that_does_not_come_is_said_before_the_run(tmp_path, flags):
+    finished = run([*MODEL, *flags.split()], tmp_path)
+    assert finished.returncode == 0 and "--record-step 2: nothing will be recorded" in finished.stderr, finished.stderr

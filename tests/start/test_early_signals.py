@@ -1,0 +1,46 @@
+"""With --auto-resume a signal of the batch system waits from the first line on for somebody who listens."""
+
+import signal
+import time
+
+import pytest
+from commands import environment, start
+from train.tiny import MOCK, TINY
+
+LINE = [*TINY, *MOCK, "--train-iters", "3", "--save", "ckpt", "--save-interval", "3"]
+
+
+def held(pid: int) -> set[int]:
+    """The signals that a process holds back."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        mask = next(int(line.split()[1], 16) for line in file if line.startswith("SigBlk"))
+    return {number for number in range(1, 32) if mask >> number - 1 & 1}
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_signal_during_the_imports_saves_and_asks_for_another_start(tmp_path, name):
+    process = start([*LINE, "--auto-resume"], tmp_path, environment())
+    deadline = time.monotonic() + 60
+    while not {signal.SIGUSR1, signal.SIGTERM} <= held(process.pid):
+        assert process.poll() is None and time.monotonic() < deadline, "nothing was held back"
+        time.sleep(0.001)
+    process.send_signal(signal.Signals[name])
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 75, stderr
+    assert f"[exiting program after receiving {name}.] datetime:" in stdout
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_nothing_is_held_back_while_the_run_goes_on(tmp_path):
+    process = start([*LINE, "--train-iters", "100000", "--lr-decay-iters", "9", "--save-interval", "100000", "--auto-resume"], tmp_path, environment())
+    try:
+        for line in process.stdout:
+            if line.startswith("training ..."):
+                break
+        deadline = time.monotonic() + 60
+        while {signal.SIGUSR1, signal.SIGTERM} & held(process.pid):  # for a moment also while a thread is made
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.communicate()

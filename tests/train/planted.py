@@ -1,0 +1,119 @@
+"""Wrong numbers planted in a run: one expert, module, iteration and microbatch, forward or backward, once or always."""
+
+import contextlib
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from harness import run_ranks
+
+import arguments
+from moe_trainer import initialize, train
+from moe_trainer.guard.rejection import ResultRejected
+from moe_trainer.place import Place
+from moe_trainer.run import Run
+from moe_trainer.training import judgement
+
+
+@dataclass(frozen=True)
+class Plant:
+    """Where a NaN (or `value`) comes in. module: global name; rank: None for every rank that has the module and the microbatch.
+
+    times: evaluations that have it. expert: the NaN is in that expert's rows only, by its global number.
+    """
+
+    module: str
+    iteration: int
+    microbatch: int = 1
+    backward: bool = False
+    rank: int | None = None
+    times: int = 99
+    expert: int | None = None
+    value: float = float("nan")
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.change(grad.clone()), None
+
+
+def plant(run: Run, what: Plant) -> None:
+    """Hang it into the model."""
+    seen: list[int] = []
+
+    def hook(module, inputs, output):
+        trace = run.ps.trace
+        if trace.iteration != what.iteration or trace.microbatch != what.microbatch or not module.training or len(seen) >= what.times:
+            return None
+        if what.rank is not None and run.ps.world.rank != what.rank:
+            return None
+        first, count = 0, len(output)
+        if what.expert is not None:
+            names = [name.split(".")[-3] for name in module.linear_fc1.weight.info.names]
+            local = names.index(str(what.expert))
+            first, count = sum(inputs[2][:local]), inputs[2][local]
+        seen.append(1)
+
+        def change(x):
+            x[first:first + count].view(-1)[:1] = what.value
+            return x
+
+        return _Backward.apply(output, change) if what.backward else change(output.clone())
+
+    for chunk in run.chunks:
+        for path, module in chunk.named_modules():
+            if judgement._global_name(chunk, path) == what.module:
+                named = [name.split(".")[-3] for name in module.linear_fc1.weight.info.names] if what.expert is not None else []
+                if what.expert is None or str(what.expert) in named:
+                    module.register_forward_hook(hook)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended: its exit code, the message if it was rejected, and what it logged."""
+
+    code: int
+    message: str
+    log: str
+
+
+def train_with(argv: list[str], folder: Path, world_size: int = 1, plants: tuple[Plant, ...] = (), node: str | None = None,
+               change: Callable[[Run], None] | None = None) -> list[Ended]:
+    """Run a job with what is planted in it; node: the name of the host that it believes to be on; change: does something to the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return run_ranks(_rank, world_size, [*argv, "--metrics-file", "metrics.jsonl"], folder, plants, node, change, timeout=180.0)
+
+
+def _rank(rank, n, argv, folder, plants, node, change):
+    initialize._join = train.close_groups = lambda *given: None
+    torch.cuda.is_available = lambda: False
+    os.chdir(folder)
+    if node is not None:
+        judgement.platform.node = lambda: node
+    build = train.build_run
+
+    def build_with_plants(*given):
+        run = build(*given)
+        for what in plants:
+            plant(run, what)
+        if change is not None:
+            change(run)
+        return run
+
+    train.build_run = build_with_plants
+    heard = io.StringIO()
+    with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
+        try:
+            code, message = train.pretrain(arguments.parse_args(argv, n), Place(rank, n, rank, "127.0.0.1", 1, "test")), ""
+        except ResultRejected as error:
+            code, message = error.exit_code, str(error)
+    return Ended(code, message, heard.getvalue())
