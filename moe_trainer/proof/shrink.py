@@ -398,6 +398,9 @@ def _note_changes(s: Settings, notes: list[str]) -> None:
         notes.append(f"{', '.join(noise)}: off, since random numbers are drawn per rank")
     if s.values["cuda_graph_impl"] != "none":
         notes.append(f"{s.shown('cuda_graph_impl')}: left out, graphs repeat the operations of passes without them (tests/memory/test_cuda_graph.py)")
+    if s.moe_use_upcycling:
+        fine = [s.shown("moe_upcycling_granularity")] if s.given("moe_upcycling_granularity") else []
+        notes.append(f"{', '.join([s.flag('moe_use_upcycling'), *fine])}: left out, the proof's weights are random and not a dense model's")
     if s.values["step_batch_size_schedule"] or s.values["rampup_batch_size"]:
         notes.append("the batch size is constant")
     notes.append(

@@ -176,6 +176,7 @@ HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybri
 # flags that mean something only beside others; and those whose value has to fit the others
 FINE = ("--moe-ffn-hidden-size 4608 --num-experts 16 --moe-router-topk 2 --finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 "
         "--finermoe-intermediate-expansion 1 --finermoe-output-expansion 2")
+UPCYCLING = f"{FINE} --moe-use-upcycling --moe-shared-expert-intermediate-size 18432 --load dense --save experts --save-interval 10"
 FOUR = {"finermoe_intermediate_granularity": "4", "finermoe_output_granularity": "2", "finermoe_intermediate_expansion": "1",
         "finermoe_output_expansion": "2"}
 DELTA = "--experimental-attention-variant gdn --linear-attention-freq 4"
@@ -202,6 +203,7 @@ BESIDE = {
     "cp_comm_type": "--context-parallel-size 2", "hierarchical_context_parallel_sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
     **dict.fromkeys(("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"), "--moe-token-dispatcher-type alltoall"),
     "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",
+    **dict.fromkeys(("moe_use_upcycling", "moe_upcycling_granularity"), UPCYCLING),
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
 }  # fmt: skip
 VALUES = {
@@ -211,7 +213,7 @@ VALUES = {
     "pipeline_model_parallel_layout": None,  # has tests of its own
     "decoder_first_pipeline_num_layers": "14", "decoder_last_pipeline_num_layers": "14", "pipeline_model_parallel_size": "2",
     "squared_relu": None, "quick_geglu": None,  # not beside --swiglu
-    "qk_clip_alpha": "0.3",
+    "qk_clip_alpha": "0.3", "moe_upcycling_granularity": "4",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "all",
 }  # fmt: skip
 NOT_OF_THE_NUMBERS = set(

@@ -71,6 +71,7 @@ class Cluster:
             time.sleep(0.5)
             return False
 
+        time.sleep(2)  # a job that starts in the second in which it was ended is refused: SLURM takes its credential for the old one's
         self.wait(f"job {job} starts again", started, folder)
 
     def cancel(self, folder):
