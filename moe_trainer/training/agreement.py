@@ -1,17 +1,21 @@
-"""What all ranks settle together between two iterations: has the checkpoint under way been written, and is it time to leave?
+"""What all ranks settle together: between two iterations, has the checkpoint under way been written, and is it time to leave? And
+where a file had to be written for the run to go on, was it?
 
-Clocks, signals and disks differ by rank, so none of them may decide for itself. Everything goes into one small reduction, and
-that only where a flag asks for it or a checkpoint is being written.
+Clocks, signals and disks differ by rank, so none of them may decide for itself. Between iterations everything goes into one small
+reduction, and that only where a flag asks for it or a checkpoint is being written.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from signal import Signals
 from typing import NamedTuple
 
 import torch
 
+from moe_trainer.errors import InputError
 from moe_trainer.guard.signals import ExitSignal
 from moe_trainer.parallel import collectives
 from moe_trainer.run import Run, TrainState
@@ -46,3 +50,20 @@ def agree(run: Run, state: TrainState, started: float, exit_signal: ExitSignal |
     if training.exit_interval is not None and state.iteration % training.exit_interval == 0:
         return Agreement(bool(saving), f"exiting program at iteration {state.iteration}")
     return Agreement(bool(saving), None)
+
+
+@contextmanager
+def written_by_all(run: Run, what: str) -> Iterator[None]:
+    """Ranks write files in the enclosed step; what one of them cannot write ends all. Collective over the world, as long as the step's own
+    communication is completed whatever fails in it.
+
+    what: the flag that asked for the files. Raises: InputError on every rank, with the first failing rank's words.
+    """
+    problem = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    for text in collectives.all_gather_object(problem, run.ps.world):
+        if text is not None:
+            raise InputError(f"{what}: {text}")

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_trainer.errors import user_input
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, gather_named
 from moe_trainer.moe.experts import Experts
@@ -22,6 +21,7 @@ from moe_trainer.report.dump import TRACE, dump_gradients, dump_routing
 from moe_trainer.report.routing_trace import TracedRouter, layer_of
 from moe_trainer.report.tensor_recorder import TensorRecorder
 from moe_trainer.run import Run
+from moe_trainer.training.agreement import written_by_all
 from moe_trainer.training.export import write_weights
 
 _RECORDED = frozenset({"activations", "dgrads", "tokens_per_expert", TRACE})
@@ -154,16 +154,21 @@ def _count(counts: list[list[int]], experts: Experts, inputs: tuple) -> None:
 
 
 def write_step(run: Run, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> None:
-    """Write an iteration's gradients and routing (--dump-step). records: by the router's name. Collective over the world."""
+    """Write an iteration's gradients and routing (--dump-step). records: by the router's name. Collective over the world.
+
+    Raises: InputError on every rank when a file cannot be written.
+    """
     directory = run.args.output.dump_step[1]
-    with user_input("--dump-step"):
+    with written_by_all(run, "--dump-step"):
         if records:
             dump_routing(directory, iteration, run.runtime.place.rank, {_label(name): record for name, record in records.items()})
-        run.grads.gather()
-        gradients = gather_named(run.chunks, run.ps, lambda param: param.main_grad)
-        if run.runtime.place.rank == 0:
-            dump_gradients(directory, iteration, gradients, 1.0 / run.optimizer.loss_scale)
-        else:
+    run.grads.gather()
+    gradients = gather_named(run.chunks, run.ps, lambda param: param.main_grad)
+    with written_by_all(run, "--dump-step"):
+        try:
+            if run.runtime.place.rank == 0:
+                dump_gradients(directory, iteration, gradients, 1.0 / run.optimizer.loss_scale)
+        finally:
             for _ in gradients:  # this rank's part of the gathering
                 pass
 

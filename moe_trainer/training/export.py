@@ -18,9 +18,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from moe_trainer.errors import user_input
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.run import Run
+from moe_trainer.training.agreement import written_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +32,17 @@ _CHUNK = 2**24  # bytes to copy at a time
 def export_weights(run: Run, path: str) -> None:
     """Write all weights and checkpointed buffers to `path`. Collective over the world.
 
-    Raises: InputError on rank 0 when the file cannot be written.
+    Raises: InputError on every rank when the file cannot be written.
     """
     run.optimizer.wait_params()
     weights = export_named_weights(run.chunks, run.ps)
-    if run.ps.world.rank == 0:
-        with user_input(f"--export-weights {path}"):
-            count = write_weights(weights, path)
-        logger.info("%d tensors written to %s", count, path)
-    else:
-        for _ in weights:
-            pass  # sends what this rank holds
+    with written_by_all(run, f"--export-weights {path}"):
+        try:
+            if run.ps.world.rank == 0:
+                logger.info("%d tensors written to %s", write_weights(weights, path), path)
+        finally:
+            for _ in weights:
+                pass  # every rank sends what it holds, whether or not it can be written
 
 
 def write_weights(weights: Iterable[tuple[str, Tensor]], path: str) -> int:

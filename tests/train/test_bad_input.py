@@ -203,6 +203,17 @@ def test_a_disk_that_fills_up_while_logging(tmp_path):
     refused([*TINY, *MOCK, "--train-iters", "2", "--dump-step", "1", "dump"], tmp_path, "--dump-step", "grads_step1.safetensors")
 
 
+@pytest.mark.parametrize("argv, in_the_way", [
+    (["--dump-step", "1", "dump"], "dump/grads_step1.safetensors"), (["--dump-step", "1", "dump"], "dump/routing_step1_rank1.npz"),
+    (["--export-weights", "w.safetensors"], "w.safetensors.elements.tmp"),
+], ids=["gradients", "routing of one rank", "weights"])  # fmt: skip
+def test_what_one_rank_cannot_write_ends_all_at_once(tmp_path, argv, in_the_way):
+    (tmp_path / in_the_way).mkdir(parents=True)
+    finished = run([*TINY, *MOCK, "--train-iters", "1", *argv], tmp_path, 2, timeout=60.0)  # far below the watchdog's patience
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+    assert argv[0] in finished.stderr and in_the_way in finished.stderr
+
+
 def test_all_missing_backends_are_named_at_once(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "1", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "flex",
             "--moe-flex-dispatcher-backend", "deepep", "--moe-permute-fusion", "--on-missing-backend", "error"]
