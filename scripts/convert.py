@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import torch
 
     from moe_trainer.checkpoint.hf import Model
-    from moe_trainer.checkpoint.hf_convert import Job
+    from moe_trainer.checkpoint.hf_job import Job
 
 logger = logging.getLogger("convert")
 
@@ -103,7 +103,7 @@ def _options(words: list[str]) -> argparse.Namespace:
 def _convert(options: argparse.Namespace) -> int:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     job = _plan(options, speaks=rank == 0)
-    from moe_trainer.checkpoint.hf_convert import finish_job, missing_files, open_job
+    from moe_trainer.checkpoint.hf_job import finish_job, missing_files, open_job
 
     open_job(job)
     begun, before = time.monotonic(), len(missing_files(job))
@@ -144,7 +144,7 @@ def _plan(options: argparse.Namespace, speaks: bool) -> Job:
 
 def _plan_from_hf(options: argparse.Namespace, to: str, most: int, dtype: torch.dtype | None, speaks: bool) -> Job:
     from moe_trainer.checkpoint.hf import compare_copies, open_model
-    from moe_trainer.checkpoint.hf_convert import plan_to_ours, plan_to_weights
+    from moe_trainer.checkpoint.hf_to_ours import plan_to_ours, plan_to_weights
 
     ignored = re.compile(options.ignore) if options.ignore else None
     model = open_model(options.source, lambda name: ignored is not None and ignored.search(name) is not None)
@@ -199,8 +199,8 @@ def _flags(record: dict[str, object], folder: Path | None):
 
 def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | None) -> Job:
     from moe_trainer.checkpoint.find import find, read_saved_args
-    from moe_trainer.checkpoint.hf_convert import plan_to_hf
     from moe_trainer.checkpoint.hf_files import read_json
+    from moe_trainer.checkpoint.hf_from_ours import plan_to_hf
 
     folder = find(options.source, options.ckpt_step)
     if folder is None:
@@ -216,7 +216,7 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
 
 def _write(job: Job, rank: int, world: int, workers: int) -> int:
     """Write this rank's files, in this process or in several. Returns: the exit code."""
-    from moe_trainer.checkpoint.hf_convert import Progress, run_share
+    from moe_trainer.checkpoint.hf_job import Progress, run_share
 
     progress = Progress(job)
     if workers == 1:
@@ -246,7 +246,7 @@ def _work(job: Job, rank: int, world: int, parent: int) -> None:
     """One process of several; it ends with the one that has started it."""
     import torch
 
-    from moe_trainer.checkpoint.hf_convert import run_share
+    from moe_trainer.checkpoint.hf_job import run_share
 
     def still_wanted() -> None:
         if os.getppid() != parent:

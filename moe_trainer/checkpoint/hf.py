@@ -27,9 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf_config import Family, read_config
+from moe_trainer.checkpoint.hf_config import read_config
+from moe_trainer.checkpoint.hf_families import Family
 from moe_trainer.checkpoint.hf_files import CONFIG, Folder, is_folder, read_json
-from moe_trainer.checkpoint.hf_names import NAMES, Link, check_source, copies, links, model_sizes
+from moe_trainer.checkpoint.hf_names import Link, check_source, copies, links, model_sizes
+from moe_trainer.checkpoint.hf_rules import NAMES
 from moe_trainer.checkpoint.sharding import KeyScheme
 
 logger = logging.getLogger(__name__)

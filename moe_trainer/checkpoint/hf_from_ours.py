@@ -1,0 +1,158 @@
+"""Ours -> Hugging Face: the plan of a folder that transformers reads, from the weights of any checkpoint of ours.
+
+Every tensor of theirs is a part of one of ours, or a slice of a stack of parts; those that several of theirs share are read once
+where they are asked for one behind the other. Before anything is written, the checkpoint's tensors must be exactly those that its
+flags describe.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.directory import flush_file
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf import tokenizer_files
+from moe_trainer.checkpoint.hf_config import read_config, write_config
+from moe_trainer.checkpoint.hf_files import CONFIG, INDEX, SINGLE
+from moe_trainer.checkpoint.hf_job import Item, Job, deal_out, fingerprint, write_safetensors, write_text
+from moe_trainer.checkpoint.hf_names import Link, copies, links, model_sizes, refuse
+from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
+
+logger = logging.getLogger(__name__)
+
+_SCALING = "fp8."
+
+
+def plan_to_hf(folder: Path, target: Path, most: int, kind: str | None = None, rows: int | None = None, dtype: torch.dtype | None = None,
+               extra: Mapping[str, Any] | None = None, tokenizer: Path | None = None) -> Job:
+    """The weights of a checkpoint folder of ours, as a Hugging Face folder.
+
+    kind: the model type, None for the first that fits. rows: of the embedding, None for all that are stored. extra: further keys of
+    config.json. tokenizer: the folder whose tokenizer files go with it.
+    Raises: CheckpointError naming what is missing, left over or of another shape, or the flags that no model type has.
+    """
+    index = read_index(folder)
+    state, _, _ = common_state.parse(common_state.read(folder, index))
+    tensors = {tensor.name: tensor for tensor in logical_tensors(index) if tensor.state is None and not tensor.name.startswith(_SCALING)}
+    embedding = tensors.get("embedding.word_embeddings.weight")
+    if embedding is None:
+        raise CheckpointError(f"{folder} has no embedding.word_embeddings.weight")
+    stored = embedding.shape[0]
+    if rows is not None and not 0 < rows <= stored:
+        raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
+    flags = dict(state.args) | {"rows": stored}
+    family, config = write_config(flags, rows or stored, kind)
+    found = links(family.name, flags)
+    _check_ours(found, tensors)
+    cut = rows if rows not in (None, stored) else None
+    last = _Last(lambda link: link.how.part(_read_ours(folder, index, tensors, link), model_sizes(flags)))
+    items = [item for link in found if link.ours == (link.pieces or (link.ours,))[0] for item in _items_of_theirs(link, last, tensors[link.ours].dtype, cut, dtype)]
+    items = _stacks_joined(items)
+    by_name = {item.name: item for item in items}
+    items += [Item(name, by_name[original].dtype, by_name[original].shape, by_name[original].make)
+              for name, original in copies(family.name, flags).items() if name != "lm_head.weight"]
+    runs = deal_out(items, most)
+    names = [SINGLE] if len(runs) == 1 else [f"model-{number + 1:05d}-of-{len(runs):05d}.safetensors" for number in range(len(runs))]
+    words = str(embedding.dtype if dtype is None else dtype).removeprefix("torch.")
+    for note in read_config(config)[2]:
+        logger.info("  %s", note)
+    config |= {"bos_token_id": None, "eos_token_id": None} | dict(extra or {}) | {"torch_dtype": words}
+    options = {"to": "hf", "most": most, "rows": rows, "dtype": dtype, "config": json.dumps(config, sort_keys=True, default=str)}
+
+    def finish(folder: Path, notes: Mapping[str, Any]) -> None:
+        for path in tokenizer_files(tokenizer) if tokenizer is not None else ():
+            flush_file(Path(shutil.copyfile(path, folder / path.name)))
+        if len(notes) > 1:
+            table = {name: file for file, known in notes.items() for name in known}
+            write_text(folder / INDEX, json.dumps({"metadata": {"total_size": sum(item.num_bytes for item in items)}, "weight_map": table}, indent=1))
+        write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+    data = sorted(path for path in folder.iterdir() if path.is_file())
+    return Job(target, fingerprint(data, **options), tuple(zip(names, map(tuple, runs), strict=True)), write_safetensors, finish)
+
+
+def _read_ours(folder: Path, index: Metadata, tensors: Mapping[str, LogicalTensor], link: Link) -> Tensor | list[Tensor]:
+    """What the transform of a link parts."""
+    if link.pieces:
+        return [read_logical(folder, index, tensors[name]) for name in link.pieces]
+    return read_logical(folder, index, tensors[link.ours])
+
+
+def _check_ours(found: Sequence[Link], tensors: Mapping[str, LogicalTensor]) -> None:
+    """Raises: CheckpointError naming every tensor that is missing, left over or of another shape."""
+    problems = []
+    for link in found:
+        tensor = tensors.get(link.ours)
+        if tensor is None:
+            problems.append(f"{link.ours} is missing; {list(link.shape)} is needed")
+        elif tensor.shape != link.shape:
+            problems.append(f"{link.ours} has the shape {list(tensor.shape)}, and {list(link.shape)} is needed")
+    known = {link.ours for link in found}
+    problems += [f"{name} is there, and no tensor of the other model is made of it" for name in tensors if name not in known]
+    refuse(problems)
+
+
+class _Last:
+    """The parts of the tensor that was read last: gate and up, or queries, keys and values, are asked for one behind the other."""
+
+    def __init__(self, read: Callable[[Link], Sequence[Tensor]]):
+        self._read, self._link, self._parts = read, "", ()
+
+    def part(self, link: Link, position: int) -> Tensor:
+        if self._link != link.ours:
+            self._parts = ()  # before the next one is there
+            self._link, self._parts = link.ours, self._read(link)
+        return self._parts[position]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A part of a stack: slice `index` of `count`."""
+
+    item: Item
+    index: int
+    count: int
+
+
+def _items_of_theirs(link: Link, last: _Last, stored: torch.dtype, rows: int | None, dtype: torch.dtype | None) -> Iterator[Item | _Slice]:
+    kept = torch.float32 if link.keeps_fp32 else dtype or stored
+    vocabulary = link.ours in ("embedding.word_embeddings.weight", "output_layer.weight")
+    for position, ref in enumerate(link.theirs):
+        def make(position: int = position) -> Iterator[Tensor]:
+            value = last.part(link, position)
+            yield (value[:rows] if vocabulary else value).to(kept)
+
+        shape = (rows, *ref.shape[1:]) if vocabulary and rows is not None else ref.shape
+        item = Item(ref.name, kept, shape, make)
+        yield item if ref.index is None else _Slice(item, ref.index, ref.stack)
+
+
+def _stacks_joined(parts: Sequence[Item | _Slice]) -> list[Item]:
+    """Slices of one stack become one tensor, made slice by slice."""
+    stacks: dict[str, list[_Slice]] = {}
+    for part in parts:
+        if isinstance(part, _Slice):
+            stacks.setdefault(part.item.name, []).append(part)
+    found: list[Item] = []
+    for part in parts:
+        if isinstance(part, Item):
+            found.append(part)
+        elif part.index == 0:
+            slices = sorted(stacks[part.item.name], key=lambda each: each.index)
+
+            def make(slices: Sequence[_Slice] = slices) -> Iterator[Tensor]:
+                for each in slices:
+                    yield from each.item.make()
+
+            found.append(Item(part.item.name, part.item.dtype, (part.count, *part.item.shape), make))
+    return found

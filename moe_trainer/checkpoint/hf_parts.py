@@ -1,0 +1,195 @@
+"""What takes more than another name between a config.json and flags: one pair of functions per matter, one for each direction.
+
+Patterns of layers (experts, windows, linear attention), key-value groups, shared experts, groups of experts, tied embeddings,
+multi-token prediction; rotary positions have a file of their own. A reader gets the whole config.json and gives flags by destination,
+a writer gets all flags and gives keys. Which family has which parts is said in hf_families.py.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf_rotary import Config, Flags, read_rotary, write_rotary
+from moe_trainer.shape.layers import linear_layer_pattern, moe_layer_pattern
+
+
+@dataclass(frozen=True)
+class Part:
+    """What takes more than a name. read: config -> flags; write: flags -> config. Both raise CheckpointError."""
+
+    read: Callable[[Config], Flags]
+    write: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def _read_tied(config: Config) -> Flags:
+    return {"untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
+
+
+def _write_tied(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"tie_word_embeddings": not flags.get("untie_embeddings_and_output_weights")}
+
+
+def _read_groups(config: Config) -> Flags:
+    heads = config["num_attention_heads"]
+    return {"group_query_attention": True, "num_query_groups": config.get("num_key_value_heads") or heads,
+            "kv_channels": config.get("head_dim") or config["hidden_size"] // heads}
+
+
+def _write_groups(flags: Mapping[str, Any]) -> dict[str, Any]:
+    heads = flags["num_attention_heads"]
+    return {"num_key_value_heads": flags["num_query_groups"] if flags.get("group_query_attention") else heads,
+            "head_dim": flags.get("kv_channels") or flags["hidden_size"] // heads}
+
+
+def _read_window(config: Config) -> Flags:
+    """Mistral and Mixtral slide in every layer; Qwen where `use_sliding_window` and `layer_types` say so."""
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
+    if not window or config.get("use_sliding_window") is False or (kinds is not None and set(kinds) == {"full_attention"}):
+        return {}
+    if config.get("use_sliding_window") and kinds is None:
+        raise CheckpointError("config.json: use_sliding_window without layer_types does not say which layers slide")
+    if kinds is None and config.get("model_type") not in ("mistral", "mixtral"):
+        return {}
+    pattern = None if kinds is None else [int(kind == "sliding_attention") for kind in kinds]
+    return {"window_size": (window - 1, 0)} | ({} if pattern is None or all(pattern) else {"window_attn_skip_freq": pattern})
+
+
+def _write_window(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": flags["window_size"][0] + 1 if flags.get("window_size") else None}
+
+
+def _write_qwen_window(flags: Mapping[str, Any]) -> dict[str, Any]:
+    window = flags.get("window_size")
+    config: dict[str, Any] = {"use_sliding_window": bool(window)}
+    if window:
+        config |= {"sliding_window": window[0] + 1, "max_window_layers": 0,
+                   "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding_layers(flags)]}
+    return config
+
+
+def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
+    """Which layers have the window, where there is one."""
+    pattern, layers = flags.get("window_attn_skip_freq"), flags["num_layers"]
+    if isinstance(pattern, int):
+        return [(layer + 1) % pattern != 0 for layer in range(layers)]
+    return [bool(slides) for slides in pattern or [1] * layers]
+
+
+def _read_alternating(config: Config) -> Flags:
+    """gpt-oss slides in every second layer, from the first on, where it does not say otherwise."""
+    kinds = config.get("layer_types") or [("sliding_attention", "full_attention")[layer % 2] for layer in range(config["num_hidden_layers"])]
+    return _read_window({"sliding_window": config.get("sliding_window", 128), "layer_types": kinds})
+
+
+def _write_alternating(flags: Mapping[str, Any]) -> dict[str, Any]:
+    config = _write_qwen_window(flags)
+    return {"sliding_window": config.get("sliding_window"), "layer_types": config.get("layer_types") or ["full_attention"] * flags["num_layers"]}
+
+
+def _read_normalized(config: Config) -> Flags:
+    return {"moe_router_pre_softmax": not config.get("norm_topk_prob", False)}
+
+
+def _write_normalized(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"norm_topk_prob": not flags.get("moe_router_pre_softmax")}
+
+
+def _read_sparse_step(config: Config) -> Flags:
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(config["num_hidden_layers"])]
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+
+def _write_sparse_step(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, is_moe in enumerate(expert_layers(flags)) if not is_moe]}
+
+
+def expert_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Which layers have experts."""
+    return moe_layer_pattern(flags["num_layers"], flags.get("num_experts"), flags.get("moe_layer_freq") or 1)
+
+
+def _read_first_dense(config: Config) -> Flags:
+    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    return {"moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1}
+
+
+def _write_first_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
+    pattern = expert_layers(flags)
+    return {"first_k_dense_replace": pattern.index(True) if any(pattern) else len(pattern)}
+
+
+def _read_shared(config: Config) -> Flags:
+    return {"moe_shared_expert_intermediate_size": (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"] or None}
+
+
+def _write_shared(flags: Mapping[str, Any]) -> dict[str, Any]:
+    width, expert = flags.get("moe_shared_expert_intermediate_size") or 0, flags.get("moe_ffn_hidden_size") or flags["ffn_hidden_size"]
+    if not width or width % expert:
+        raise CheckpointError(f"--moe-shared-expert-intermediate-size {width or None}: a DeepSeek model has shared experts of the width of the others; "
+                              f"a multiple of --moe-ffn-hidden-size {expert} is needed")
+    return {"n_shared_experts": width // expert}
+
+
+def _read_groups_of_experts(config: Config) -> Flags:
+    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+    limited = groups > 1 and best < groups and config.get("topk_method") != "greedy"
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": best} if limited else {}
+
+
+def _write_groups_of_experts(flags: Mapping[str, Any]) -> dict[str, Any]:
+    limited = bool(flags.get("moe_router_group_topk"))
+    config = {"n_group": flags["moe_router_num_groups"] if limited else 1, "topk_group": flags["moe_router_group_topk"] if limited else 1}
+    if flags.get("moe_router_score_function") == "sigmoid":
+        return config | {"topk_method": "noaux_tc"}
+    return config | {"topk_method": "group_limited_greedy" if limited else "greedy"}
+
+
+def _write_latent_heads(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Latent attention has a key per head; the library's defaults are those of one model."""
+    return {"num_key_value_heads": flags["num_attention_heads"]}
+
+
+def _read_nothing(config: Config) -> Flags:
+    del config
+    return {}
+
+
+def _read_next(config: Config) -> Flags:
+    """The layers with linear attention. Where a config.json is silent, a quarter of each head is rotated."""
+    kinds, every = config.get("layer_types"), config.get("full_attention_interval") or 4
+    layers = config["num_hidden_layers"]
+    pattern = [int((layer + 1) % every != 0) for layer in range(layers)] if kinds is None else [int(kind == "linear_attention") for kind in kinds]
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.25
+    return {"linear_attention_freq": pattern, "rotary_percent": float(share)}
+
+
+def _write_next(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": ["linear_attention" if linear else "full_attention" for linear in linear_layers(flags)],
+            "partial_rotary_factor": flags.get("rotary_percent", 1.0)}
+
+
+def linear_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Which layers have linear attention."""
+    return linear_layer_pattern(flags["num_layers"], flags.get("experimental_attention_variant"), flags.get("linear_attention_freq"))
+
+
+def _read_mtp(config: Config) -> Flags:
+    return {"mtp_num_layers": config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or None}
+
+
+def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"num_nextn_predict_layers": flags.get("mtp_num_layers") or 0}
+
+
+ROPE, TIED, GROUPED = Part(read_rotary, write_rotary), Part(_read_tied, _write_tied), Part(_read_groups, _write_groups)
+WINDOW, QWEN_WINDOW = Part(_read_window, _write_window), Part(_read_window, _write_qwen_window)
+ALTERNATING = Part(_read_alternating, _write_alternating)
+NORMALIZED, SPARSE_STEP = Part(_read_normalized, _write_normalized), Part(_read_sparse_step, _write_sparse_step)
+FIRST_DENSE, SHARED = Part(_read_first_dense, _write_first_dense), Part(_read_shared, _write_shared)
+NEXT = Part(_read_next, _write_next)
+LATENT_HEADS = Part(_read_nothing, _write_latent_heads)
+EXPERT_GROUPS, MTP = Part(_read_groups_of_experts, _write_groups_of_experts), Part(_read_mtp, _write_mtp)

@@ -1,0 +1,130 @@
+"""Hugging Face -> ours: the plan of a checkpoint of weights, or of the one file that --export-weights writes.
+
+A checkpoint is DIRECTORY/release with data files as torch writes them (an entry per tensor of a layer and expert), and, when all are
+there, the index, the state that is no tensor, the tokenizer's files and the completion mark.
+"""
+
+import json
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.directory import COMPLETE, INDEX, flush_file, write_tracker
+from moe_trainer.checkpoint.hf import Model, record_of, tokenizer_files
+from moe_trainer.checkpoint.hf_files import CONFIG, SINGLE
+from moe_trainer.checkpoint.hf_job import Item, Job, deal_out, fingerprint, write_safetensors, write_text
+from moe_trainer.checkpoint.hf_names import Link
+from moe_trainer.checkpoint.options import CheckpointState
+from moe_trainer.checkpoint.sharding import KeyScheme
+from moe_trainer.parallel.params import ParamInfo
+
+
+def plan_to_ours(model: Model, directory: Path, record: Mapping[str, Any], most: int, dtype: torch.dtype | None = None) -> Job:
+    """Weights only, as DIRECTORY/release, with the flags of `record`. dtype: of the weights, None for that of the source."""
+    scheme = KeyScheme.from_record(record)
+    target = directory / "release"
+    items = [_item_of_ours(model, link, dtype, len(scheme.locate(link.ours)[1])) for link in model.links]
+    files = tuple((f"__{number}_0.distcp", tuple(run)) for number, run in enumerate(deal_out(items, most)))
+    shapes = {link.ours: (link.shape, model.dtype_of(link, dtype)) for link in model.links}
+
+    def finish(folder: Path, notes: Mapping[str, Any]) -> None:
+        _finish_ours(folder, notes, shapes, scheme, _with_tokenizer(model, target, record))
+        copied = tokenizer_files(model.folder)
+        if copied:
+            (folder / "tokenizer").mkdir(exist_ok=True)
+            for path in [*copied, model.folder / CONFIG]:
+                flush_file(Path(shutil.copyfile(path, folder / "tokenizer" / path.name)))
+        write_text(folder / COMPLETE, json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+
+    return Job(target, fingerprint([*model.source.files, model.folder / CONFIG], to="ours", most=most, dtype=dtype), files, _write_entries, finish,
+               lambda: write_tracker(directory, "release"))
+
+
+def _with_tokenizer(model: Model, target: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    tokenizer = record_of(model)["tokenizer_type"] == "HuggingFaceTokenizer"
+    return dict(record) | ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(target.absolute() / "tokenizer")} if tokenizer else {})
+
+
+def _item_of_ours(model: Model, link: Link, dtype: torch.dtype | None, leading: int = 0) -> Item:
+    """leading: axes of the stored tensor, over layers and experts, before its own; they are one long here."""
+    shape = (*(1 for _ in range(leading)), *link.shape)
+
+    def make() -> Iterator[Tensor]:
+        yield model.make(link, dtype).reshape(shape)
+
+    return Item(link.ours, model.dtype_of(link, dtype), shape, make)
+
+
+def plan_to_weights(model: Model, target: Path, dtype: torch.dtype | None = None) -> Job:
+    """All tensors of ours as the one safetensors file that --export-weights writes. It is begun anew after a kill."""
+    items = tuple(_item_of_ours(model, link, dtype) for link in model.links)
+    return Job(target, fingerprint(model.source.files, to="weights", dtype=dtype), ((SINGLE, items),), write_safetensors,
+               lambda folder, notes: None, single=True)
+
+
+def _write_entries(path: Path, items: Sequence[Item]) -> list[tuple[str, int, int]]:
+    """A data file of torch's format. Returns: name, first byte and length of every tensor."""
+    known = []
+    with open(path, "wb") as file:
+        for item in items:
+            start = file.tell()
+            (value,) = item.make()
+            torch.save(value.contiguous(), _Stream(file))
+            known.append((item.name, start, file.tell() - start))
+    return known
+
+
+class _Stream:
+    """What torch.save writes to: appends, and cannot be asked for its place, which is not the file's."""
+
+    def __init__(self, file: Any):
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _finish_ours(folder: Path, notes: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], scheme: KeyScheme,
+                 record: Mapping[str, Any]) -> None:
+    """The index of all files, and the state that is no tensor."""
+    index = Metadata({})
+    index.storage_data = {}
+    content = common_state.dump_object(common_state.build(CheckpointState(0, record), None)), common_state.dump_object(None)
+    state = f"__{len(notes)}_0.distcp"
+    (folder / state).write_bytes(b"".join(content))
+    flush_file(folder / state)
+    index.state_dict_metadata[common_state.KEY] = BytesStorageMetadata()
+    index.storage_data[MetadataIndex(common_state.KEY)] = _StorageInfo(state, 0, len(content[0]))
+    for file, known in notes.items():
+        for name, start, length in known:
+            shape, dtype = shapes[name]
+            key, at, extents = scheme.locate(name)
+            entry = index.state_dict_metadata.setdefault(
+                key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size((*extents, *shape)), []))
+            offsets = torch.Size((*at, *(0 for _ in shape)))
+            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in at), *shape))))
+            index.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(file, start, length)
+            for extra in scheme.extra_state_keys(ParamInfo((name,))):  # all empty, and stored once
+                index.state_dict_metadata[extra] = BytesStorageMetadata()
+                index.storage_data[MetadataIndex(extra)] = _StorageInfo(state, len(content[0]), len(content[1]))
+    with open(folder / INDEX, "wb") as file:
+        pickle.dump(index, file)
+    flush_file(folder / INDEX)
