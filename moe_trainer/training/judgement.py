@@ -32,19 +32,18 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from arguments import Arguments
 from moe_trainer.checkpoint.random_state import capture, restore, streams_of
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import user_input
-from moe_trainer.guard.anomaly import BEHIND, FORWARD, Chunk, Place, Search, gradients_at_fault
+from moe_trainer.guard.anomaly import Place
 from moe_trainer.guard.beginning import Beginning
 from moe_trainer.guard.rejection import (
     MOST_IN_A_ROW,
@@ -61,12 +60,10 @@ from moe_trainer.guard.rejection import (
 )
 from moe_trainer.layers.precision import forget_maxima
 from moe_trainer.model.mtp import forget_mtp_metrics
-from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.balancing import forget_iteration
-from moe_trainer.moe.experts import Experts
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import info_of
 from moe_trainer.run import Run, TrainState, as_rank_0_sees_it, print_rank_0
+from moe_trainer.training.fault_place import device_of, find_place, global_name
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +184,6 @@ def forget_books(run: Run) -> None:
     forget_maxima(run.chunks)
 
 
-def device_of(run: Run) -> str:
-    """Host and number of this rank's device, "node7 3"; the host alone on CPU."""
-    device = run.runtime.device
-    return platform.node() + (f" {device.index or 0}" if device.type == "cuda" else "")
-
-
 def recall_suspicion(run: Run, state: TrainState) -> None:
     """Before the first iteration: read what an earlier run left to be settled. Collective where it can have."""
     folder = run.args.output.save
@@ -246,7 +237,7 @@ class _Case:
             _track(self.run, self.number, "first_rerun_not_reproducible", text)
             raise ResultRejected(text, NOT_VALID)
         _track(self.run, self.number, "first_rerun_reproducible", reason.text)
-        place, text = self._place() if reason.kind == "nan" else (None, "")
+        place, text = find_place(self.run, self.state, lambda: self.again(True).sums) if reason.kind == "nan" else (None, "")
         return self._conclude(second, reason, place, text)
 
     def _reason(self, attempt: Attempt) -> tuple[Attempt, Reason | None]:
@@ -264,7 +255,7 @@ class _Case:
 
     def _fingerprint(self, attempt: Attempt) -> list[tuple[str, Tensor]]:
         """What this rank knows of an evaluation by itself, in the order in which it came about; a copy."""
-        found = [(f"books of {_global_name(chunk, path)}", buffer.clone()) for chunk in self.run.chunks for path, buffer in chunk.named_buffers()]
+        found = [(f"books of {global_name(chunk, path)}", buffer.clone()) for chunk in self.run.chunks for path, buffer in chunk.named_buffers()]
         found += [(f"the loss of microbatch {index}", pair[0].clone()) for index, pair in enumerate(attempt.sums, start=1)]
         squares = [view.float().square().sum() for _, view in self.run.grads.owned_views() if view.numel()]
         return [*found, ("gradients after their reduction", torch.stack(squares).sum() if squares else torch.zeros(()))]
@@ -285,35 +276,6 @@ class _Case:
         text = f"iteration {self.number}: {reason.text}; repeated in place it is not so: a transient fault of a machine. {where}"
         self._say(f"{text}. The run goes on with the repeated result")
         _track(self.run, self.number, "first_rerun_not_reproducible", text)
-
-    def _place(self) -> tuple[Place | None, str]:
-        """The first number that is not finite, and the rank that has it. Collective."""
-        run, ps = self.run, self.run.ps
-        chunks = [Chunk(index * ps.pp.size + ps.pp.rank, chunk, partial(_global_name, chunk)) for index, chunk in enumerate(run.chunks)]
-        search = Search(chunks, lambda: ps.trace.microbatch, _rows_of_experts(run.chunks))
-        with search.watching():
-            attempt = self.again(True)
-        for index, pair in enumerate(attempt.sums, start=1):
-            if not torch.isfinite(pair[0]):
-                search.note(Place(index, FORWARD, chunks[-1].number, BEHIND, "the loss is not finite, and all modules' results are"))
-        mine = search.earliest()
-        if mine is None and (names := gradients_at_fault(run.grads.owned_views())):
-            mine = Place(BEHIND, 1, 0, 0, f"the sum of the gradients of {', '.join(names[:3])} is not finite, and each of them is")
-        told = collectives.all_gather_object((mine, self._whose(mine)), ps.world)
-        places = [(place, whose) for place, whose in told if place is not None]
-        if not places:
-            return None, "nothing that is not finite was found in it"
-        place = min(place for place, _ in places)
-        return place, f"{place.text}, on {' and '.join(whose for found, whose in places if found == place)}"
-
-    def _whose(self, place: Place | None) -> str:
-        run, ps = self.run, self.run.ps
-        text = f"rank {ps.world.rank} ({device_of(run)}; tp {ps.tp.rank}, cp {ps.cp.rank}, pp {ps.pp.rank}, ep {ps.ep.rank}, dp {ps.dp.rank})"
-        if place is None or not 0 < place.microbatch < BEHIND:
-            return text
-        size = run.args.training.micro_batch_size
-        start = self.state.consumed_train_samples + ((place.microbatch - 1) * ps.dp.size + ps.dp.rank) * size
-        return f"{text}, samples {start} to {start + size - 1} of the run"
 
     def _conclude(self, attempt: Attempt, reason: Reason, place: Place | None, where: str) -> Judgement:
         """The result is what this model and these data give, as far as is known."""
@@ -373,24 +335,3 @@ def _track(run: Run, iteration: int, status: str, text: str) -> None:
 def _shown(devices: list[str]) -> str:
     distinct = sorted(set(devices))
     return ", ".join(distinct[:8]) + (f" and {len(distinct) - 8} more" if len(distinct) > 8 else "")
-
-
-def _rows_of_experts(chunks: list[Transformer]) -> Callable[[nn.Module, tuple], tuple[list[str], list[int]] | None]:
-    """Tells the experts that the rows of a module's input and output belong to."""
-    # noted before anything runs: what a sharded module gathers for its pass carries no names
-    names = {id(module): [name.partition(".linear_fc1")[0] for name in info_of(module.linear_fc1.weight).names]
-             for chunk in chunks for module in chunk.modules() if isinstance(module, Experts)}
-
-    def rows(module: nn.Module, args: tuple) -> tuple[list[str], list[int]] | None:
-        own = names.get(id(module))
-        return None if own is None else (own, list(args[2])[:len(own)])
-
-    return rows
-
-
-def _global_name(chunk: Transformer, path: str) -> str:
-    """A module's path in the whole model: a chunk counts its layers from its first one."""
-    words = path.split(".")
-    if words[:2] == ["decoder", "layers"] and len(words) > 2:
-        words[2] = str(chunk.layout.layers[int(words[2])])
-    return ".".join(words) if path else ("output_layer and loss" if chunk.layout.has_loss else "the pipeline stage")

@@ -15,7 +15,7 @@ from moe_trainer import initialize, train
 from moe_trainer.guard.rejection import ResultRejected
 from moe_trainer.place import Place
 from moe_trainer.run import Run
-from moe_trainer.training import judgement
+from moe_trainer.training import fault_place
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def plant(run: Run, what: Plant) -> None:
 
     for chunk in run.chunks:
         for path, module in chunk.named_modules():
-            if judgement._global_name(chunk, path) == what.module:
+            if fault_place.global_name(chunk, path) == what.module:
                 named = [name.split(".")[-3] for name in module.linear_fc1.weight.info.names] if what.expert is not None else []
                 if what.expert is None or str(what.expert) in named:
                     module.register_forward_hook(hook)
@@ -98,7 +98,7 @@ def _rank(rank, n, argv, folder, plants, node, change):
     torch.cuda.is_available = lambda: False
     os.chdir(folder)
     if node is not None:
-        judgement.platform.node = lambda: node
+        fault_place.platform.node = lambda: node
     build = train.build_run
 
     def build_with_plants(*given):
