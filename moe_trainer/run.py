@@ -29,7 +29,7 @@ from moe_trainer.data.loader import Batch, BatchFormat, build_loader
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import InputError, user_input
 from moe_trainer.guard.failed_saves import FailedSaves
-from moe_trainer.guard.places import name_layers
+from moe_trainer.guard.layer_names import name_layers
 from moe_trainer.guard.rejection import History, Spread, Suspicion
 from moe_trainer.initialize import Runtime
 from moe_trainer.layers.precision import store_weights

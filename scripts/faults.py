@@ -74,7 +74,7 @@ FAULTS = (
     killed("before the ranks meet", "start-up", "moe_trainer.train:initialize", says=r"clients|[Tt]imed out", codes="[123] -9"),
     killed("start-up", "the model is built", "moe_trainer.train:build_run"),
     killed("data build", "rank 0 builds the index", "moe_trainer.run:build_datasets", 0),
-    killed("backward", "backward, iteration 5", "moe_trainer.guard.places:_backward", iteration=5),
+    killed("backward", "backward, iteration 5", "moe_trainer.guard.layer_names:_backward", iteration=5),
     killed("all-reduce", "a reduction, iteration 5", "moe_trainer.parallel.collectives:all_reduce", iteration=5),
     killed("optimizer", "update, iteration 5", "moe_trainer.optim.optimizer:Optimizer.step", iteration=5),
     killed("evaluation", "validation after iteration 4", "moe_trainer.train:run_microbatches", iteration=4),

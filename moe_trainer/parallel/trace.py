@@ -6,7 +6,7 @@ guard/watchdog.py reads the trace from a thread of its own: it tells the other r
 process whose call on the GPU never comes back.
 
 Where in the program is known from three sides, none of which costs a collective anything: the loop says iteration and phase
-(`Timers` passes its names on), hooks at the layers say which layer and direction (guard/places.py), and the line of code is the
+(`Timers` passes its names on), hooks at the layers say which layer and direction (guard/layer_names.py), and the line of code is the
 innermost frame outside parallel/ and torch, remembered as a code object and resolved only when somebody asks.
 
 Cost: about 2 microseconds a call (a collective takes 50 and more on gloo, 20 on NCCL; measured in tests/parallel/

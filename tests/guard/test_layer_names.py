@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import nn
 
-from moe_trainer.guard.places import name_layers
+from moe_trainer.guard.layer_names import name_layers
 from moe_trainer.parallel.trace import Trace
 
 
