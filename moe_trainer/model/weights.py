@@ -60,7 +60,7 @@ def gather_named(chunks: Iterable[Transformer], ps: ParallelState,
     """
     chunks = list(chunks)
     held = [_Held((stage, position), info_of(param), tuple(param.shape), lambda param=param: value(param).detach())
-            for stage, chunk in _stages(chunks, ps) for position, param in enumerate(unique_params(chunk.parameters()))]
+            for stage, chunk in stages(chunks, ps) for position, param in enumerate(unique_params(chunk.parameters()))]
     return _gather(held, ps, _device(chunks))
 
 
@@ -73,11 +73,11 @@ def export_named_weights(chunks: Iterable[Transformer], ps: ParallelState) -> It
     chunks = list(chunks)
     yield from gather_named(chunks, ps, whole_tensor)
     buffers = [_Held((stage, position), ParamInfo((name,)), tuple(buffer.shape), lambda buffer=buffer: buffer)
-               for stage, chunk in _stages(chunks, ps) for position, (name, buffer) in enumerate(chunk.named_state_buffers())]
+               for stage, chunk in stages(chunks, ps) for position, (name, buffer) in enumerate(chunk.named_state_buffers())]
     yield from _gather(buffers, ps, _device(chunks))
 
 
-def _stages(chunks: Iterable[Transformer], ps: ParallelState) -> list[tuple[int, Transformer]]:
+def stages(chunks: Iterable[Transformer], ps: ParallelState) -> list[tuple[int, Transformer]]:
     """(virtual stage, chunk): chunk c of pipeline rank r is number c * pp + r from the front of the model."""
     return [(index * ps.pp.size + ps.pp.rank, chunk) for index, chunk in enumerate(chunks)]
 

@@ -53,11 +53,11 @@ def agree(run: Run, state: TrainState, started: float, exit_signal: ExitSignal |
 
 
 @contextmanager
-def written_by_all(run: Run, what: str) -> Iterator[None]:
+def written_by_all(run: Run, what: str = "") -> Iterator[None]:
     """Ranks write files in the enclosed step; what one of them cannot write ends all. Collective over the world, as long as the step's own
     communication is completed whatever fails in it.
 
-    what: the flag that asked for the files. Raises: InputError on every rank, with the first failing rank's words.
+    what: the flag that asked for the files, where the errors do not name it. Raises: InputError on every rank, with the first failing rank's words.
     """
     problem = None
     try:
@@ -66,4 +66,4 @@ def written_by_all(run: Run, what: str) -> Iterator[None]:
         problem = str(error)
     for text in collectives.all_gather_object(problem, run.ps.world):
         if text is not None:
-            raise InputError(f"{what}: {text}")
+            raise InputError(f"{what}: {text}" if what else text)

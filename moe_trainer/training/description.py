@@ -2,11 +2,11 @@
 
 from dataclasses import asdict
 
-from moe_trainer.errors import InputError
 from moe_trainer.optim.param_groups import group_of
 from moe_trainer.parallel import collectives
 from moe_trainer.report.configuration import parameter_names, write_configuration, write_group_map
 from moe_trainer.run import Run
+from moe_trainer.training.agreement import written_by_all
 
 
 def describe_run(run: Run) -> None:
@@ -15,22 +15,14 @@ def describe_run(run: Run) -> None:
     Raises: InputError on every rank when a file cannot be written.
     """
     folder, path = run.args.output.config_logger_dir, run.args.optimizer.dump_param_to_param_group_map
-    problem = None
     if folder:
-        try:
+        with written_by_all(run, f"--config-logger-dir {folder}"):
             write_configuration(folder, run.args.as_dict(), run.chunks, run.ps)
-        except OSError as error:
-            problem = f"--config-logger-dir {folder}: {error.strerror or error}"
-    groups = _groups(run) if path is not None else {}
-    if path is not None and run.ps.world.rank == 0:
-        try:
-            write_group_map(path, groups)
-        except OSError as error:
-            problem = f"--dump-param-to-param-group-map {path}: {error.strerror or error}"
-    if folder or path is not None:
-        problems = [each for each in collectives.all_gather_object(problem, run.ps.world) if each is not None]
-        if problems:
-            raise InputError(problems[0])
+    if path is not None:
+        groups = _groups(run)
+        with written_by_all(run, f"--dump-param-to-param-group-map {path}"):
+            if run.ps.world.rank == 0:
+                write_group_map(path, groups)
 
 
 def _groups(run: Run) -> dict[str, dict]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_trainer.guard.anomaly import BEHIND, FORWARD, Chunk, Place, Rows, Search, gradients_at_fault
 from moe_trainer.model.transformer import Transformer
+from moe_trainer.model.weights import stages
 from moe_trainer.moe.experts import Experts
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of
@@ -23,7 +24,7 @@ def find_place(run: Run, state: TrainState, again: Callable[[], list[Tensor]]) -
     Collective.
     """
     ps = run.ps
-    chunks = [Chunk(index * ps.pp.size + ps.pp.rank, chunk, partial(global_name, chunk)) for index, chunk in enumerate(run.chunks)]
+    chunks = [Chunk(number, chunk, partial(global_name, chunk)) for number, chunk in stages(run.chunks, ps)]
     search = Search(chunks, lambda: ps.trace.microbatch, _rows_of_experts(run.chunks))
     with search.watching():
         sums = again()

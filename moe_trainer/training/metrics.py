@@ -4,26 +4,20 @@ from dataclasses import replace
 
 import torch
 
-from moe_trainer.errors import InputError
-from moe_trainer.parallel import collectives
 from moe_trainer.planner.hardware import bf16_peak
 from moe_trainer.report.metrics import LogOptions, MetricsLogger
 from moe_trainer.run import Run, TrainState
 from moe_trainer.shape.flops import routed_layer_share
+from moe_trainer.training.agreement import written_by_all
 
 
 def open_metrics(run: Run, state: TrainState) -> Run:
     """Open the metrics files on the last rank; collective, so that all ranks stop when they cannot be written."""
-    place, problem, opened = run.runtime.place, None, run
-    if place.rank == place.world_size - 1:
-        try:
-            opened = replace(run, metrics=_open_metrics(run, state))
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    problem = collectives.broadcast_object(problem, run.ps.world, src=place.world_size - 1)
-    if problem is not None:
-        raise InputError(f"logging: {problem}")
-    return opened
+    place = run.runtime.place
+    with written_by_all(run, "logging"):
+        if place.rank == place.world_size - 1:
+            return replace(run, metrics=_open_metrics(run, state))
+    return run
 
 
 def close_metrics(run: Run) -> None:
@@ -31,15 +25,9 @@ def close_metrics(run: Run) -> None:
 
     Raises: InputError on every rank when something of it could not be written.
     """
-    place, problem = run.runtime.place, None
-    if run.metrics is not None:
-        try:
+    with written_by_all(run):
+        if run.metrics is not None:
             run.metrics.close()
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    problem = collectives.broadcast_object(problem, run.ps.world, src=place.world_size - 1)
-    if problem is not None:
-        raise InputError(problem)
 
 
 def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
