@@ -31,6 +31,7 @@ IDLE = MappingProxyType(
         "use_grouped_gemm_for_dense_mlp": _KERNEL,
         "gradient_accumulation_fusion": _KERNEL,
         "disable_jit_fuser": _KERNEL,
+        "dsa_indexer_k_norm_fp32": "norms are computed in fp32, whatever format their input has",
         "mla_down_proj_fusion": "the two down projections are computed, stored and saved one by one",
         "cross_entropy_loss_fusion": "the loss never makes a full fp32 copy of the logits, with or without this flag",
         "cross_entropy_fusion_impl": "there is one implementation of the loss, and both names give its numbers",

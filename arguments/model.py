@@ -187,6 +187,8 @@ class ModelArgs:
     """Sparse attention: first layer that may reuse a selection."""
     dsa_indexer_loss_coeff: float | None = None
     """Sparse attention: weight of the indexer's KL loss."""
+    dsa_indexer_warmup: bool = False
+    """Sparse attention, first stage: attention stays dense, the indexers learn from it, every other parameter is frozen. Ours."""
     dsa_indexer_use_sparse_loss: bool = False
     """Sparse attention: take the KL loss over the selected keys only."""
     dsa_indexer_rope_interleaved: bool = False

@@ -67,7 +67,9 @@ LATER = MappingProxyType(
         "fp4_recipe": Later("quantisers of the user's own, which are TransformerEngine's", MEMORY, values=("custom",)),
         "fp4_param_gather": Later("parameters kept in fp4", MEMORY),
         # ---- architectures and conversion
-        "experimental_attention_variant": Later("this kind of attention", MODELS, values=("gdn2", "dsa")),
+        "experimental_attention_variant": Later("this kind of attention", MODELS, values=("gdn2",)),
+        "dsa_indexer_topk_freq": Later("layers that reuse the selection of an earlier one", MODELS),
+        "dsa_indexer_skip_topk_offset": Later("layers that reuse the selection of an earlier one", MODELS),
         "recompute_modules": Later("the layers that have these parts", MODELS, values=("gdp_in_proj", "gdp_qkv", "mhc")),
         "offload_modules": Later("the layers that have this part", MODELS, values=("gdp_qkv",)),
         "moe_router_load_balancing_type": Later("quantile balancing", MODELS, values=("quantile_balancing",)),
@@ -86,12 +88,6 @@ PART_OF = MappingProxyType(
         "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy",
         "fp8_recipe": "fp8_quantizer_factory",
         "fp4_recipe": "fp4_quantizer_factory",
-        "experimental_attention_variant": (
-            "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
-            "dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss "
-            "dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu "
-            "dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32"
-        ),
         "moe_router_load_balancing_type": "moe_router_quantile_balancing_ema",
     }
 )
@@ -258,6 +254,12 @@ NEEDS_VALUE = (
         "experimental_attention_variant",
         "gdn",
         "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads",
+    ),
+    (
+        "experimental_attention_variant",
+        "dsa",
+        "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_warmup dsa_indexer_use_sparse_loss "
+        "dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon",
     ),
     ("fp8_recipe", "delayed", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     ("moe_token_dispatcher_type", "flex", "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),

@@ -33,6 +33,7 @@ from moe_trainer.guard.layer_names import name_layers
 from moe_trainer.guard.rejection import History, Spread, Suspicion
 from moe_trainer.initialize import Runtime
 from moe_trainer.layers.precision import store_weights
+from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.build import DTYPES, build_chunks
@@ -144,6 +145,8 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
     timers = Timers(args.output.timing_log_level, synchronize=runtime.device.type == "cuda", trace=ps.trace)
     with timers("model-and-optimizer-setup"):
         chunks = build_chunks(args, ps, vocab, runtime.device)
+        if args.model.dsa_indexer_warmup:
+            freeze_all_but_indexers(chunks)
         name_layers(ps.trace, layers_of(chunks))
         if args.output.init_from is not None:
             with user_input(f"--init-from {args.output.init_from}"):

@@ -25,6 +25,7 @@ from arguments.rules import (
     recompute,
     router,
     sizes,
+    sparse_attention,
     training,
 )
 from arguments.rules.derived import derived
@@ -35,7 +36,7 @@ from arguments.settings import Settings, Violation
 __all__ = ["AREAS", "check", "derived", "resolve"]
 
 AREAS = (
-    numbers, finermoe, sizes, attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs,
+    numbers, finermoe, sizes, attention, sparse_attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs,
     graph_limits, kernels,
     training, data, checkpoint,
 )  # fmt: skip

@@ -28,11 +28,14 @@ _ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "
          "linear_q_up_proj.weight", "linear_kv_up_proj.weight", "linear_fc1.weight", "linear_fc1.bias", "eh_proj.weight",
          "softmax_offset")
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-_WHOLE = re.compile(r"(layernorm|norm)\.(weight|bias)$|(linear_proj|linear_fc2)\.bias$|router\.|position_embeddings\.weight$|gate_weight$")
+_WHOLE = re.compile(r"(layernorm|norm)\.(weight|bias)$|(linear_proj|linear_fc2)\.bias$|router\.|position_embeddings\.weight$|gate_weight$|\.indexer\.")
 # the order in which the modules of a model and of a layer register their parameters
 _ORDER = ("embedding.word_embeddings.", "embedding.position_embeddings.", "decoder.layers.", "decoder.final_layernorm.", "mtp.layers.",
           "output_layer.")
-_IN_LAYER = ("enorm.", "hnorm.", "eh_proj.", "input_layernorm.", "self_attention.core_attention.softmax_offset", "self_attention.linear_proj.",
+_IN_LAYER = ("enorm.", "hnorm.", "eh_proj.", "input_layernorm.", "self_attention.core_attention.softmax_offset",
+             "self_attention.core_attention.indexer.linear_wq_b.", "self_attention.core_attention.indexer.linear_wk.",
+             "self_attention.core_attention.indexer.k_norm.", "self_attention.core_attention.indexer.linear_weights_proj.",
+             "self_attention.linear_proj.",
              "self_attention.linear_qkv.", "self_attention.linear_q_proj.", "self_attention.linear_q_down_proj.",
              "self_attention.linear_q_up_proj.", "self_attention.linear_kv_down_proj.", "self_attention.linear_kv_up_proj.",
              "self_attention.q_layernorm.", "self_attention.kv_layernorm.", "self_attention.k_layernorm.", "pre_mlp_layernorm.",

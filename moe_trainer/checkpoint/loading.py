@@ -37,6 +37,7 @@ _OPTIMIZER_KEYS = (_OPTIMIZER, "chained_")
 # the state of delayed scaling: a run without it leaves it, a run with it may begin anew
 SCALING = "fp8."
 _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
+_INDEXER = ".core_attention.indexer."
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type")
@@ -153,6 +154,7 @@ class Loader:
         differing = self._differing_flags()
         fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in _MUST_AGREE]
         lines = list(self._mismatched)
+        self._begin_indexers()
         tolerant = strictness in ("log_all", "return_all", "ignore_all")
         if tolerant and self._missing and strictness != "ignore_all":
             self._warn("%s lacks %s; they keep their initial values", self._folder, ", ".join(self._missing[:_MAX_LINES]))
@@ -170,6 +172,18 @@ class Loader:
                                   "--use-checkpoint-args")
         if differing and not self._options.finetune:
             self._warn("flags differ from those of the checkpoint:\n%s", _flags(differing, title="").rstrip())
+
+    def _begin_indexers(self) -> None:
+        """A model without sparse attention's indexers may be gone on with, by --finetune: they keep their initial values."""
+        lost = [key for key in self._missing if _INDEXER in key]
+        if not lost or any(_INDEXER in key for key in self._stored):
+            return
+        if not self._options.finetune:
+            raise CheckpointError(
+                f"the checkpoint {self._folder} has no indexers of sparse attention ({lost[0]}, ...): it is of a model without "
+                "--experimental-attention-variant dsa. --finetune takes its weights and begins the indexers anew")
+        self._warn("%s has no indexers of sparse attention (%s, ...): they begin anew", self._folder, lost[0])
+        self._missing = [key for key in self._missing if key not in lost]
 
     def divide(self, ps: ParallelState) -> None:
         """With --ckpt-fully-parallel-load: settle which rank reads what for all that hold the same; collective."""

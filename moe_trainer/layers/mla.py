@@ -25,6 +25,7 @@ from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.logit_peaks import LogitPeaks
 from moe_trainer.layers.rotary import Tables, skips_rope
+from moe_trainer.layers.sparse_attention import SparseAttention
 from moe_trainer.ops.attention import compact, pad_values
 from moe_trainer.ops.rope import yarn_mscale
 from moe_trainer.parallel.mappings import copy_to_group, gather_rows_from_group
@@ -35,11 +36,11 @@ class MultiLatentAttention(nn.Module):
     """Latent attention of one layer. name: global name, e.g. "decoder.layers.0.self_attention"; layer_number from 1.
 
     With --q-lora-rank the query has a latent too; with --qk-layernorm both latents are normalized.
-    sequence_parallel: see layers/linear.py.
+    sequence_parallel: see layers/linear.py. per_token_loss: of an indexer (layers/sparse_attention.py).
     """
 
     def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit,
-                 sequence_parallel: bool = False):
+                 sequence_parallel: bool = False, per_token_loss: bool = False):
         super().__init__()
         heads = model.num_attention_heads
         if heads % ps.tp.size:
@@ -76,9 +77,14 @@ class MultiLatentAttention(nn.Module):
         self.linear_kv_up_proj = linear(
             kit.column_linear, self.kv_rank, heads * (self.nope_dim + self.value_dim), "linear_kv_up_proj")
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
-        self.core_attention = kit.core_attention(
-            model, layer_number, head_dim=key_dim, scale=temperature * temperature / math.sqrt(key_dim))
-        self.logits = LogitPeaks(model, layer_number, temperature * temperature / math.sqrt(key_dim), ps.cp)
+        scale = temperature * temperature / math.sqrt(key_dim)
+        if model.experimental_attention_variant == "dsa":
+            self.core_attention = SparseAttention(
+                model, ps, layer_number, name=f"{name}.core_attention", head_dim=key_dim, scale=scale, activations=kit.activations,
+                queue=kit.queue, sequence_parallel=sequence_parallel, per_token_loss=per_token_loss)
+        else:
+            self.core_attention = kit.core_attention(model, layer_number, head_dim=key_dim, scale=scale)
+        self.logits = LogitPeaks(model, layer_number, scale, ps.cp)
         # where its inputs are not kept, attention saves them as they come, and they come as it would save them
         self.core_attention.saves_inputs = "mla_up_proj" in kit.activations.recomputed
         self.core_attention.value_width = self.value_dim
@@ -112,8 +118,11 @@ class MultiLatentAttention(nn.Module):
             k_rope = self.apply_rope(k_rope, *rope, interleaved=True)
         return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), v_SBNE
 
-    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
-        """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor = 1.0) -> Tensor:
+        """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention; grad_scale: of an indexer's loss.
+
+        Returns: the shape of x_SBH.
+        """
         with self.activations.offloading("qkv_linear"):
             q_latent = self._query_latent(x_SBH)
             latent_SBC, k_rope = self.linear_kv_down_proj(x_SBH).split([self.kv_rank, self.rope_dim], dim=-1)
@@ -122,12 +131,17 @@ class MultiLatentAttention(nn.Module):
             (q_SBND, k_SBND, v_SBNE), inside = self.activations.discarding(
                 "mla_up_proj", functools.partial(self._expand, rope, visible), q_latent, latent_SBC, k_rope)
         with inside, self.activations.offloading("core_attn"):
-            y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBND, v_SBNE)
+            if isinstance(self.core_attention, SparseAttention):
+                read = (x_SBH.detach(), (x_SBH if self.linear_q_proj is not None else q_latent).detach())
+                y = self.activations.region("core_attn", lambda *read: self._attend(*read[:3], visible, *read[3:], rope, grad_scale),
+                                            q_SBND, k_SBND, v_SBNE, *read)
+            else:
+                y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible, self.softmax_offset), q_SBND, k_SBND, v_SBNE)
         with self.activations.offloading("attn_proj"):
             return self.linear_proj(y)
 
-    def _attend(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: Visible | None) -> Tensor:
+    def _attend(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: Visible | None, *more: object) -> Tensor:
         if self.training:
             self.logits.see(q_SBND, k_SBND, visible)
         with drawing(self.stream if self.training else None, q_SBND.device):
-            return self.core_attention(q_SBND, k_SBND, v_SBNE, visible, self.softmax_offset)
+            return self.core_attention(q_SBND, k_SBND, v_SBNE, visible, *more)

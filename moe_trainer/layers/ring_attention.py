@@ -16,6 +16,7 @@ Shapes: S local positions, B sequences, N query heads, G key-value heads, D key 
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -50,25 +51,24 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, scale, rule, group):
         q, out, lse = _begin(q_SBND, v_SBGE, sink_N)
-        mine = _runs(group.rank, group.size, q.shape[2])
+        mine = runs_of(group.rank, group.size, q.shape[2])
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
-            _attend(_blocks(mine, _runs(source, group.size, q.shape[2]), rule), q, k, v, scale, rule, out, lse)
+            _attend(_blocks(mine, runs_of(source, group.size, q.shape[2]), rule), q, k, v, scale, rule, out, lse)
         return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, rule, group)
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse = ctx.saved_tensors
-        scale, rule, group = ctx.how
+        (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, rule, group) = _kept(ctx)
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
-        mine = _runs(group.rank, group.size, q.shape[2])
+        mine = runs_of(group.rank, group.size, q.shape[2])
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         arriving, work = None, None
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
             sums = torch.zeros_like(flat, dtype=grad_q.dtype)
-            blocks = _blocks(mine, _runs(source, group.size, q.shape[2]), rule)
+            blocks = _blocks(mine, runs_of(source, group.size, q.shape[2]), rule)
             _attend_backward(blocks, q, k, v, scale, rule, final, (grad_q, *pair.unpack(sums)))
             if work is not None:
                 work.wait()
@@ -90,8 +90,7 @@ class _GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse = ctx.saved_tensors
-        scale, rule, group = ctx.how
+        (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, rule, group) = _kept(ctx)
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
         grad_k, grad_v = torch.zeros_like(k, dtype=grad_q.dtype), torch.zeros_like(v, dtype=grad_q.dtype)
@@ -119,7 +118,7 @@ def _attend_backward(blocks: Iterable[_Block], q: Tensor, k: Tensor, v: Tensor, 
                         (grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]))
 
 
-def _runs(rank: int, size: int, length: int) -> tuple[Run, ...]:
+def runs_of(rank: int, size: int, length: int) -> tuple[Run, ...]:
     """The positions that member `rank` holds, in its order; length: its number of positions."""
     if size == 1:
         return (Run(0, length),)
@@ -152,7 +151,7 @@ def _parts(mine: tuple[Run, ...], rule: Rule) -> Iterator[tuple[Run, slice]]:
 
 
 def _blocks_of_all(group: Group, length: int, rule: Rule) -> Iterator[_Block]:
-    return _blocks(_runs(group.rank, group.size, length), (Run(0, length * group.size),), rule)
+    return _blocks(runs_of(group.rank, group.size, length), (Run(0, length * group.size),), rule)
 
 
 def _begin(q_SBND: Tensor, v_SBGE: Tensor, sink_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,9 +166,20 @@ def _begin(q_SBND: Tensor, v_SBGE: Tensor, sink_N: Tensor | None) -> tuple[Tenso
 def _end(ctx, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, sink_N: Tensor | None, out: Tensor, lse: Tensor, scale: float,
          rule: Rule, group: Group) -> Tensor:
     out_SBH = out.permute(2, 0, 1, 3).to(q_SBND.dtype).flatten(2)
-    ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse)
-    ctx.how = scale, rule, group
+    selection = rule.selection
+    # the bits too are saved as tensors are: where activations are computed again, they are
+    ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse, None if selection is None else selection.bits_BSC)
+    ctx.how = scale, rule if selection is None else replace(rule, selection=replace(selection, bits_BSC=None)), group
     return out_SBH
+
+
+def _kept(ctx) -> tuple[tuple[Tensor | None, ...], tuple[float, Rule, Group]]:
+    """What `_end` kept: the tensors and the rest."""
+    *tensors, bits = ctx.saved_tensors
+    scale, rule, group = ctx.how
+    if bits is not None:
+        rule = replace(rule, selection=replace(rule.selection, bits_BSC=bits))
+    return tuple(tensors), (scale, rule, group)
 
 
 def _begin_backward(q_SBND: Tensor, grad_SBH: Tensor, out_SBH: Tensor, lse_BNS: Tensor) -> tuple[Tensor, Final, Tensor]:

@@ -34,8 +34,10 @@ class TransformerLayer(nn.Module):
         attention = MultiLatentAttention if model.multi_latent_attention else SelfAttention
         if is_linear(model, layer_number - 1):
             attention = GatedDeltaNet
+        self.is_sparse = model.experimental_attention_variant == "dsa"  # it has a loss of its own
+        loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
         self.self_attention = attention(model, ps, name=f"{name}.self_attention", layer_number=layer_number, kit=kit,
-                                        sequence_parallel=sp)
+                                        sequence_parallel=sp, **loss)
         self.pre_mlp_layernorm = kit.norm(model.hidden_size, model, name=f"{name}.pre_mlp_layernorm", partial=rows_cut)
         self.is_moe = is_moe
         if is_moe:
@@ -49,17 +51,18 @@ class TransformerLayer(nn.Module):
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
         """rope: cos and sin, or None; visible: see CoreAttention; grad_scale: of the auxiliary losses."""
         live = self.graphs.live(grad_scale)
-        return self.graphs.run("layer", lambda x: self._feed(self._attend(x, rope, visible), live), [self], x_SBH)
+        return self.graphs.run("layer", lambda x: self._feed(self._attend(x, rope, visible, live), live), [self], x_SBH)
 
-    def _attend(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
+    def _attend(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
         """The layer's first half."""
-        return self.graphs.run("attn", lambda x: self._attention(x, rope, visible), [self.input_layernorm, self.self_attention], x_SBH)
+        return self.graphs.run("attn", lambda x: self._attention(x, rope, visible, grad_scale),
+                               [self.input_layernorm, self.self_attention], x_SBH)
 
-    def _attention(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
+    def _attention(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
         with self.activations.offloading("attn_norm"):
             normed, inside = self.activations.discarding("layernorm", self.input_layernorm, x_SBH)
         with inside:
-            y_SBH = self.self_attention(normed, rope, visible)
+            y_SBH = self.self_attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
         return self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
 
     def _feed(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Tensor:

@@ -52,6 +52,10 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     kernels = choose_kernels(args.precision.triton_kernels, backends)
     kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type, backends, kernels, model=args.model,
                  moe=args.moe, precision=args.precision, defers=deferral.of_all_layers(args.parallel), stores=keeps_8_bits(args))
+    if args.model.experimental_attention_variant == "dsa" and args.model.dsa_kernel_backend != "none":
+        backends.use(("dsa_kernel_backend",), flag=f"--dsa-kernel-backend {args.model.dsa_kernel_backend}",
+                     problem="this version has no binding to that library", remedy="Use --dsa-kernel-backend none",
+                     instead="torch's own products")
     layouts = chunk_layouts(args.model, args.parallel)
     assert len(layouts) == ps.pp.size, f"flags lay out {len(layouts)} pipeline stages, there are {ps.pp.size}"
     shared = len(embedding_stages(layouts, not args.model.untie_embeddings_and_output_weights)) > 1

@@ -64,6 +64,11 @@ def gather_named(chunks: Iterable[Transformer], ps: ParallelState,
     return _gather(held, ps, _device(chunks))
 
 
+def gradient_of(param: Parameter) -> Tensor:
+    """The main gradient, after it was gathered; zeros of a parameter that is frozen."""
+    return param.main_grad if param.requires_grad else torch.zeros_like(param)
+
+
 def export_named_weights(chunks: Iterable[Transformer], ps: ParallelState) -> Iterator[tuple[str, Tensor]]:
     """Yield (Megatron-Core name, whole tensor) of every parameter and checkpointed buffer, stacked experts one by one.
 

@@ -236,14 +236,17 @@ def forget_iteration(chunks) -> None:
 
 
 @torch.no_grad()
-def update_expert_bias(chunks, ps: ParallelState) -> None:
-    """Move every expert's bias by the update rate towards balance; once per global batch.
+def update_expert_bias(chunks, ps: ParallelState, frozen: bool = False) -> None:
+    """Move every expert's bias by the update rate towards balance; once per global batch. frozen: the biases stay, the counts go.
 
     Communication: all layers' counts in one all-reduce over tp_dp_cp.
     Source: auxiliary-loss-free load balancing (arXiv 2408.15664); DeepSeek-V3, section 2.1.2.
     """
     routers = [router for router in _routers(chunks) if router.expert_bias is not None]
-    if not routers:
+    if frozen:
+        for router in routers:
+            router.local_tokens_per_expert.zero_()
+    if not routers or frozen:
         return
     counts_LE = torch.stack([router.local_tokens_per_expert for router in routers])
     all_reduce(counts_LE, ps.tp_dp_cp)

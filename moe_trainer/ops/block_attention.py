@@ -10,8 +10,9 @@ that is all a block needs to know about the others. Nothing larger than a tile o
 keys ever exists, and keys that no query of a tile may see are not multiplied at all. Blocks that a flash kernel can do
 (ops/flash_attention.py) go there whole.
 
-Which keys a query may see is a rule over places in the sequence (causal, window) and over documents, not a mask. Dropout
-draws the mask of a tile from a generator seeded by (seed, place), so that the backward draws the same one.
+Which keys a query may see is a rule over places in the sequence (causal, window) and over documents, not a mask; only keys that were
+chosen one by one (`Selection`, of sparse attention) are written down, a bit each. Dropout draws the mask of a tile from a generator
+seeded by (seed, place), so that the backward draws the same one.
 
 Shapes: B sequences, N query heads, G key-value heads (n = N / G queries each), S queries, K keys, D key width, E value
 width.
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.ops import flash_attention
@@ -74,17 +76,48 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class Selection:
+    """Keys that were chosen one by one, of those that the causal rule and documents show.
+
+    bits_BSC: uint8 [B, S, ceil(K / 8)], key k of the whole sequence is bit k % 8 of number k // 8; S: the queries of `runs`, in order.
+    """
+
+    bits_BSC: Tensor
+    runs: tuple[Run, ...]
+
+    @staticmethod
+    def pack(chosen_BSK: Tensor) -> Tensor:
+        """Bits of a bool tensor, [B, S, ceil(K / 8)]."""
+        padded = F.pad(chosen_BSK.to(torch.uint8), (0, -chosen_BSK.shape[-1] % 8)).unflatten(-1, (-1, 8))
+        return (padded << torch.arange(8, dtype=torch.uint8, device=padded.device)).sum(-1, dtype=torch.uint8)
+
+    def of(self, queries: Run, keys: Run) -> Tensor:
+        """Bool [B, S, K], True = chosen. queries: within one of the runs."""
+        row = 0
+        for run in self.runs:
+            if run.start <= queries.start < run.stop:
+                row += queries.start - run.start
+                break
+            row += run.size
+        first = keys.start // 8
+        bits = self.bits_BSC[:, row:row + queries.size, first:-(-keys.stop // 8)].unsqueeze(-1)
+        chosen = ((bits >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1).bool().flatten(-2)
+        return chosen[:, :, keys.start - 8 * first:keys.stop - 8 * first]
+
+
+@dataclass(frozen=True)
 class Rule:
     """Which keys a query sees, and dropout.
 
     left: query i sees keys i - left .. i; negative: all up to i. documents: of the whole sequence; a query sees keys of its
-    own document only; None: there is but one.
+    own document only; None: there is but one. selection: of the keys that all this shows, the ones that count; None: all.
     """
 
     left: int = -1
     documents: Documents | None = None
     dropout_p: float = 0.0
     seed: int = 0
+    selection: Selection | None = None
 
     def clip(self, queries: Run, keys: Run) -> Run | None:
         """The keys that some of the queries may see, or None."""
@@ -106,7 +139,7 @@ class Rule:
         """None: the block needs the tiles. Else a flash kernel can do it, with a causal mask (True) or none."""
         outside = self.left >= 0 and keys.start < queries.stop - 1 - self.left
         apart = self.documents is not None and self.documents.latest[queries.stop - 1] > keys.start
-        if outside or apart or self.dropout_p > 0.0:
+        if outside or apart or self.dropout_p > 0.0 or self.selection is not None:
             return None
         if keys.stop - 1 <= queries.start:
             return False
@@ -114,6 +147,8 @@ class Rule:
 
     def hidden(self, queries: Run, keys: Run, device: torch.device) -> Tensor | None:
         """Bool [1 or B, 1, S, K], True = may not be seen; None when every query sees every key."""
+        if self.selection is not None:
+            return ~self.selection.of(queries, keys).unsqueeze(1)
         later = keys.stop - 1 > queries.start
         outside = self.left >= 0 and keys.start < queries.stop - 1 - self.left
         hidden = None

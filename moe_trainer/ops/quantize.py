@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_trainer.ops.hadamard import hadamard_matrix
+
 
 class Format(NamedTuple):
     """A binary format with subnormals. min_exponent: of normal numbers; dtype: torch's, where it has one of a byte."""
@@ -187,8 +189,6 @@ def hadamard(x_RK: Tensor) -> Tensor:
     """Random Hadamard transform of every 16 elements of the last dimension, filled up with zeros: orthogonal, so that a product
     of two transformed matrices is that of the matrices. Returns [R, K rounded up to 16]."""
     x_RK = F.pad(x_RK, (0, -x_RK.shape[1] % HADAMARD_SIZE))
-    matrix = torch.ones(1, 1, dtype=x_RK.dtype, device=x_RK.device)
-    while matrix.shape[0] < HADAMARD_SIZE:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    matrix = hadamard_matrix(HADAMARD_SIZE, x_RK.dtype, x_RK.device)
     signs = torch.tensor(SIGNS, dtype=x_RK.dtype, device=x_RK.device)
     return (x_RK.unflatten(1, (-1, HADAMARD_SIZE)) @ (signs[:, None] * matrix * HADAMARD_SIZE**-0.5)).flatten(1)

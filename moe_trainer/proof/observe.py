@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from arguments import Arguments
 from moe_trainer.data.loader import Batch
 from moe_trainer.initialize import Runtime
-from moe_trainer.model.weights import export_named_weights, gather_named
+from moe_trainer.model.weights import export_named_weights, gather_named, gradient_of
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of, unique_params
 from moe_trainer.parallel.shards import whole
@@ -86,8 +86,8 @@ def train(
     def record_and_step(**rates):
         if state.iteration == 0:
             run.grads.gather()
-            grads.update((name, grad.clone().cpu()) for name, grad in gather_named(run.chunks, ps, _main_grad))
-            prints.update(_fingerprints(run, _main_grad))
+            grads.update((name, grad.clone().cpu()) for name, grad in gather_named(run.chunks, ps, gradient_of))
+            prints.update(_fingerprints(run, gradient_of))
         return step(**rates)
 
     run.optimizer.step = record_and_step
@@ -121,10 +121,6 @@ def _evaluate(run: Run, further: list[Batch]) -> float:
         sums = run_microbatches(run, iter(further), len(further), run.args.training.micro_batch_size, forward_only=True)
     loss_sum, tokens = shared_sums(run, sums)
     return loss_sum / max(tokens, 1.0)
-
-
-def _main_grad(param: Parameter) -> Tensor:
-    return param.main_grad
 
 
 def _named(run: Run) -> Iterable[tuple[Parameter, int, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.model.weights import export_named_weights, gather_named
+from moe_trainer.model.weights import export_named_weights, gather_named, gradient_of
 from moe_trainer.moe.experts import Experts
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel.params import info_of
@@ -84,7 +84,7 @@ class StepDumps:
         if "wgrads" in self._due:
             run, scale = self._run, 1.0 / self._run.optimizer.loss_scale
             run.grads.gather()
-            gradients = gather_named(run.chunks, run.ps, lambda param: param.main_grad)
+            gradients = gather_named(run.chunks, run.ps, gradient_of)
             self._write_whole("wgrads", ((name, tensor.float() * scale) for name, tensor in gradients))
         if TRACE in self._due:
             self._trace()
@@ -163,7 +163,7 @@ def write_step(run: Run, iteration: int, records: Mapping[str, Sequence[Mapping[
         if records:
             dump_routing(directory, iteration, run.runtime.place.rank, {_label(name): record for name, record in records.items()})
     run.grads.gather()
-    gradients = gather_named(run.chunks, run.ps, lambda param: param.main_grad)
+    gradients = gather_named(run.chunks, run.ps, gradient_of)
     with written_by_all(run, "--dump-step"):
         try:
             if run.runtime.place.rank == 0:

@@ -59,6 +59,7 @@ from moe_trainer.guard.rejection import (
     wrong_rank,
 )
 from moe_trainer.layers.precision import forget_maxima
+from moe_trainer.layers.sparse_attention import forget_indexer_loss
 from moe_trainer.model.mtp import forget_mtp_metrics
 from moe_trainer.moe.balancing import forget_iteration
 from moe_trainer.parallel import collectives
@@ -178,9 +179,10 @@ def rewind(run: Run) -> None:
 
 
 def forget_books(run: Run) -> None:
-    """Nothing of this iteration has happened to routers, multi-token prediction and delayed scaling."""
+    """Nothing of this iteration has happened to routers, multi-token prediction, indexers and delayed scaling."""
     forget_iteration(run.chunks)
     forget_mtp_metrics(run.chunks)
+    forget_indexer_loss(run.chunks)
     forget_maxima(run.chunks)
 
 

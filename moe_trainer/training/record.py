@@ -28,7 +28,7 @@ from moe_trainer.data.loader import Batch, build_loader
 from moe_trainer.guard import record
 from moe_trainer.guard.beginning import Beginning
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.model.weights import export_named_weights, gather_named
+from moe_trainer.model.weights import export_named_weights, gather_named, gradient_of
 from moe_trainer.parallel import collectives
 from moe_trainer.run import Run, TrainState, layers_of
 from moe_trainer.training.export import write_weights
@@ -160,7 +160,7 @@ class _Writing:
         self._has_gradients = True
         run.grads.gather()
         scale = 1.0 / run.optimizer.loss_scale
-        named = gather_named(run.chunks, run.ps, lambda param: param.main_grad)
+        named = gather_named(run.chunks, run.ps, gradient_of)
         self._whole(record.GRADIENTS, ((name, grad.float() * scale) for name, grad in named))
 
     def finish(self, head: Mapping[str, Any], witness: Witness, beginning: Beginning[Batch]) -> tuple[str | None, int]:

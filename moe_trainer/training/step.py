@@ -19,6 +19,7 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.errors import user_input
 from moe_trainer.layers.precision import begin_iteration, update_scales
 from moe_trainer.layers.qk_clip import clipped_rows, forget_logits, largest_of_all, logit_peaks
+from moe_trainer.layers.sparse_attention import collect_indexer_loss
 from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
@@ -94,13 +95,14 @@ def train_step(run: Run, state: TrainState, num_microbatches: int, witness: Step
     update_scales(run.chunks, ps)
     # The books are read before the update: their small collectives must not queue behind the parameter gathers, and a
     # loss that is not finite must not reach the weights.
-    update_expert_bias(run.chunks, ps)
+    update_expert_bias(run.chunks, ps, frozen=args.model.dsa_indexer_warmup)
     num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
     loads = None
     if args.moe.num_experts and args.moe.moe_per_layer_logging:
         loads = collect_loads(run.chunks, ps, args.moe.num_experts, num_layers, run.runtime.device)
     moe = collect_moe_metrics(run.chunks, ps, num_microbatches, args.moe, num_layers, run.runtime.device)
     losses = {"lm loss": result.loss, **moe.losses, **collect_mtp_metrics(run.chunks, ps)}
+    losses |= collect_indexer_loss(run.chunks, ps, args.model, run.runtime.device)
     if args.training.check_for_nan_in_loss_and_grad:
         refuse_nan(state.iteration + 1, losses)
     peaks = logit_peaks(run.chunks, ps, run.runtime.device)

@@ -7,6 +7,8 @@ STASH = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DELTA = "--experimental-attention-variant gdn"
+SPARSE = "--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 32"
+WARMUP = f"{SPARSE} --dsa-indexer-loss-coeff 0.1 --dsa-indexer-warmup"
 UPCYCLING = "--moe-use-upcycling --save out --save-interval 5 --load dense"
 
 # (added to the base line, flags left out of it, a flag that must be named); 8 ranks
@@ -333,6 +335,22 @@ BROKEN = (
     (DELTA, "", "--linear-attention-freq"),
     (f"{DELTA} --linear-attention-freq 4", "--swiglu", "--swiglu"),
     (f"{DELTA} --linear-attention-freq 4 --linear-num-value-heads 24", "", "--linear-num-value-heads"),
+    (SPARSE.replace("--multi-latent-attention", ""), "", "--multi-latent-attention"),
+    ("--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64", "", "--dsa-indexer-topk"),
+    (f"{SPARSE} --dsa-indexer-head-dim 96", "", "--dsa-indexer-head-dim"),
+    (f"{SPARSE} --dsa-indexer-head-dim 32", "", "--dsa-indexer-head-dim"),
+    (f"{SPARSE} --context-parallel-size 2", "", "--cp-comm-type"),
+    (f"{SPARSE} --softmax-type learnable", "", "--softmax-type"),
+    (f"{SPARSE} --window-size 64,0", "", "--window-size"),
+    (f"{SPARSE} --qk-clip", "", "--qk-clip"),
+    (f"{SPARSE} --log-max-attention-logit", "", "--log-max-attention-logit"),
+    (f"{SPARSE} --linear-attention-freq 4", "", "--linear-attention-freq"),
+    (f"{SPARSE} --cuda-graph-impl local --cuda-graph-scope attn", "", "--cuda-graph-impl"),
+    (f"{SPARSE} --dsa-indexer-warmup", "", "--dsa-indexer-loss-coeff"),
+    ("--dsa-indexer-warmup --dsa-indexer-loss-coeff 0.1", "", "--dsa-indexer-warmup"),
+    (f"{WARMUP} --dsa-indexer-use-sparse-loss", "", "--dsa-indexer-use-sparse-loss"),
+    (f"{WARMUP} --bf16 --use-torch-fsdp2 --ckpt-format fsdp_dtensor", "", "--use-torch-fsdp2"),
+    (f"{WARMUP} --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather --bf16 --use-distributed-optimizer", "", "--fp8-param-gather"),
     ("--no-rope-freq [0,1]", "", "--no-rope-freq"),
     # cuda graphs
     ("--external-cuda-graph --cuda-graph-impl local", "", "--external-cuda-graph"),
@@ -381,6 +399,9 @@ SOUND = (
     (f"{FINE} --num-experts 16 --moe-router-topk 4", FREE),
     ("--finermoe-output-granularity 4 --moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-3 1e-3", FREE),
     ("--finermoe-intermediate-granularity 4 --moe-router-topk 4", FREE),
+    (f"{SPARSE} --context-parallel-size 2 --cp-comm-type allgather --dsa-indexer-loss-coeff 0.1 --dsa-indexer-use-sparse-loss", ""),
+    (f"{SPARSE} --dsa-indexer-head-dim 96 --no-dsa-indexer-rotate-activation", ""),
+    (WARMUP, ""),
     ("--checkpoint-activations", ""),
     ("--num-virtual-stages-per-pipeline-rank 1", ""),
     ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2 "
