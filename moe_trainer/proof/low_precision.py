@@ -57,7 +57,7 @@ def provable(values: MappingOf[str, object], mapping: Mapping, num_layers: int) 
         notes.append("--te-precision-config-file: left out; its names are those of the run's layers, so all have the recipe of the flags")
     found: dict[str, object] = {"lr": STILL, "decoupled_lr": None, "te_precision_config_file": None, "reuse_grad_buf_for_mxfp8_param_ag": None}
     recipe = str(values.get("fp8_recipe") or "delayed")
-    if values.get("num_experts"):
+    if values.get("num_experts") or values.get("finermoe_output_granularity"):  # whose number of experts follows
         found["moe_router_dtype"] = "fp64"
         recipe = _of_experts(found, values, recipe, mapping, notes)
     found["fp8_recipe"] = recipe

@@ -158,6 +158,8 @@ def test_what_cannot_be_kept_is_said():
     assert found["num_layers_at_start_in_bf16"] == 1 and found["moe_router_dtype"] == "fp64" and found["lr"] < 1e-10
     found, notes = provable(flags, Mapping(tp=2, etp=2), 4)
     assert found["fp8_recipe"] == "tensorwise" and len(notes) == 1
+    fine = {dest: value for dest, value in flags.items() if dest != "num_experts"} | {"finermoe_output_granularity": 2}
+    assert provable(fine, Mapping(dp=2, ep=2), 4)[0]["fp8_recipe"] == "delayed", "its number of experts follows"
     found, notes = provable({**flags, "fp8_recipe": "mxfp8", "moe_router_padding_for_quantization": True}, Mapping(tp=2, dp=2, ep=4), 4)
     assert found["fp8_wgrad"] is False and found["moe_router_padding_for_quantization"] is None and len(notes) == 3
     found, notes = provable({"fp4": "e2m1", "num_experts": 8}, Mapping(dp=2), 4)
