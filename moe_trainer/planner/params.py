@@ -1,7 +1,7 @@
 """How many parameters each pipeline rank holds, from flags alone: the model's counts (shape/counts.py), cut as the model cuts them.
 
-Tensor parallelism cuts tables by rows, attention and feed-forward by heads and columns; norms, routers, latents, learned positions and
-biases behind a sum are whole on every rank. Experts are cut by etp and spread over ep. tests/planner holds the sums against built models.
+Tensor parallelism cuts tables by rows, attention and feed-forward by heads and columns; norms, routers, latents, indexers of sparse
+attention, learned positions and biases behind a sum are whole on every rank. Experts are cut by etp and spread over ep. tests/planner holds the sums against built models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_trainer.shape.counts import gated_delta_net
+from moe_trainer.shape.counts import gated_delta_net, indexer
 from moe_trainer.shape.layers import is_linear, moe_layer_pattern, mtp_is_moe
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class LayerParams:
         else:
             count = hidden * model.q_lora_rank + model.q_lora_rank * heads * key // self.tp + latent_norm(model.q_lora_rank)
         count += hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) + latent_norm(model.kv_lora_rank)
-        count += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) // self.tp
+        count += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) // self.tp + indexer(model)
         return count + heads * model.v_head_dim * hidden // self.tp + bias
 
     def more(self, number: int) -> Held:

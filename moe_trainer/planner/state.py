@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moe_trainer.planner.params import Held, LayerParams
-from moe_trainer.shape.counts import gated_delta_net
+from moe_trainer.shape.counts import gated_delta_net, indexer
 from moe_trainer.shape.layers import is_linear, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
 from moe_trainer.shape.state_bytes import StateBytes, is_known, rank_state_bytes
@@ -55,9 +55,9 @@ def stored_on(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> Held:
 
 
 def _matrices(plain: LayerParams, is_moe: bool, number: int) -> Held:
-    """The quantised matrices of a layer: all but norms, router and the gate of shared experts."""
+    """The quantised matrices of a layer: all but norms, router, indexer and the gate of shared experts."""
     hidden, moe = plain.model.hidden_size, plain.moe
-    rest = 2 * plain.norm(hidden)
+    rest = 2 * plain.norm(hidden) + indexer(plain.model)
     if is_moe:
         rest += moe.num_experts * hidden + (hidden if moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate else 0)
     if is_linear(plain.model, number):

@@ -9,6 +9,7 @@ tests that hold the built model against them. Definitions:
   `active_no_embedding` leaves out the input embedding tables, of which a token reads single rows. A tied table is also
   the output head, which is used in full, so it stays.
 * Embedding and head are counted with the padded vocabulary.
+* Sparse attention's indexer is a part of its attention.
 
 Biases follow Megatron-Core: --add-bias-linear (the default) puts one on every linear layer including experts and
 router, but shared experts and the projections inside MLA, except its output projection, never have any;
@@ -92,6 +93,16 @@ def gated_delta_net(model: ModelArgs, matrices: bool = False) -> int:
     return projections if matrices else projections + (2 * keys + values) * model.linear_conv_kernel_dim + 2 * model.linear_num_value_heads
 
 
+def indexer(model: ModelArgs, matrices: bool = False) -> int:
+    """Parameters of a layer's indexer, if it has sparse attention: queries of latents, one key, its LayerNorm, a weight per head; or of the
+    three matrices."""
+    if model.experimental_attention_variant != "dsa":
+        return 0
+    heads, width = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
+    products = (model.q_lora_rank or model.hidden_size) * heads * width + model.hidden_size * (width + heads)
+    return products if matrices else products + 2 * width
+
+
 def _sinks(args: Arguments) -> int:
     """Parameters of the attention sinks of one layer."""
     return args.model.num_attention_heads if args.model.softmax_type == "learnable" else 0
@@ -141,7 +152,7 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
     num_moe, num_dense = sum(pattern), len(pattern) - sum(pattern)
 
-    attention = (_mla(args) if model.multi_latent_attention else _gqa(args)) + _sinks(args) + 2 * _norm(args, hidden)
+    attention = (_mla(args) if model.multi_latent_attention else _gqa(args)) + _sinks(args) + indexer(model) + 2 * _norm(args, hidden)
     dense_ffn = _ffn(args, model.ffn_hidden_size, model.add_bias_linear)
     expert = fixed = experts = topk = 0
     if moe.num_experts:

@@ -9,6 +9,9 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
 * MLA, per layer:       query  h * n*(nope + rope), or with a q-LoRA of rank r  r * (h + n*(nope + rope) + 1)
                         kv     k * (h + n*(nope + v) + 1) + h * rope, k the kv-LoRA rank
                         output n*v * h;  attention  s * n*(nope + rope + v) / 2
+* sparse attention (of t keys, an index of i heads of e channels), per layer: MLA's, with the number of keys that a query
+                        attends to, t - t*t / (2s) where s > t, for s/2; and
+                        (r or h) * i*e  +  h * (e + i)  +  s * i*(e + 1) / 2
 * gated DeltaNet, per layer, with k channels of keys, n heads of w value channels each, v = n*w, and a convolution of c:
                         h * (2k + 3v + 2n)  +  c * (2k + v)  +  4 * n * w^2
 * feed-forward, per layer: h * f * m, m = 3 with SwiGLU and 2 without; an MoE layer counts
@@ -17,7 +20,9 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
 * MTP, per depth:       one more layer of the last layer's kind, 2*h*h for its projection and 3*h for its norms
 * logits:               h * v * (1 + number of MTP layers)
 
-Recomputation, the router and the norms of the layers are not counted.
+Recomputation, the router and the norms of the layers are not counted; of sparse attention, not its loss either, nor what kernels
+multiply beyond the chosen keys. In the indexers' warm-up (--dsa-indexer-warmup) attention is dense, and everything but the indexers only
+goes forward: a third.
 Source: the throughput figure that Megatron-LM prints; formula rederived from its published definition.
 """
 
@@ -25,6 +30,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moe_trainer.shape.counts import indexer
 from moe_trainer.shape.layers import is_linear, moe_layer_pattern, mtp_is_moe
 
 if TYPE_CHECKING:
@@ -47,8 +53,22 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
         query = model.q_lora_rank * (hidden + heads * query_dim + 1)
     key_value = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
     key_value += hidden * model.qk_pos_emb_head_dim
-    core = seq_length * heads * (query_dim + model.v_head_dim) / 2
+    core = _keys(args, seq_length) * heads * (query_dim + model.v_head_dim)
     return query + key_value + heads * model.v_head_dim * hidden + core
+
+
+def _keys(args: Arguments, seq_length: int) -> float:
+    """Keys that a query attends to, on average over the sequence."""
+    topk = args.model.dsa_indexer_topk if args.model.experimental_attention_variant == "dsa" and not args.model.dsa_indexer_warmup else None
+    if topk is None or seq_length <= topk:
+        return seq_length / 2
+    return topk - topk * topk / (2 * seq_length)
+
+
+def _indexer_macs(args: Arguments, seq_length: int) -> float:
+    """Multiply-adds of one indexer of sparse attention, per token: its matrices, and the scores of all keys."""
+    model = args.model
+    return indexer(model, matrices=True) + seq_length * model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1) / 2
 
 
 def _linear_macs(args: Arguments) -> int:
@@ -90,6 +110,9 @@ def training_flops(args: Arguments, batch_size: int, seq_length: int, padded_voc
     linear = sum(is_linear(model, number) for number in range(num_layers))
     attention = linear * _linear_macs(args) + (num_layers - linear) * _attention_macs(args, seq_length)
     macs = ffn + attention + mtp + logits
+    if model.experimental_attention_variant == "dsa":
+        macs /= 3 if model.dsa_indexer_warmup else 1
+        macs += num_layers * _indexer_macs(args, seq_length)
     return 6.0 * batch_size * seq_length * macs
 
 

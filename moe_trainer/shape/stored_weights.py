@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moe_trainer.shape.counts import count_parameters, gated_delta_net
+from moe_trainer.shape.counts import count_parameters, gated_delta_net, indexer
 from moe_trainer.shape.layers import is_linear, moe_layer_pattern, mtp_is_moe
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def stored_weights(args: Arguments, padded_vocab_size: int | None = None) -> tup
     first, last = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16) if precision.first_last_layers_bf16 else (0, 0)
     pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
     linear = gated_delta_net(model, matrices=True)
-    attention = [linear if is_linear(model, number) else counts.attention_per_layer for number in range(model.num_layers + 1)]
+    attention = [linear if is_linear(model, number) else counts.attention_per_layer - indexer(model) for number in range(model.num_layers + 1)]
     covered = list(zip(pattern, attention))[first:len(pattern) - last]
     depths = model.mtp_num_layers or 0
     depths = min(depths, 1) if model.mtp_use_repeated_layer else depths

@@ -15,6 +15,7 @@ from moe_trainer.data.indexed import IndexedDatasetBuilder
 LOSSES = {
     "mixtral_tiny": {"lm loss", "load_balancing_loss"},
     "deepseek_v3_tiny": {"lm loss", "seq_load_balancing_loss", "mtp_1 loss"},
+    "deepseek_v3_2_tiny": {"lm loss", "seq_load_balancing_loss", "mtp_1 loss", "indexer loss"},
     "finermoe_tiny": {"lm loss", "seq_load_balancing_loss"},
     "latentmoe_tiny": {"lm loss", "seq_load_balancing_loss"},
     "gpt_oss_tiny": {"lm loss", "load_balancing_loss"},

@@ -18,6 +18,7 @@ FILL = 4 * 128 * 18  # two buffers a kind of parameters, each filled up to 128 e
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 DELTA = ("--experimental-attention-variant gdn --linear-attention-freq 3 --linear-num-key-heads 2 --linear-num-value-heads 4 "
          "--linear-key-head-dim 32 --linear-value-head-dim 64")
+SPARSE = "--experimental-attention-variant dsa --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 64 --dsa-indexer-topk 4"
 CASES = (
     (1, "plain", ""),
     (2, "biases, tied head", "--pipeline-model-parallel-size 2 --normalization LayerNorm --position-embedding-type learned_absolute"),
@@ -30,6 +31,7 @@ CASES = (
     (2, "plain", f"{TP2} --group-query-attention --num-query-groups 1 --add-qkv-bias"),
     (2, "deepseek", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL"),
     (2, "deepseek", "--expert-model-parallel-size 2 --use-distributed-optimizer --bf16"),
+    (2, "deepseek", f"{TP2} {SPARSE} --mtp-num-layers 1"),
     (4, "deepseek", f"{TP2} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|tt|mL --expert-model-parallel-size 2 "
                     "--expert-tensor-parallel-size 1 --bf16 --use-distributed-optimizer"),
     (4, "plain", f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --moe-shared-expert-intermediate-size 8 "

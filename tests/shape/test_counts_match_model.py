@@ -55,6 +55,11 @@ BASE = (
         "--G-I 4 --G-O 3 --R-I 1 --R-O 1",
         "--multi-latent-attention --qk-layernorm --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion",
         "--multi-latent-attention --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion --disable-bias-linear",
+        "--multi-latent-attention --qk-layernorm --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion "
+        "--normalization RMSNorm --mtp-num-layers 1 --experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 64 "
+        "--dsa-indexer-topk 3",
+        "--multi-latent-attention --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion --experimental-attention-variant dsa "
+        "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 66 --dsa-indexer-topk 3 --no-dsa-indexer-rotate-activation",
         "--position-embedding-type rope --mtp-num-layers 2 --num-experts 4 --moe-layer-freq 2 --disable-bias-linear",
         "--position-embedding-type rope --mtp-num-layers 3 --mtp-use-repeated-layer",
         "--position-embedding-type none --mtp-num-layers 1 --qk-layernorm",

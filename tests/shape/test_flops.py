@@ -63,6 +63,29 @@ def test_mla_with_mtp(q_lora):
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (3 * (attention + 8 * 16 * 2) + mtp + 8 * 16 * 3)
 
 
+SPARSE = ("--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --multi-latent-attention --q-lora-rank 5 --kv-lora-rank 6 "
+          "--qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 3 --experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 4 "
+          "--dsa-indexer-loss-coeff 0.1")
+LATENT = 5 * (8 + 2 * 6 + 1) + 6 * (8 + 2 * 7 + 1) + 8 * 2 + 2 * 3 * 8
+INDEXER = 5 * 3 * 4 + 8 * (4 + 3)
+
+
+@pytest.mark.parametrize("topk", [3, 8, 20])
+def test_sparse_attention(topk):
+    """The keys of every query, one by one."""
+    args = parse(*SPARSE.split(), "--dsa-indexer-topk", str(topk))
+    for length in (4, 16):
+        keys = sum(min(place + 0.5, topk) if place + 1 <= topk else topk for place in range(length)) / length
+        attention = LATENT + keys * 2 * (6 + 3) + INDEXER + length * 3 * (4 + 1) / 2
+        assert training_flops(args, 1, length, 16) == pytest.approx(6 * length * (3 * (attention + 8 * 16 * 2) + 8 * 16), rel=1e-12)
+
+
+def test_the_warm_up_of_indexers():
+    args = parse(*SPARSE.split(), "--dsa-indexer-topk", "3", "--dsa-indexer-warmup")
+    rest = 3 * (LATENT + 16 / 2 * 2 * (6 + 3) + 8 * 16 * 2) + 8 * 16
+    assert training_flops(args, 1, 16, 16) == pytest.approx(6 * 16 * (rest / 3 + 3 * (INDEXER + 16 * 3 * 5 / 2)), rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "vocab", "tflops", "tokens_per_s"),
     [
