@@ -17,7 +17,7 @@ from moe_trainer.checkpoint.hf_rotary import Config, Flags
 
 # flags of the record that do not change the function of the model
 _FREE = frozenset({"moe_grouped_gemm", "make_vocab_size_divisible_by", "padded_vocab_size", "vocab_size", "rope_type", "group_query_attention",
-                   "num_query_groups", "kv_channels", "mtp_use_repeated_layer"})
+                   "num_query_groups", "kv_channels", "mtp_use_repeated_layer", "dsa_indexer_rotate_activation"})
 # flags that mean what their value here means where they are not set
 _UNSET = MappingProxyType({"moe_router_topk_scaling_factor": 1.0, "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0,
                            "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True})
@@ -53,7 +53,7 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
 def _remarks(family: Family, flags: Flags) -> list[str]:
     """Where this program and the library compute something else from the same weights."""
     notes = []
-    if family.name in ("deepseek_v2", "deepseek_v3"):
+    if family.name.startswith("deepseek_"):
         if flags["layernorm_epsilon"] != 1e-6:
             notes.append(f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention with 1e-06, "
                          "here (as in Megatron-LM) all norms have the one")
@@ -100,9 +100,12 @@ def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any
 def _differing(wanted: Mapping[str, Any], given: Flags) -> list[str]:
     """The flags of the architecture whose meaning a config.json has lost."""
     moe, latent = bool(wanted.get("num_experts")), bool(wanted.get("multi_latent_attention"))
+    sparse = wanted.get("experimental_attention_variant") == "dsa"
     found = []
     for dest in SHAPE:
         if dest in _FREE or dest not in OPTIONS or (dest.startswith("moe_") and not moe) or (dest in _LATENT_ONLY and not latent):
+            continue
+        if dest.startswith("dsa_") and not sparse:
             continue
         default = OPTIONS[dest].default
         here, there = (_meaning(dest, values.get(dest, default), default) for values in (wanted, given))
@@ -128,6 +131,8 @@ def _equal_patterns(dest: str, wanted: Mapping[str, Any], given: Flags) -> bool:
         return linear_layers(wanted) == linear_layers(given)
     if dest == "mtp_num_layers" and given.get("experimental_attention_variant") == "gdn":
         return wanted.get(dest) in (None, 0, 1)  # the tensors say it, not config.json
+    if dest == "dsa_indexer_k_norm_epsilon":
+        return wanted.get(dest, wanted.get("layernorm_epsilon")) == given.get(dest)
     if dest == "moe_ffn_hidden_size":
         return (wanted.get(dest) or wanted.get("ffn_hidden_size")) == (given.get(dest) or given.get("ffn_hidden_size"))
     if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit

@@ -15,6 +15,7 @@ from moe_trainer.checkpoint.hf_parts import (
     EXPERT_GROUPS,
     FIRST_DENSE,
     GROUPED,
+    INDEXER,
     LATENT_HEADS,
     MTP,
     NEXT,
@@ -74,6 +75,7 @@ _GPT_OSS = MappingProxyType({
     "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, "add_bias_linear": True, "add_qkv_bias": True, "softmax_type": "learnable"})
 _DEEPSEEK = MappingProxyType({
     **_ALWAYS, "multi_latent_attention": True, "qk_layernorm": True, "moe_grouped_gemm": True, "moe_router_dtype": "fp32"})
+_BIASED_SIGMOID = MappingProxyType({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True})
 _MUST = MappingProxyType({"hidden_act": ("silu",), "mlp_bias": (False,), "attention_bias": (False,)})
 _DEEPSEEK_MUST = MappingProxyType({
     "hidden_act": ("silu",), "attention_bias": (False,), "moe_layer_freq": (1,), "rope_interleave": (True,)})
@@ -86,7 +88,7 @@ IGNORED = (
     "num_key_value_heads", "head_dim", "qk_head_dim", "num_local_experts", "num_mtp_layers", "num_experts", "n_group", "topk_group", "layer_types",
     "sliding_window", "use_sliding_window", "tie_word_embeddings", "partial_rotary_factor", "norm_topk_prob", "decoder_sparse_step",
     "mlp_only_layers", "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers", "topk_method", "scoring_func", "use_mtp",
-    "use_return_dict", "torchscript", "sep_token_id", "decoder_start_token_id", "is_decoder", "add_cross_attention", "cross_attention_hidden_size",
+    "mlp_layer_types", "use_return_dict", "torchscript", "sep_token_id", "decoder_start_token_id", "is_decoder", "add_cross_attention", "cross_attention_hidden_size",
     "num_return_sequences", "task_specific_params", "finetuning_task", "tokenizer_class", "prefix", "pruned_heads", "per_layer_config")
 
 
@@ -125,8 +127,13 @@ FAMILIES = MappingProxyType({family.name: family for family in (
            _DEEPSEEK | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
            _DEEPSEEK_MUST | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)}),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", (*_KEYS, *_DEEPSEEK_KEYS), (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, MTP),
-           _DEEPSEEK | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+           _DEEPSEEK | _BIASED_SIGMOID,
            _DEEPSEEK_MUST | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)}),
+    Family("deepseek_v32", "DeepseekV32ForCausalLM", (*_KEYS, *_DEEPSEEK_KEYS),
+           (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, INDEXER, MTP),
+           _DEEPSEEK | _BIASED_SIGMOID | {"experimental_attention_variant": "dsa"},
+           _DEEPSEEK_MUST | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
+           ("index_n_heads", "index_head_dim", "index_topk")),
 )})
 OTHER_NAMES = MappingProxyType({"kimi_k2": "deepseek_v3"})
 ALIASES = MappingProxyType({"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"})

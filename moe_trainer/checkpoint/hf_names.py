@@ -67,6 +67,9 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         rank = flags["kv_lora_rank"]
         sizes |= {"A": flags.get("q_lora_rank") or 0, "C": rank, "R": rope, "T": rank + rope, "P": heads * (nope + rope),
                   "U": heads * (nope + value), "O": heads * value}
+    if flags.get("experimental_attention_variant") == "dsa":
+        heads, width = flags["dsa_indexer_n_heads"], flags["dsa_indexer_head_dim"]
+        sizes |= {"IH": heads, "ID": width, "IQ": heads * width}
     return sizes
 
 

@@ -177,6 +177,25 @@ def linear_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
     return linear_layer_pattern(flags["num_layers"], flags.get("experimental_attention_variant"), flags.get("linear_attention_freq"))
 
 
+def _read_indexer(config: Config) -> Flags:
+    """Every layer has an indexer. The library leaves out the Hadamard rotation, on which no score depends; here it is on where it can be."""
+    kinds, experts = config.get("layer_types"), config.get("mlp_layer_types")
+    if kinds is not None and set(kinds) != {"indexed_attention"}:
+        raise CheckpointError(f"config.json: layer_types has {', '.join(sorted(set(kinds)))}; 'indexed_attention' is needed in every layer")
+    dense = config.get("first_k_dense_replace") or 0
+    if experts is not None and list(experts) != ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense):
+        raise CheckpointError(f"config.json: mlp_layer_types is not first_k_dense_replace {dense} dense layers, and then sparse ones")
+    width = config["index_head_dim"]
+    return {"dsa_indexer_n_heads": config["index_n_heads"], "dsa_indexer_head_dim": width, "dsa_indexer_topk": config["index_topk"],
+            "dsa_indexer_rotate_activation": not width & (width - 1), "dsa_indexer_k_norm_epsilon": 1e-6}
+
+
+def _write_indexer(flags: Mapping[str, Any]) -> dict[str, Any]:
+    if not flags.get("q_lora_rank"):
+        raise CheckpointError("the indexer of a DeepSeek-V3.2 model reads the latent of queries; --q-lora-rank is needed")
+    return {"index_n_heads": flags["dsa_indexer_n_heads"], "index_head_dim": flags["dsa_indexer_head_dim"], "index_topk": flags["dsa_indexer_topk"]}
+
+
 def _read_mtp(config: Config) -> Flags:
     return {"mtp_num_layers": config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or None}
 
@@ -190,6 +209,7 @@ WINDOW, QWEN_WINDOW = Part(_read_window, _write_window), Part(_read_window, _wri
 ALTERNATING = Part(_read_alternating, _write_alternating)
 NORMALIZED, SPARSE_STEP = Part(_read_normalized, _write_normalized), Part(_read_sparse_step, _write_sparse_step)
 FIRST_DENSE, SHARED = Part(_read_first_dense, _write_first_dense), Part(_read_shared, _write_shared)
+INDEXER = Part(_read_indexer, _write_indexer)
 NEXT = Part(_read_next, _write_next)
 LATENT_HEADS = Part(_read_nothing, _write_latent_heads)
 EXPERT_GROUPS, MTP = Part(_read_groups_of_experts, _write_groups_of_experts), Part(_read_mtp, _write_mtp)

@@ -6,7 +6,8 @@ them), the first one is written.
 
 Symbols of the layouts: H hidden size, N heads, V vocabulary, D head dim, Q and K rows of queries and of keys, F dense feed-forward, E expert and
 S shared feed-forward, X experts, M hidden size twice; latent attention: A query and C key-value rank, R rotary part, T C + R,
-P rows of queries, U rows of keys and values, O columns of values; linear attention: LK key and LV value heads, LKD and LVD their sizes,
+P rows of queries, U rows of keys and values, O columns of values; sparse attention: IH heads of the indexer, ID their size, IQ rows of its
+queries; linear attention: LK key and LV value heads, LKD and LVD their sizes,
 LO outputs, LZ, LB and LC rows of its two projections and of its convolution, LW width of that. Numbers stand for themselves.
 """
 
@@ -78,6 +79,12 @@ _LATENT = (
         self_attention.linear_q_down_proj.weight = self_attn.q_a_proj.weight A H
         self_attention.q_layernorm.weight = self_attn.q_a_layernorm.weight A
         self_attention.linear_q_up_proj.weight = self_attn.q_b_proj.weight P A""", SAME, "q_lora_rank"))
+_INDEXER = (Rules("""
+    self_attention.core_attention.indexer.linear_wq_b.weight = self_attn.indexer.wq_b.weight IQ A
+    self_attention.core_attention.indexer.linear_wk.weight = self_attn.indexer.wk.weight ID H
+    self_attention.core_attention.indexer.k_norm.weight = self_attn.indexer.k_norm.weight ID
+    self_attention.core_attention.indexer.k_norm.bias = self_attn.indexer.k_norm.bias ID
+    self_attention.core_attention.indexer.linear_weights_proj.weight = self_attn.indexer.weights_proj.weight IH H""", SAME),)
 _DENSE = (
     Rules("mlp.linear_fc1.weight = mlp.gate_proj.weight F H, mlp.up_proj.weight F H", HALVES),
     Rules("mlp.linear_fc2.weight = mlp.down_proj.weight H F", SAME))
@@ -169,5 +176,6 @@ NAMES = MappingProxyType({
     "qwen3_next": Names(_GATED, _EXPERTS + _GATED_SHARED, mtp=_NEXT_MTP, linear=_LINEAR, depth=("mtp.", "mtp.layers.{d}.")),
     "deepseek_v2": Names(_LATENT, _EXPERTS + _SHARED),
     "deepseek_v3": Names(_LATENT, _EXPERTS + _SHARED, mtp=_MTP),
+    "deepseek_v32": Names(_LATENT + _INDEXER, _EXPERTS + _SHARED, mtp=_MTP),
 })
 MTP_COPIES = (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", "lm_head.weight"))

@@ -40,6 +40,10 @@ MODELS = {
         "n_shared_experts": 2, "routed_scaling_factor": 4.0}),
     "deepseek_v3": ("DeepseekV3", _LATENT | {
         "q_lora_rank": 20, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "num_mtp_layers": 0}),
+    # 16 heads, so that no score is exactly zero, among which the library takes any
+    "deepseek_v32": ("DeepseekV32", _LATENT | {
+        "q_lora_rank": 20, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "index_n_heads": 16,
+        "index_head_dim": 8, "index_topk": 7}),
     # as deepseek_v3, with one group of experts and yarn
     "kimi_k2": ("DeepseekV3", _LATENT | {
         "q_lora_rank": 20, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_mtp_layers": 0,

@@ -66,9 +66,9 @@ def test_a_model_goes_to_ours_and_back(name, tmp_path, caplog):
     assert difference < 1e-5 * expected.abs().max() and "MB/s" in caplog.text
 
 
-def hub_like_deepseek(folder, eight_bits=False):
+def hub_like_deepseek(folder, eight_bits=False, name="deepseek_v3"):
     """As DeepSeek-V3 is published: one multi-token-prediction layer with copies of embedding and head. Returns: what it stands for."""
-    theirs = make("deepseek_v3")
+    theirs = make(name)
     theirs.save_pretrained(folder.with_name("plain"))
     config = json.loads((folder.with_name("plain") / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     tensors = tensors_of(folder.with_name("plain"))
@@ -80,7 +80,7 @@ def hub_like_deepseek(folder, eight_bits=False):
     tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"]
     stored = dict(tensors)
-    for name in [name for name in tensors if name.endswith("_proj.weight") and "eh_proj" not in name] if eight_bits else ():
+    for name in [name for name in tensors if name.endswith(("_proj.weight", ".wq_b.weight", ".wk.weight")) and "eh_proj" not in name] if eight_bits else ():
         scale = tensors[name].abs().max() / 448
         stored[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
         stored[name + "_scale_inv"] = scale.view(1, 1)
@@ -89,8 +89,9 @@ def hub_like_deepseek(folder, eight_bits=False):
     return tensors
 
 
-def test_multi_token_prediction_goes_along(tmp_path):
-    tensors = hub_like_deepseek(tmp_path / "hf")
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+def test_multi_token_prediction_goes_along(name, tmp_path):
+    tensors = hub_like_deepseek(tmp_path / "hf", name=name)
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     model = load_ours(tmp_path / "ours")
     layer = model.mtp.layers[0]
@@ -125,8 +126,9 @@ def test_a_copy_that_differs_is_refused(tmp_path, capfd):
     assert "model.layers.3.embed_tokens.weight" in capfd.readouterr().err
 
 
-def test_weights_in_eight_bits_become_what_they_stand_for(tmp_path):
-    tensors = hub_like_deepseek(tmp_path / "hf", eight_bits=True)
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+def test_weights_in_eight_bits_become_what_they_stand_for(name, tmp_path):
+    tensors = hub_like_deepseek(tmp_path / "hf", eight_bits=True, name=name)
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
     after = tensors_of(tmp_path / "back")
