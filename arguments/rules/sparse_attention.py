@@ -19,8 +19,20 @@ FROZEN = (
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
     ("fp8_param_gather", "weights in 8 bits have their values in the optimizer's state, and frozen ones have none"),
-    ("dsa_indexer_use_sparse_loss", "nothing is chosen yet: the loss is taken over all keys"),
 )
+
+
+# Derived and normalised values.
+
+
+def warmup_chooses_nothing(s: Settings, _f: Facts) -> None:
+    """So that the flags of both stages differ in one."""
+    if s.dsa_indexer_warmup and s.dsa_indexer_use_sparse_loss:
+        s.note(f"{s.flag('dsa_indexer_use_sparse_loss')}: over all keys with {s.flag(WARMUP)}, which chooses none.")
+        s.set_derived("dsa_indexer_use_sparse_loss", False, "nothing is chosen in the warm-up")
+
+
+# Checks.
 
 
 def _not_beside(s: Settings, dest: str, others: tuple[tuple[str, str], ...]) -> Iterator[Violation]:
@@ -70,5 +82,5 @@ def warmup_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
     yield from _not_beside(s, WARMUP, FROZEN)
 
 
-RESOLVE = ()
+RESOLVE = (warmup_chooses_nothing,)
 CHECKS = (sparse_attention_fits, warmup_fits)
