@@ -86,6 +86,7 @@ class SparseAttention(ContextParallelAttention):
     """Core attention to chosen keys. name: global name, e.g. "decoder.layers.0.self_attention.core_attention".
 
     sequence_parallel: the indexer's inputs are this rank's rows. per_token_loss: see balancing_losses.
+    `recorder`: None, or a list that receives the choice of every pass, a bit per query and key.
     """
 
     def __init__(self, model: ModelArgs, ps: ParallelState, layer_number: int, *, name: str, head_dim: int, scale: float,
@@ -98,6 +99,7 @@ class SparseAttention(ContextParallelAttention):
         self.relu, self.selected_only = model.dsa_indexer_scoring_relu, model.dsa_indexer_use_sparse_loss
         self.coeff, self.per_token_loss = model.dsa_indexer_loss_coeff or 0.0, per_token_loss
         self.indexer = Indexer(model, ps.tp, name=f"{name}.indexer", layer_number=layer_number, queue=queue)
+        self.recorder: list[Tensor] | None = None
         # this rank's share of the loss, summed over passes, and the number of passes
         self.register_buffer("indexer_loss", torch.zeros(2, dtype=torch.float32), persistent=False)
 
@@ -123,6 +125,8 @@ class SparseAttention(ContextParallelAttention):
             teacher = Teacher(q_SBND.detach(), sequence.full(k_SBND.detach(), 0), self.scale, lambda x: all_reduce(x, self.tp),
                               self.selected_only)
         selection, lesson = choose_keys(index._replace(k_KBF=sequence.full(index.k_KBF.detach(), 0)), rule, runs, topk, self.relu, teacher)
+        if self.recorder is not None and selection is not None:
+            self.recorder.append(selection.bits_BSC)
         if selection is None:
             y_SBH = super().forward(q_SBND, k_SBND, v_SBNE, visible)
         else:

@@ -23,6 +23,7 @@ from moe_trainer.layers.init import embedding_init, hidden_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.precision import LowPrecision, find_quantized, scaling_state
 from moe_trainer.layers.rotary import Tables, make_rotary
+from moe_trainer.layers.sparse_attention import SparseAttention, sparse_layers
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from moe_trainer.memory.activations import Activations
 from moe_trainer.memory.cuda_graph import Graphs
@@ -222,6 +223,10 @@ class Transformer(nn.Module):
         if self.mtp is not None:
             layers += [depth.mtp_model_layer for depth in self.mtp.layers]
         return [layer.mlp for layer in layers if layer.is_moe]
+
+    def sparse_attentions(self) -> list[SparseAttention]:
+        """The core attentions of the chunk that choose keys."""
+        return [*sparse_layers([self])]
 
     def named_state_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers that belong to a checkpoint (routers' expert_bias), under their global names."""

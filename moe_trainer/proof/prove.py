@@ -8,8 +8,9 @@ definition of a quantity depends on the topology, the reference follows the defi
 * the running counts of the global auxiliary loss go over the data ranks of one microbatch number: the reference is then the same
   number of plain data-parallel ranks instead of one process.
 
-Rounding must not decide: a near tie of the router turns the last digit into another expert, or drops another token. References whose
-weights are disturbed a little, up and down, have to choose the same experts and come out nearly the same, else other batches are drawn.
+Rounding must not decide: a near tie of the router turns the last digit into another expert, or drops another token; one of an indexer
+into another key. References whose weights are disturbed a little, up and down, have to choose the same experts and keys and come out
+nearly the same, else other batches are drawn.
 Two disturbances before a case, and six more when it parts, because two can fall on the same side of a tie: a case is said to part on
 batches where all eight agree. And what a disturbance does to a weight in three steps tells what rounding may do to it: Adam divides by
 the gradient, so one that all but cancels is moved by its last digits (an embedding row that is used once, say).
@@ -105,7 +106,7 @@ def steady_reference(pool: Pool, case: Case, seeds: range) -> tuple[int, Outcome
         one = _references(pool, case, seed, DISTURBANCES)
         if one is not None:
             return seed, one
-    raise RanksFailed({0: f"no batches of seeds {seeds.stop - SEEDS} to {seeds.stop - 1} on which rounding does not choose the experts"})
+    raise RanksFailed({0: f"no batches of seeds {seeds.stop - SEEDS} to {seeds.stop - 1} on which rounding does not choose the experts or keys"})
 
 
 def _references(pool: Pool, case: Case, seed: int, disturbances: tuple[tuple[float, int], ...]) -> Outcome | None:
@@ -139,9 +140,10 @@ def _is_steady(plain: tuple[Outcome, list[Tensor]], other: tuple[Outcome, list[T
 
 
 def _one(rank: int, world_size: int, case: Case, seed: int, size: float, direction: int) -> tuple[Outcome, list[Tensor]]:
-    """The reference, in a rank of the pool, and the routing maps of all its ranks."""
+    """The reference, in a rank of the pool, and what all its ranks chose: routing maps, and the keys of sparse attention."""
     args = _parse(case.reference, world_size, False)
     records: list[dict] = []
+    keys: list[Tensor] = []
     runs: list[Run] = []
 
     def prepare(run: Run) -> Watch:
@@ -152,11 +154,13 @@ def _one(rank: int, world_size: int, case: Case, seed: int, size: float, directi
         for chunk in run.chunks:
             for layer in chunk.moe_layers():
                 layer.router.recorder = records
+            for attention in chunk.sparse_attentions():
+                attention.recorder = keys
         rows_cut = case.mapping.tp if "--sequence-parallel" in case.argv else 1
         return watch_whole(run, Topology(rows_cut, case.mapping.cp), case.mapping.dp)
 
     outcome = _train(args, rank, world_size, seed, prepare)
-    everywhere = collectives.all_gather_object([record["map"] for record in records], runs[0].ps.world)
+    everywhere = collectives.all_gather_object([*(record["map"] for record in records), *keys], runs[0].ps.world)
     return outcome, list(chain.from_iterable(everywhere))
 
 

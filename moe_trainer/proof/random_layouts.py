@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from moe_trainer.proof.low_precision import provable
 from moe_trainer.proof.mapping import Mapping
-from moe_trainer.proof.shrink import LEARNING_RATE, STEPS, VOCAB, Case, ShrinkError, make_case
+from moe_trainer.proof.shrink import LARGE_EPSILON, LEARNING_RATE, STEPS, VOCAB, Case, ShrinkError, make_case
 
 _TRIES = 40
 
@@ -46,10 +46,11 @@ def draw(dice: random.Random, mapping: Mapping) -> Case | None:
     values = _model(dice, mapping) | _router(dice) | _machinery(dice, mapping) | _batch(dice, mapping)
     values |= _stages(dice, mapping, values)
     values |= _context(dice, mapping, values["num_layers"])
+    values |= _rare(random.Random(repr(sorted(values.items()))), mapping, values)  # dice of its own: all else is drawn as without it
     values |= _sharded(dice, mapping, values) or _overlapped(dice, mapping, values)
     values |= _eight_bits(dice, mapping, values)
     values |= _memory(dice, values)
-    values |= _optimizer_state(random.Random(repr(sorted(values.items()))), values)  # dice of its own: all else is drawn as without it
+    values |= _optimizer_state(random.Random(repr(sorted(values.items()))), values)  # the same
     try:
         return make_case(mapping, {dest: value for dest, value in values.items() if value is not None}, bool(values.get("bf16")))
     except ShrinkError:
@@ -107,6 +108,65 @@ def _model(dice: random.Random, mapping: Mapping) -> dict[str, object]:
     if _chance(dice, 0.15) and values["position_embedding_type"] == "rope":
         values |= {"window_size": (5, 0)} if _chance(dice, 0.5) else {"no_rope_freq": 2}
     return values
+
+
+def _rare(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    """Often kinds of attention and of experts that few models have, without what they are not built for."""
+    latent = bool(values.get("multi_latent_attention"))
+    found = dict(dice.choice((_nothing, _sparse_attention, _sparse_attention) if latent else (_nothing, _nothing, _delta_net))(dice, mapping, values))
+    return found | dice.choice((_nothing, _nothing, _fine_experts, _latent_experts))(dice, mapping, values)
+
+
+def _nothing(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    del dice, mapping, values
+    return {}
+
+
+def _sparse_attention(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    del values
+    found: dict[str, object] = {
+        "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": dice.choice((1, 2, 4)), "dsa_indexer_head_dim": dice.choice((4, 8)),
+        "dsa_indexer_topk": dice.choice((3, 5, 64)), "dsa_indexer_loss_coeff": dice.choice((None, 1.0, 1.0)), "softmax_type": "vanilla",
+        "dsa_indexer_rope_interleaved": _chance(dice, 0.3), "dsa_indexer_rotate_activation": _chance(dice, 0.7), "window_size": None,
+        "dsa_indexer_scoring_relu": _chance(dice, 0.8), "dsa_indexer_k_norm_epsilon": dice.choice((None, 1e-3)),
+    }  # fmt: skip
+    stage = dice.choice(("dsa_indexer_use_sparse_loss", "dsa_indexer_warmup", None))
+    if found["dsa_indexer_loss_coeff"] is not None and stage is not None:
+        found[stage] = True
+    return found | ({"cp_comm_type": ["allgather"], "hierarchical_context_parallel_sizes": None} if mapping.cp > 1 else {})
+
+
+def _delta_net(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    keys = max(2, mapping.tp * mapping.cp)
+    pattern = [dice.choice((0, 1)) for _ in range(int(str(values["num_layers"])))]
+    return {
+        "experimental_attention_variant": "gdn", "linear_attention_freq": dice.choice((2, 3, pattern)), "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * dice.choice((1, 2)), "linear_key_head_dim": 16, "linear_value_head_dim": dice.choice((8, 16)),
+        "swiglu": True, "layernorm_epsilon": LARGE_EPSILON,
+    }  # fmt: skip
+
+
+def _latent_experts(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    del mapping, values
+    return {"moe_latent_size": dice.choice((8, 12)), "moe_shared_expert_overlap": False}
+
+
+def _fine_experts(dice: random.Random, mapping: Mapping, values: dict[str, object]) -> dict[str, object]:
+    slices, candidates, cuts, copies = dice.choice((2, 4)), dice.choice((1, 2)), 3, dice.choice((1, 2))
+    while slices * candidates * cuts * copies % mapping.ep:
+        copies += 1
+    found: dict[str, object] = {
+        "finermoe_intermediate_granularity": cuts, "finermoe_output_granularity": slices, "finermoe_intermediate_expansion": copies,
+        "finermoe_output_expansion": candidates, "moe_router_topk": slices * dice.choice((1, 2)), "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False, "moe_router_enable_expert_bias": None, "num_experts": None, "moe_ffn_hidden_size": None,
+        **dict.fromkeys(("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor",
+                         "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")),
+    }  # fmt: skip
+    if values["moe_token_dispatcher_type"] == "flex":
+        found["moe_token_dispatcher_type"] = "alltoall"
+    if values["moe_router_load_balancing_type"] == ["sinkhorn"]:
+        found |= {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [1e-2]}
+    return found
 
 
 def _router(dice: random.Random) -> dict[str, object]:

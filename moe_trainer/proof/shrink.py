@@ -50,6 +50,7 @@ _REPLACED = frozenset(
     "global_batch_size train_iters train_samples lr min_lr lr_decay_style adam_eps decoupled_lr decoupled_min_lr seq_length "
     "recompute_num_layers overlap_p2p_comm align_param_gather overlap_moe_expert_parallel_comm delay_wgrad_compute "
     "linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+    "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff "
     "no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl pipeline_schedule".split()
 )
 _KEPT_TRAINING = frozenset(
@@ -375,6 +376,8 @@ def _steady(s: Settings) -> dict[str, object]:
         values["decoupled_lr"] = 2 * LEARNING_RATE
     if s.experimental_attention_variant == "gdn":
         values["layernorm_epsilon"] = LARGE_EPSILON
+    if s.dsa_indexer_loss_coeff:
+        values["dsa_indexer_loss_coeff"] = 1.0
     return values | {
         "init_method_std": 0.2, "lr": LEARNING_RATE, "lr_decay_style": "constant", "adam_eps": 1e-5, "train_iters": STEPS,
         "eval_iters": 0, "mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": VOCAB, "make_vocab_size_divisible_by": 16,
@@ -391,6 +394,8 @@ def _note_changes(s: Settings, notes: list[str]) -> None:
     if s.experimental_attention_variant == "gdn":
         notes.append(f"{s.flag('layernorm_epsilon')} is {LARGE_EPSILON}: a query that all but misses a key makes an output near zero, whose "
                      "gradient the norm behind it would blow up, rounding and all")
+    if s.dsa_indexer_loss_coeff:
+        notes.append(f"{s.shown('dsa_indexer_loss_coeff')}: 1, so that indexers move within three steps as the model does")
     if s.given("embedding_init_method_std"):
         notes.append(f"{s.flag('embedding_init_method_std')}: embeddings begin like all other weights")
     noise = [s.shown(dest) for dest, still in _NOISE.items() if s.values[dest] not in (still, 0.0, None, False)]

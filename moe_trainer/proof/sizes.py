@@ -120,6 +120,9 @@ def attention(s: Settings, new: Mapping) -> dict[str, object]:
         keys = max(2, new.tp * new.cp)
         values |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * min(2, s.linear_num_value_heads // s.linear_num_key_heads)}
         values |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16 if s.linear_key_head_dim == s.linear_value_head_dim else 8}
+    if s.experimental_attention_variant == "dsa":
+        values |= {"dsa_indexer_n_heads": min(s.dsa_indexer_n_heads, 2), "dsa_indexer_head_dim": 8}
+        values |= {"dsa_indexer_topk": 5 if s.dsa_indexer_topk < s.seq_length else _length(new)}
     if s.window_size is not None:
         values["window_size"] = tuple(min(side, 5) for side in s.window_size)
     return values
@@ -185,14 +188,19 @@ def batch(s: Settings, old: Mapping, new: Mapping) -> dict[str, object]:
     values: dict[str, object] = {}
     if s.given("microbatch_group_size_per_vp_stage") and new.vpp > 1 and group:
         values["microbatch_group_size_per_vp_stage"] = new.pp if group == old.pp else min(2 * new.pp, microbatches)
-    unit = 2 * new.cp * new.tp
-    length = -(-16 // unit) * unit
+    length = _length(new)
     return values | {
         "micro_batch_size": micro,
         "global_batch_size": micro * new.dp * microbatches,
         "seq_length": length,
         "max_position_embeddings": length,
     }
+
+
+def _length(new: Mapping) -> int:
+    """Positions of a sequence."""
+    unit = 2 * new.cp * new.tp
+    return -(-16 // unit) * unit
 
 
 def context(s: Settings, new: Mapping, layers: int) -> dict[str, object]:

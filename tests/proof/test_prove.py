@@ -31,6 +31,8 @@ MTP = ["--mtp-num-layers", "1"]
 FINE = "--G-I 4 --G-O 2 --R-I 1 --R-O 1 --moe-router-score-function softmax --moe-router-load-balancing-type seq_aux_loss".split()
 DELTA = ("--norm-epsilon 1e-2 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
          "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 8").split()
+SPARSE = ("--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4 "
+          "--experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 1").split()
 GLOBAL = ["--moe-router-load-balancing-type", "global_aux_loss"]
 
 
@@ -45,6 +47,8 @@ def test_one_pool_proves_many_mappings():
     cases += [as_is([*MODEL, "--moe-latent-size", "6", *flags], 2) for flags in (TP, EP, TP[:2])]
     cases += [as_is([*(word for word in MODEL if word != "--moe-router-enable-expert-bias"), *FINE, *flags], 2) for flags in (TP, EP)]
     cases += [as_is([*MODEL, *DELTA, *flags], 2) for flags in (TP, PP, CP, TP[:2], [*CP, "--cp-comm-type", "a2a", "--reset-attention-mask"])]
+    gathered = [*CP, "--cp-comm-type", "allgather"]
+    cases += [as_is([*MODEL, *SPARSE, *flags], 2) for flags in ([*TP, "--dsa-indexer-use-sparse-loss"], gathered, [*PP, "--dsa-indexer-warmup"])]
     with Pool(3) as pool:
         for case in cases:
             result = prove(pool, case)
@@ -63,6 +67,16 @@ def test_every_rank_of_a_reference_shows_its_routing():
         _, two = pool.run(_one, 2, as_is([*MODEL, *EP, *GLOBAL], 2), 0, 0.0, 0)
     assert len(one) == len(two), "as many passes in all"
     assert not all(torch.equal(a, b) for a, b in zip(two, two[len(two) // 2:])), "the other rank's are others"
+
+
+def test_a_reference_shows_the_keys_that_it_chooses():
+    """A near tie of an indexer counts like one of a router."""
+    few = ["--dsa-indexer-topk", "4"]
+    with Pool(3) as pool:
+        shown, other, dense = (pool.run(_one, 1, as_is([*MODEL, *SPARSE, *more, *EP], 2), 0, 0.0, 0)[1] for more in ([], few, ["--dsa-indexer-topk", "16"]))
+    passes = 2 * (3 * 4 + 4)  # layers, steps of four sequences, and a validation
+    assert len(shown) == len(other) == 2 * passes and len(dense) == passes, "routing maps, and keys where there are more than are chosen"
+    assert not all(torch.equal(a, b) for a, b in zip(shown[passes:], other[passes:]))
 
 
 def test_capacity_is_counted_per_sequence_shard():

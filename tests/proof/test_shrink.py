@@ -19,6 +19,8 @@ MODEL = (
     "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --micro-batch-size 1 --lr 1e-5 --train-iters 1000 "
     "--eval-iters 0 --bf16 --data-path /data/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model some/model"
 ).split()
+SPARSE = ("--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 "
+          "--dsa-indexer-topk 2048 --dsa-indexer-loss-coeff 0.01")
 
 
 def small(*flags: str, world: int, ranks: int = 8):
@@ -102,6 +104,11 @@ def test_a_thousand_gpus_and_the_routing_of_deepseek():
          lambda a: (a.training.offload_modules, a.training.min_offloaded_tensor_size, a.training.activation_offload_fraction) ==
          (["core_attn", "expert_fc1"], 1, 0.5)),
         ("--cpu-offloading-num-layers 7", 8, lambda a: 0 < a.training.cpu_offloading_num_layers < a.model.num_layers),
+        (f"{SPARSE} --dsa-indexer-use-sparse-loss", 8, lambda a: (a.model.dsa_indexer_topk < a.data.seq_length, a.model.dsa_indexer_loss_coeff) ==
+         (True, 1.0) and a.model.dsa_indexer_use_sparse_loss and a.model.dsa_indexer_head_dim >= a.model.qk_pos_emb_head_dim),
+        (f"{SPARSE} --dsa-indexer-topk 4096 --dsa-indexer-warmup", 8, lambda a: a.model.dsa_indexer_topk >= a.data.seq_length
+         and a.model.dsa_indexer_warmup),
+        (f"{SPARSE} --context-parallel-size 8 --cp-comm-type allgather", 64, lambda a: a.parallel.cp_comm_type == ["allgather"]),
         ("--window-size 511,0", 8, lambda a: a.model.window_size == (5, 0)),
         ("--clip-grad 0", 8, lambda a: a.optimizer.clip_grad == 0),
         ("--optimizer sgd --sgd-momentum 0.5", 8, lambda a: a.optimizer.optimizer == "sgd" and a.optimizer.sgd_momentum == 0.5),
@@ -182,7 +189,9 @@ FOUR = {"finermoe_intermediate_granularity": "4", "finermoe_output_granularity":
 DELTA = "--experimental-attention-variant gdn --linear-attention-freq 4"
 LINEAR = {"linear_num_key_heads": "8", "linear_num_value_heads": "64", "linear_key_head_dim": "64", "linear_value_head_dim": "64",
           "linear_conv_kernel_dim": "3"}
+INDEXERS = [dest for dest in OPTIONS if dest.startswith("dsa_indexer_")]
 BESIDE = {
+    **dict.fromkeys(INDEXERS, SPARSE),
     **dict.fromkeys(LINEAR, DELTA), "linear_attention_freq": "--experimental-attention-variant gdn",
     "experimental_attention_variant": "--linear-attention-freq 4",
     **dict.fromkeys(FOUR, FINE),
@@ -207,7 +216,8 @@ BESIDE = {
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
 }  # fmt: skip
 VALUES = {
-    **FOUR, **LINEAR,
+    **FOUR, **LINEAR, "dsa_indexer_n_heads": "32", "dsa_indexer_head_dim": "256", "dsa_indexer_topk": "512",
+    "dsa_kernel_backend": None,  # there is one
     "hidden_size": "14336", "max_position_embeddings": "8192", "num_experts": "128", "cp_comm_type": "a2a",
     "hierarchical_context_parallel_sizes": "2 2", "moe_router_group_topk": "4", "microbatch_group_size_per_vp_stage": "8",
     "pipeline_model_parallel_layout": None,  # has tests of its own
