@@ -95,6 +95,9 @@ def convert(state, groups=None):
                 out[f"{ours}.pre_mlp_layernorm.{leaf}"] = value
             elif name.endswith(".sinks"):
                 out[f"{ours}.self_attention.core_attention.softmax_offset"] = value
+            elif parent == "self_attn.indexer":
+                leaves = {"wq_b": "linear_wq_b", "wk": "linear_wk", "weights_proj": "linear_weights_proj"}
+                out[f"{ours}.self_attention.core_attention.indexer.{leaves.get(child, child)}.{leaf}"] = value
             elif parent == "self_attn" and child in latent and not (groups and child == "q_proj"):
                 out[f"{ours}.self_attention.{latent[child]}.{leaf}"] = value
             elif parent.startswith("mlp") or module.startswith("mlp"):
@@ -230,3 +233,16 @@ def test_deepseek_v3_experts():
         "--q-lora-rank 20 --rope-type rope --moe-layer-freq [0]+[1]*2 --moe-router-topk 4 --moe-ffn-hidden-size 24 "
         "--moe-shared-expert-intermediate-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
         "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5").split())
+
+
+@pytest.mark.parametrize("rotation", [[], ["--no-dsa-indexer-rotate-activation"]])
+def test_deepseek_v32_attends_to_the_keys_that_its_indexers_choose(rotation):
+    """Each query to 7 of up to 48 keys; theirs leaves the rotation out, which changes no product. With few heads many scores were exactly
+    zero, all relus closed, and of equal scores theirs takes any."""
+    hf = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(
+        **COMMON, num_key_value_heads=HEADS, q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+        mlp_layer_types=["dense"] * LAYERS, index_n_heads=24, index_head_dim=16, index_topk=7, rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
+    check(hf, LLAMA + UNTIED + LATENT + rotation + (
+        "--q-lora-rank 20 --rope-type rope --experimental-attention-variant dsa --dsa-indexer-n-heads 24 --dsa-indexer-head-dim 16 "
+        "--dsa-indexer-topk 7").split())
