@@ -16,14 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -32,6 +25,7 @@ from moe_trainer.checkpoint.hf_families import Family
 from moe_trainer.checkpoint.hf_files import CONFIG, Folder, is_folder, read_json
 from moe_trainer.checkpoint.hf_names import Link, check_source, copies, links, model_sizes
 from moe_trainer.checkpoint.hf_rules import NAMES
+from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.sharding import KeyScheme
 
 logger = logging.getLogger(__name__)
@@ -112,24 +106,18 @@ def compare_copies(model: Model) -> None:
             raise CheckpointError(f"{name} should repeat {original}, and differs from it")
 
 
-class HFIndex(Metadata):
+class HFIndex(MadeIndex):
     """The index that a checkpoint of ours with this model would have; see the head of this file."""
 
     def __init__(self, model: Model):
-        super().__init__({})
+        super().__init__()
         self.model = model
         self._made: dict[MetadataIndex, Link] = {}
-        self.storage_data = {}
         scheme = KeyScheme.from_record(record_of(model))
         for link in model.links:
-            key, at, extents = scheme.locate(link.ours)
-            entry = self.state_dict_metadata.setdefault(key, TensorStorageMetadata(
-                TensorProperties(dtype=model.dtype_of(link)), torch.Size((*extents, *link.shape)), []))
-            offsets = torch.Size((*at, *(0 for _ in link.shape)))
-            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in at), *link.shape))))
             place = model.source.place(link.theirs[0].name)
-            self._made[MetadataIndex(key, offsets)] = link
-            self.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(place.path.name, place.start, place.num_bytes)
+            box = enter_box(self, scheme.locate(link.ours), link.shape, model.dtype_of(link), place.path.name, place.start, place.num_bytes)
+            self._made[box] = link
 
     def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """The tensor of one box."""

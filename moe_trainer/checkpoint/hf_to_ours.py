@@ -13,15 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, flush_file, write_tracker
@@ -29,6 +20,7 @@ from moe_trainer.checkpoint.hf import Model, record_of, tokenizer_files
 from moe_trainer.checkpoint.hf_files import CONFIG, SINGLE
 from moe_trainer.checkpoint.hf_job import Item, Job, deal_out, fingerprint, write_safetensors, write_text
 from moe_trainer.checkpoint.hf_names import Link
+from moe_trainer.checkpoint.made_index import empty_index, enter_box, enter_object
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.parallel.params import ParamInfo
@@ -105,26 +97,18 @@ class _Stream:
 def _finish_ours(folder: Path, notes: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], scheme: KeyScheme,
                  record: Mapping[str, Any]) -> None:
     """The index of all files, and the state that is no tensor."""
-    index = Metadata({})
-    index.storage_data = {}
+    index = empty_index()
     content = common_state.dump_object(common_state.build(CheckpointState(0, record), None)), common_state.dump_object(None)
     state = f"__{len(notes)}_0.distcp"
     (folder / state).write_bytes(b"".join(content))
     flush_file(folder / state)
-    index.state_dict_metadata[common_state.KEY] = BytesStorageMetadata()
-    index.storage_data[MetadataIndex(common_state.KEY)] = _StorageInfo(state, 0, len(content[0]))
+    enter_object(index, common_state.KEY, state, 0, len(content[0]))
     for file, known in notes.items():
         for name, start, length in known:
             shape, dtype = shapes[name]
-            key, at, extents = scheme.locate(name)
-            entry = index.state_dict_metadata.setdefault(
-                key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size((*extents, *shape)), []))
-            offsets = torch.Size((*at, *(0 for _ in shape)))
-            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in at), *shape))))
-            index.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(file, start, length)
+            enter_box(index, scheme.locate(name), shape, dtype, file, start, length)
             for extra in scheme.extra_state_keys(ParamInfo((name,))):  # all empty, and stored once
-                index.state_dict_metadata[extra] = BytesStorageMetadata()
-                index.storage_data[MetadataIndex(extra)] = _StorageInfo(state, len(content[0]), len(content[1]))
+                enter_object(index, extra, state, len(content[0]), len(content[1]))
     with open(folder / INDEX, "wb") as file:
         pickle.dump(index, file)
     flush_file(folder / INDEX)

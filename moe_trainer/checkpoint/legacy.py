@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -36,6 +33,7 @@ from moe_trainer.checkpoint.legacy_names import (
     has_own_rate,
     layers_of,
 )
+from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.sharding import KeyScheme, object_key
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, PickleModule, plain
 
@@ -107,12 +105,11 @@ def places(folder: Path, sizes: Sizes) -> list[Place]:
     return found
 
 
-class LegacyIndex(Metadata):
+class LegacyIndex(MadeIndex):
     """The index that a checkpoint of ours with this model would have; see the head of this file."""
 
     def __init__(self, folder: Path):
-        super().__init__({})
-        self.storage_data = {}
+        super().__init__()
         self.record = record_of(folder)
         self._folder = folder
         self._sizes = Sizes.from_record(self.record)
@@ -226,19 +223,16 @@ class LegacyIndex(Metadata):
         full = list(value.shape)
         if dim is not None:
             full[dim] *= count
-        entry = self.state_dict_metadata.setdefault(
-            prefix + key, TensorStorageMetadata(TensorProperties(dtype=value.dtype), torch.Size((*extents, *full)), []))
-        if entry.size != torch.Size((*extents, *full)):
-            raise DamagedError(f"{path}: {name} is a piece of {full}, and other files hold pieces of {list(entry.size[len(at):])}")
+        earlier = self.state_dict_metadata.get(prefix + key)
+        if earlier is not None and earlier.size != torch.Size((*extents, *full)):
+            raise DamagedError(f"{path}: {name} is a piece of {full}, and other files hold pieces of {list(earlier.size[len(at):])}")
         for part, piece in enumerate(value.chunk(parts, 0) if parts > 1 else (value,)):
             first = [0] * value.dim()
             if dim is not None:
                 first[dim] = (part * count + rank) * piece.shape[dim]
-            offsets = torch.Size((*at, *first))
-            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in at), *piece.shape))))
-            place_of = MetadataIndex(prefix + key, offsets)
-            self._boxes[place_of] = piece, path
-            self.storage_data[place_of] = _StorageInfo(str(path.relative_to(self._folder)), piece.storage_offset(), 0)
+            box = enter_box(self, (prefix + key, at, extents), piece.shape, value.dtype, path.relative_to(self._folder), piece.storage_offset(), 0,
+                            full, first)
+            self._boxes[box] = piece, path
 
     def _states(self, place: Place, optimizer: Any, chunks: list[dict[str, Tensor]]) -> Iterator[tuple[str, str, Tensor, Path]]:
         """(state, name, values, file) of all optimizer states of a file."""

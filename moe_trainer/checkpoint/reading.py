@@ -21,20 +21,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from moe_trainer.checkpoint.directory import advice
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
-from moe_trainer.checkpoint.hf import HFIndex
-from moe_trainer.checkpoint.legacy import LegacyIndex
+from moe_trainer.checkpoint.made_index import MadeIndex
 from moe_trainer.checkpoint.sharding import Piece
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_object
 
 Box = tuple[slice, ...]
-
-
-class MadeIndex(Metadata):
-    """An index whose boxes are made when they are asked for."""
-
-    def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """The tensor of one box."""
-        raise NotImplementedError
 
 
 def read_object(folder: Path, index: Metadata, key: str) -> Any:
@@ -42,7 +33,7 @@ def read_object(folder: Path, index: Metadata, key: str) -> Any:
 
     Raises: DamagedError when its file is missing or damaged.
     """
-    if isinstance(index, LegacyIndex):
+    if isinstance(index, MadeIndex):
         return index.object(key)
     place = MetadataIndex(key)
     try:
@@ -84,7 +75,7 @@ def decode(folder: Path, index: Metadata, key: str, chunk: ChunkStorageMetadata)
 
     Raises: DamagedError when its file is missing or damaged.
     """
-    if isinstance(index, (HFIndex, LegacyIndex, MadeIndex)):
+    if isinstance(index, MadeIndex):
         return index.box(key, chunk)
     place, dtype = MetadataIndex(key, chunk.offsets), index.state_dict_metadata[key].properties.dtype
     try:

@@ -30,20 +30,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from arguments.container import OPTIONS
 from arguments.fine_grid import FineGrid
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
-from moe_trainer.checkpoint.reading import MadeIndex
+from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 
@@ -142,23 +135,17 @@ class UpcycledIndex(MadeIndex):
 
     def __init__(self, folder: Path, dense: Metadata, saved: Mapping[str, Any], args: Mapping[str, Any]):
         """saved: flags of the dense model. args: of the MoE model."""
-        super().__init__({})
+        super().__init__()
         self._folder, self._dense = folder, dense
         self._held: tuple[LogicalTensor | None, Tensor | None] = (None, None)
         self._made: dict[MetadataIndex, Recipe] = {}
-        self.storage_data = {}
         tensors = {tensor.name: tensor for tensor in logical_tensors(dense) if tensor.state is None and not tensor.name.startswith(_OTHERS)}
         _check(folder, tensors, saved, args)
         scheme = KeyScheme.from_record(args)
         for recipe in recipes(tensors, Form.of(args), args):
-            key, at, extents = scheme.locate(recipe.name)
-            entry = self.state_dict_metadata.setdefault(key, TensorStorageMetadata(
-                TensorProperties(dtype=recipe.dtype), torch.Size((*extents, *recipe.shape)), []))
-            offsets = torch.Size((*at, *(0 for _ in recipe.shape)))
-            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in at), *recipe.shape))))
-            self._made[MetadataIndex(key, offsets)] = recipe
             place = dense.storage_data[MetadataIndex(recipe.source.key, recipe.source.chunks[0].offsets)]
-            self.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(place.relative_path, place.offset, place.length)
+            box = enter_box(self, scheme.locate(recipe.name), recipe.shape, recipe.dtype, place.relative_path, place.offset, place.length)
+            self._made[box] = recipe
 
     def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """The tensor of one box."""
