@@ -24,8 +24,9 @@ FOLDER = "MOE_TRAINER_TEST_CLAIMS"
 CLAIMS = pytest.StashKey[str | None]()
 AT_ONCE = ("tests/guard/",)
 """Rooms in which waits and time limits are looked at; one process has such a room."""
-FIRST = ("tests/guard/", "tests/train/", "tests/proof/", "tests/checkpoint/", "tests/moe/", "tests/layers/")
-"""Rooms with the longest modules: what is begun last should be short, that the processes end together."""
+FIRST = ("tests/guard/", "tests/train/", "tests/slurm/", "tests/proof/", "tests/checkpoint/", "tests/moe/", "tests/layers/")
+"""Rooms with the longest modules: what is begun last should be short, that the processes end together. Of guard/ and
+slurm/, which mostly wait, one has begun long before the other: a core would be idle meanwhile."""
 ONE_PROCESS = ("-s", "--capture", "--pdb", "--trace", "--lf", "--last-failed", "--ff", "--failed-first", "--nf", "--new-first", "--sw",
                "--stepwise", "--co", "--collect-only", "--cache-", "--setup-", "--fixtures", "--markers", "--junit", "--debug",
                "-h", "--help", "-V", "--version")
