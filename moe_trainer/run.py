@@ -63,6 +63,7 @@ from moe_trainer.report.profiler import Profiler
 from moe_trainer.report.timers import Timers
 from moe_trainer.shape import deferral
 from moe_trainer.shape.batch_sizes import sizes_that_wait
+from moe_trainer.shape.full_sharding import keeps_gathered, shards_parameters, strategy_of
 from moe_trainer.shape.stored_weights import keeps_8_bits
 from moe_trainer.shape.vocab import vocab_rows
 from moe_trainer.training.watches import Watches
@@ -200,14 +201,13 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
 def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> DataParallelGrads | ShardedGrads:
     """Where the gradients of the model are kept; shards the model first where that is asked for. Collective."""
     ps, parallel, per_token = runtime.ps, args.parallel, args.training.calculate_per_token_loss
-    strategy = parallel.data_parallel_sharding_strategy if parallel.use_megatron_fsdp else "optim_grads_params"
     narrow = parallel.use_megatron_fsdp and parallel.megatron_fsdp_main_grads_dtype == "bf16" and args.precision.params_dtype_name != "fp32"
-    if (parallel.use_torch_fsdp2 or parallel.use_megatron_fsdp) and strategy in ("optim_grads", "optim_grads_params"):
+    if shards_parameters(parallel):
         if ps.dp_cp.size > 1:
-            shard_model(args, runtime, chunks, strategy)
+            shard_model(args, runtime, chunks)
             return ShardedGrads(parameters(chunks), ps, per_token_loss=per_token, narrow=narrow)
         logger.info("one data-parallel rank: there is nothing to shard")
-    if parallel.use_megatron_fsdp and strategy == "no_shard":
+    if strategy_of(parallel) == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
     if keeps_8_bits(args):
         count = store_weights(chunks)
@@ -217,7 +217,7 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
                              whole=lambda param: is_matrix(param, args.optimizer))
 
 
-def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer], strategy: str) -> None:
+def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:
     """Cut all parameters over the data-parallel ranks, layer by layer."""
     parallel, precision = args.parallel, args.precision
     wire = parallel.megatron_fsdp_grad_comm_dtype if parallel.use_megatron_fsdp else "auto"
@@ -225,7 +225,7 @@ def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer], st
         wire = "bf16" if precision.grad_reduce_in_bf16 else "fp32"
     sharding = FullSharding(
         runtime.ps, runtime.device, param_dtype=dict(DTYPES)[precision.params_dtype_name], reduce_dtype=dict(DTYPES)[wire],
-        keep_gathered=strategy == "optim_grads" or (parallel.use_torch_fsdp2 and not parallel.torch_fsdp2_reshard_after_forward),
+        keep_gathered=keeps_gathered(parallel),
     )
     for chunk in chunks:
         # a tied embedding is read by the head too, without a call of its own: it is gathered with what the chunk itself gathers

@@ -35,6 +35,7 @@ from moe_trainer.planner.params import Held, LayerParams
 from moe_trainer.planner.state import stage_states
 from moe_trainer.shape import deferral
 from moe_trainer.shape.activations import INDEX, WIDE, Kept, chunk_activations, layer_activations
+from moe_trainer.shape.full_sharding import strategy_of
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
 from moe_trainer.shape.library_products import quantised_by_library
@@ -289,7 +290,7 @@ def _buffers(args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams
     if training.recompute_granularity is not None:
         selective = training.recompute_granularity == "selective"
         working += max(((span or 1) * (sizes.bare_layer(kind) - (sizes.layer(kind) if selective else 0)) for kind in kinds), default=0.0)
-    if args.parallel.use_torch_fsdp2 or args.parallel.use_megatron_fsdp and args.parallel.data_parallel_sharding_strategy == "optim_grads_params":
+    if strategy_of(args.parallel) == "optim_grads_params":
         largest = max((params.layers[kind].total for kind in kinds), default=0)
         working += largest * (2 * sizes.size + 4)  # the layer and the next one, and its gradients before they are reduced
     return dispatch, working

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from moe_trainer.planner.layer_time import MEMORY, Constants, LayerTime, Pass
 from moe_trainer.planner.links import Links
 from moe_trainer.planner.memory import ChunkBytes, StageMemory, few_microbatches, run_orders
+from moe_trainer.shape.full_sharding import strategy_of
 from moe_trainer.shape.layers import mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
 from moe_trainer.shape.state_bytes import StateBytes, state_bytes
@@ -184,9 +185,8 @@ def _data_parallel(args: Arguments, world_size: int, stage: StageMemory, links: 
     for held, stride, ranks in ((stage.held.dense, mapping["tp"], dense), (stage.held.expert, mapping["etp"] * mapping["ep"], edp)):
         reduce += links.ring(held * narrow, stride, ranks)
         gather += links.ring(held * size, stride, ranks)
-    if parallel.use_torch_fsdp2 or parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy != "no_shard":
-        whole = parallel.data_parallel_sharding_strategy == "optim_grads_params" or parallel.use_torch_fsdp2
-        each = reduce + (2 if whole else 0) * gather
+    if strategy_of(parallel) not in (None, "no_shard"):
+        each = reduce + (2 if strategy_of(parallel) == "optim_grads_params" else 0) * gather
         return num_microbatches * max(0.0, each - window.compute)
     if not parallel.use_distributed_optimizer:
         gather = reduce  # the other half of an all-reduce

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from moe_trainer.shape.full_sharding import keeps_gathered, shards_parameters, strategy_of
 from moe_trainer.shape.layout import mapping_sizes
 from moe_trainer.shape.stored_weights import bytes_of_a_weight
 
@@ -62,14 +63,12 @@ def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert
     formats = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
     moments = float(sum(_BYTES[name] for name in formats[:count]))
     width = 2.0 if half else 4.0
-    strategy = _strategy(args)
-    if strategy in ("optim_grads", "optim_grads_params") and _data_ranks(args, world_size, "dense") > 1:
+    if shards_parameters(parallel) and _data_ranks(args, world_size, "dense") > 1:
         instance = ranks // (parallel.num_distributed_optimizer_instances or 1)
-        kept = strategy == "optim_grads" or (parallel.use_torch_fsdp2 and not parallel.torch_fsdp2_reshard_after_forward)
         # fp32 shards are weights and main parameters in one
-        return StateBytes(4 / instance + (width if kept else 0.0), 4 / instance, 0.0, moments / instance,
+        return StateBytes(4 / instance + (width if keeps_gathered(parallel) else 0.0), 4 / instance, 0.0, moments / instance,
                           _share_on_host(args) * moments / instance)
-    shards = ranks // (parallel.num_distributed_optimizer_instances or 1) if parallel.use_distributed_optimizer and strategy != "no_shard" else 1
+    shards = ranks // (parallel.num_distributed_optimizer_instances or 1) if parallel.use_distributed_optimizer and strategy_of(parallel) != "no_shard" else 1
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
     if stored:
         width, main_device = bytes_of_a_weight(args), float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
@@ -107,12 +106,6 @@ def _data_ranks(args: Arguments, world_size: int, kind: str) -> int:
     sizes = mapping_sizes(args)
     model = sizes["etp"] * sizes["ep"] * sizes["pp"] if kind == "expert" else sizes["tp"] * sizes["pp"]
     return max(1, world_size // model)
-
-
-def _strategy(args: Arguments) -> str | None:
-    if args.parallel.use_torch_fsdp2:
-        return "optim_grads_params"
-    return args.parallel.data_parallel_sharding_strategy if args.parallel.use_megatron_fsdp else None
 
 
 def _share_on_host(args: Arguments) -> float:

@@ -22,6 +22,7 @@ from moe_trainer.initialize import Runtime
 from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.report.allocations import AllocationRecord
 from moe_trainer.report.energy import Energy, EnergyMeter, open_energy_meter
+from moe_trainer.shape.full_sharding import shards_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Watches:
         self._args, self._runtime = args, runtime
         self._stragglers = _straggler_watch(args, runtime)
         self._hash_interval = args.training.check_weight_hash_across_dp_replicas_interval
-        if self._hash_interval is not None and _sharded(args):
+        if self._hash_interval is not None and shards_parameters(args.parallel):
             logger.info("--check-weight-hash-across-dp-replicas-interval is idle: the weights are cut over the data-parallel ranks, none is held twice")
             self._hash_interval = None
         self._energy = _energy_meter(args, runtime)
@@ -96,17 +97,11 @@ class Watches:
             self._stragglers.close()
 
 
-def _sharded(args: Arguments) -> bool:
-    """Are parameters themselves cut over the data-parallel ranks?"""
-    parallel = args.parallel
-    return parallel.use_torch_fsdp2 or (parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"))
-
-
 def _straggler_watch(args: Arguments, runtime: Runtime) -> StragglerWatch | None:
     output = args.output
     if not output.log_straggler:
         return None
-    if _sharded(args) or args.training.cuda_graph_impl == "full_iteration":
+    if shards_parameters(args.parallel) or args.training.cuda_graph_impl == "full_iteration":
         logger.info("--log-straggler is idle: waits inside a graph of the whole iteration, and for fully sharded parameters, cannot be told from work")
         return None
     on, switch = not output.disable_straggler_on_startup, None
