@@ -1,14 +1,10 @@
 """Every tiny preset trains through the command line, with the losses its code paths report."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from structure.source import ROOT
+from commands import read_metrics, run
 
 from moe_trainer.data.indexed import IndexedDatasetBuilder
 
@@ -31,13 +27,9 @@ def test_tiny_preset_trains(name, tmp_path):
     with IndexedDatasetBuilder(str(tmp_path / "pattern"), np.uint16) as builder:
         for start in range(50):
             builder.add_document((np.arange(300) * 7 + start) % 50, [300])
-    command = [sys.executable, "pretrain_moe.py", "--preset", name, *FEW.split()]
-    command += ["--data-path", str(tmp_path / "pattern"), "--metrics-file", str(metrics)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = run(["--preset", name, *FEW.split(), "--data-path", str(tmp_path / "pattern"), "--metrics-file", str(metrics)], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [record for record in records if "validation" not in record]
+    steps = [record for record in read_metrics(metrics) if "validation" not in record]
     assert [step["iteration"] for step in steps] == list(range(1, 11))
     for step in steps:
         assert LOSSES[name] <= set(step)

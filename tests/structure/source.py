@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,7 @@ def imports(text: str, module: str = "", is_package: bool = False, known: frozen
     return found
 
 
+@cache
 def imports_of(path: Path, known: frozenset[str] = frozenset()) -> list[Import]:
     """List every import of a file; see imports()."""
     return imports(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py", known)
