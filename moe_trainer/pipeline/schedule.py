@@ -212,6 +212,8 @@ class _Execution(Generic[Result]):
         else:
             self.results[action.microbatch] = result
         if not work.forward_only:
+            if not output.requires_grad:  # all of this chunk is frozen
+                output = output.detach().requires_grad_()
             self.edges[key] = get_gradient_edge(output), (tuple(output.shape), output.dtype)
 
     def _backward(self, action: Action, grad: Tensor | None) -> None:
