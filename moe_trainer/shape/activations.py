@@ -162,7 +162,36 @@ class _Layer:
             numbers = 2 if model.normalization == "LayerNorm" else 1
             yield Kept("kv_layernorm.statistics", (self.rows, numbers), WIDE, "qkv_linear")
             yield Kept("kv_latent", (self.rows, model.kv_lora_rank), self.size, "qkv_linear")
+        if model.experimental_attention_variant == "dsa":
+            yield from self._choice()
         yield from self._core(heads, heads, key, model.v_head_dim, discarded="mla_up_proj" in self.parts and self._heads_cut() == 1)
+
+    def _choice(self) -> Iterator[Kept]:
+        """What sparse attention keeps beside attention's own: the chosen keys, and what its indexer learns from (layers/sparse_attention.py)."""
+        model, tokens, part = self.model, self.tokens, "core_attn"
+        if part in self.parts:
+            return
+        if self._is_sparse():
+            yield Kept("choice", (self.batch, self.length, -(-self.length * self.cp // 8)), 1, part)
+        if not model.dsa_indexer_loss_coeff:
+            return
+        heads, width = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
+        if self.rows != tokens:
+            yield Kept("indexer.x", (tokens, self.hidden), self.size, part)
+            yield Kept("indexer.latent", (tokens, model.q_lora_rank or self.hidden), self.size, part)
+        yield Kept("indexer.k_norm.x", (tokens, width), self.size, part)
+        yield Kept("indexer.k_norm.statistics", (tokens, 2), WIDE, part)
+        if model.dsa_indexer_rotate_activation:
+            yield Kept("indexer.rotations", (2, width, width), self.size, part)
+        narrow = 2 if self.args.precision.params_dtype_name == "bf16" else WIDE
+        yield Kept("indexer.q.gradient", (tokens, heads, width), narrow, part)
+        yield Kept("indexer.k.gradient", (tokens, width), narrow, part)
+        yield Kept("indexer.weights.gradient", (tokens, heads), WIDE, part)
+
+    def _is_sparse(self) -> bool:
+        """Are there more keys than are chosen?"""
+        model = self.model
+        return model.experimental_attention_variant == "dsa" and not model.dsa_indexer_warmup and model.dsa_indexer_topk < self.length * self.cp
 
     def _core(self, heads: int, groups: int, key: int, value: int, discarded: bool) -> Iterator[Kept]:
         """Core attention and the input of the projection behind it. discarded: queries, keys and values are not kept."""
@@ -190,7 +219,7 @@ class _Layer:
 
     def _blocks(self) -> bool:
         """Does attention go block by block (layers/ring_attention.py)?"""
-        return self.packed or self.cp > self._heads_cut() or self.model.softmax_type != "vanilla"
+        return self.packed or self.cp > self._heads_cut() or self.model.softmax_type != "vanilla" or self._is_sparse()
 
     @staticmethod
     def _visible(length: int) -> int:

@@ -42,6 +42,8 @@ LATENT_HOWS = {
     "offload everything": f"{OFFLOAD} {EVERYTHING}",
     "some parts, offload": f"{SELECTIVE} layernorm mla_up_proj {OFFLOAD} {EVERYTHING}",
 }
+SPARSE = ("--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.1 "
+          "--dsa-indexer-use-sparse-loss")
 FEW = ("all kept", "layernorm", "moe", "uniform", "offload everything")
 KINDS = {
     "heads": (GROUPED, PLAIN_HOWS),
@@ -58,6 +60,15 @@ KINDS = {
     "gated DeltaNet, long, bf16": (
         f"{GROUPED} {DELTA} --bf16 --seq-length 1100 --max-position-embeddings 1100 --micro-batch-size 1", ("all kept", "gdn_norm_out")),
     "latent": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')}", LATENT_HOWS),
+    "latent, sparse": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE}", (*LATENT_HOWS, "core_attn", "layernorm", "uniform")),
+    "latent, sparse, without a loss": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE} --dsa-indexer-loss-coeff 0", ("all kept", "all parts")),
+    "latent, sparse, bf16, without a rotation": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '').replace('--q-lora-rank 12', '')} {SPARSE} --bf16 --no-dsa-indexer-rotate-activation "
+        "--moe-layer-freq ([0]*3)",
+        ("all kept", "mla_up_proj")),
+    "latent, all keys chosen": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE} --dsa-indexer-topk 16", ("all kept", "all parts")),
     "latent without a query latent, sqrtsoftplus": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '').replace('--q-lora-rank 12', '').replace('sigmoid', 'sqrtsoftplus')}",
         ("all kept", "mla_up_proj")),
@@ -97,7 +108,7 @@ def measured(flags: str, kind: str) -> tuple[object, object, list]:
 @pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind, (_, hows) in KINDS.items() for how in hows])
 def test_the_list_is_what_is_kept(kind, how):
     flags = KINDS[kind][0]
-    how_flags = LATENT_HOWS[how] if kind.startswith("latent") and not kind.startswith("latent experts") else {**PLAIN_HOWS, **{part: f"{SELECTIVE} {part}" for part in ("mlp", "gdn_norm_out")}}[how]
+    how_flags = LATENT_HOWS[how] if kind.startswith("latent") and not kind.startswith("latent experts") and how in LATENT_HOWS else {**PLAIN_HOWS, **{part: f"{SELECTIVE} {part}" for part in ("mlp", "gdn_norm_out")}}[how]
     listed, left, _result = measured(f"{flags} {how_flags}", kind)
     device = sum(entry.num_bytes for entry in listed if not entry.on_host)
     host = sum(entry.num_bytes for entry in listed if entry.on_host)
