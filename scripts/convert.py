@@ -5,8 +5,9 @@
     python scripts/convert.py HF_FOLDER FILE --to weights   -> one safetensors file with Megatron-Core's names, as --export-weights writes it
     python scripts/convert.py DIR HF_FOLDER                 the newest checkpoint under DIR, of any mapping, as a folder for from_pretrained
 
-Families: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V2, DeepSeek-V3, Kimi-K2, Moonlight. config.json becomes flags and
-flags become config.json; tokenizer files go along; weights in 8 bits with scales per block (as DeepSeek-V3 is published) become bf16.
+Families: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, gpt-oss, DeepSeek-V2, V3 and V3.2, Kimi-K2, Moonlight.
+config.json becomes flags and flags become config.json; tokenizer files go along; weights in 8 bits with scales per block (as DeepSeek-V3 is
+published) become bf16.
 One tensor is in memory at a time, per worker. A conversion that was ended, by whatever, is continued by the same command; until it is
 complete everything is in TARGET.converting. Several ranks (torchrun, srun: RANK and WORLD_SIZE) share the files of one conversion.
 Every tensor of the source must be used and every one of the target filled: what is missing, left over or of another shape is named, and

@@ -4,7 +4,8 @@ Products: 2 m n k operations at a fraction of the device's peak for their format
 is longer: that is what makes many small experts slow. Attention's core: its own fractions, which grow with the length, of
 measured kernels. Everything between products is bound by memory: in forward each kept tensor is written and read, in backward it is read,
 and a gradient of its size is written and read; tokens are permuted on their way out and back. Quantisation reads and writes the
-operands once more. A layer takes at least the time in which the host launches its kernels.
+operands once more. Sparse attention multiplies as dense attention does (keys that are not chosen are masked), and its indexers score
+every pair of query and key besides. A layer takes at least the time in which the host launches its kernels.
 
 Constants: what no data sheet has. Those of `Constants` are fitted to published runs (scripts/plan.py calibrate prints the error of each
 run, and of each family of models, when it is left out of the fit); the others are measurements with source. None of them was measured
@@ -41,6 +42,9 @@ class Constants:
     iteration: float = 0.02
 
 
+SCORES, LEARNING, TILES = 4, (7, 8), (7, 14)
+"""How often an element of [heads, queries, keys] is written or read as fp32, counted in ops/sparse_attention.py and ops/block_attention.py:
+by the index' scores; by what it learns, of its own heads and of attention's; by masked attention without a fused kernel, there and back."""
 LAUNCH = 30e-6
 """Seconds of the host for one kernel of an eager program, with its modules' and autograd's Python. Moonlight's published comparison of
 recompute (Megatron-Bridge, perf-activation-recompute): making heads of latents once more, some 30 kernels and next to nothing for the
@@ -95,6 +99,10 @@ class LayerTime:
         self.memory = links.hardware.hbm_tb_s * 1e12 * MEMORY
         self.recomputed = recomputed_parts(args.training)
         self.gate = 2 if model.swiglu or model.quick_geglu else 1
+        self.sparse = model.experimental_attention_variant == "dsa"
+        self.chooses = self.sparse and not model.dsa_indexer_warmup and model.dsa_indexer_topk < args.data.seq_length
+        self.learns = self.sparse and bool(model.dsa_indexer_loss_coeff)
+        self.pairs = self.tokens * args.data.seq_length / 2  # of queries and visible keys
 
     def product(self, m: float, n: float, k: float, count: int = 1, plain: bool = False) -> float:
         """Seconds of `count` products [m, k] x [k, n]. plain: in bf16 whatever the flags say."""
@@ -120,7 +128,25 @@ class LayerTime:
         _, forward, backward = next(row for row in ATTENTION if row[0] == self.hardware.is_blackwell)
         peak = self.hardware.peak("bf16")
         rates = [fraction * peak * length / (length + half) for fraction, half in (forward, backward)]
-        return operations / rates[0], BACKWARD_OF_ATTENTION * operations / rates[1]
+        there, back = operations / rates[0], BACKWARD_OF_ATTENTION * operations / rates[1]
+        if self.chooses:
+            there, back = (time + 4.0 * count * heads * self.pairs / self.memory for time, count in zip((there, back), TILES))
+        return there, back
+
+    def _index(self) -> tuple[float, float]:
+        """(matrices of an indexer, everything else that it takes to choose and to learn: all of it in forward). Scores are fp32 (TF32)."""
+        model = self.model
+        if not self.sparse:
+            return 0.0, 0.0
+        index, width, heads = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim, model.num_attention_heads // self.tp
+        matrices = self.product(self.tokens, index * width, model.q_lora_rank or model.hidden_size, plain=True)
+        matrices += self.product(self.tokens, index + width, model.hidden_size, plain=True)
+        operations, elements = 2.0 * self.pairs * index * width, self.pairs * index * SCORES
+        if self.learns:  # two gradients of the scores, and what attention's heads attend to
+            operations += 4.0 * self.pairs * index * width + 2.0 * self.pairs * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+            elements += self.pairs * (index * LEARNING[0] + heads * LEARNING[1])
+        peak = self.hardware.peak("bf16") / 2 * self.constants.products_bf16
+        return matrices, operations / peak + 4.0 * elements / self.memory
 
     def _up(self) -> float:
         """The products that make heads of latents."""
@@ -191,7 +217,8 @@ class LayerTime:
         into = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim if latents else hidden
         shared = bool(self.moe.moe_shared_expert_intermediate_size)
         widths = [into, hidden] + ([hidden, hidden] if not is_moe or shared else [])
-        return sum(self.links.ring(self.tokens * width * self.size, 1, self.tp) for width in widths)
+        target = 2 * self.links.ring(int(self.pairs) * 4, 1, self.tp) if self.learns else 0.0  # of all ranks' heads
+        return target + sum(self.links.ring(self.tokens * width * self.size, 1, self.tp) for width in widths)
 
     def _context(self) -> tuple[float, float]:
         """(what a forward sends to the other parts of the sequence, how much of it may run beside attention)."""
@@ -212,15 +239,16 @@ class LayerTime:
         """Forward and backward of one layer, recompute included, with the exchange of tokens on its own."""
         exchange = round_trip_seconds(self.args, self.links, self.own, self.size) if is_moe else 0.0
         feed = self._routed() + self._shared() if is_moe else self._feed_forward(self.model.ffn_hidden_size)
-        attention, (core, core_back) = self._attention(), self._core()
+        attention, (core, core_back), (matrices, choice) = self._attention(), self._core(), self._index()
         kept = self._kept(is_moe)
         moves = self._permuting() if is_moe else 0.0
         tensor, (context, beside) = self._tensor(is_moe), self._context()
+        core += matrices + choice
         forward = Pass(max(attention + feed + core + 2 * kept + moves, self._launches(is_moe)), exchange, tensor,
                        context - min(beside, core))
         # in backward the gather of the input again; collectives of a gradient run beside the product of the weight's
         hidden_part = min(tensor, attention + (0.0 if is_moe else feed))
-        backward = Pass(max(2 * (attention + feed) + core_back + 3 * kept + 2 * moves, 2 * self._launches(is_moe)), exchange,
+        backward = Pass(max(2 * (attention + feed) + core_back + matrices + 3 * kept + 2 * moves, 2 * self._launches(is_moe)), exchange,
                         1.5 * tensor - 0.5 * hidden_part, 2 * context - min(2 * beside, core_back))
         if is_moe:
             forward, backward = self._beside_exchange(forward, backward)

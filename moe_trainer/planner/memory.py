@@ -6,7 +6,7 @@ That number is not chosen: the rank's order of work (shape/orders.py) is walked,
 most bytes counts. Where weight gradients are computed apart, W takes away.
 
 Buffers live only while something runs, and the largest counts: tokens that are sent and received with the experts' gradients; what
-recompute brings back, a layer at a time; with full sharding the gathered layer and the one that is gathered ahead. Gradients at the
+recompute brings back, a layer at a time; what indexers of sparse attention learn from; with full sharding the gathered layer and the one that is gathered ahead. Gradients at the
 borders of CUDA graphs stay in their places for every microbatch in flight.
 
 In 8 bits, TransformerEngine's layers (the default --transformer-impl) keep the inputs of their products as they were quantised, its
@@ -52,12 +52,14 @@ GIB = 2.0**30
 QUANTIZED = ("normed", "q_latent", "kv_latent", "core_attn.y", "experts.x", "linear_fc2.x")
 """Inputs of quantised products. TransformerEngine's layers keep them as they were quantised, with a scale for 32 elements at most (in 4 bits for 16)."""
 QUANTIZED_BYTES = MappingProxyType({"fp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16})
+BLOCK, QUERY_BLOCK = 1 << 27, 512
+"""Elements of [heads, block, keys] at most, and queries of a block, on a GPU (ops/sparse_attention.py)."""
 RESERVE = 3 * GIB
 """Bytes of a device that tensors cannot have. An assumption: about 0.5 GiB for the context, the rest for NCCL's channels and workspaces."""
 _MODULES = (
     ("logits", ("head.",)), ("norms", ("layernorm", "normed", "enorm", "hnorm", "joined")), ("shared experts", ("shared_experts",)), ("expert inputs", ("experts.x",)),
     ("expert activations", ("experts.linear", "experts.probs")), ("routing", ("router", "routes", "own_rows", "experts.order")),
-    ("attention", ("core_attn", "q_", "kv_", "log_sum_exp", "probs")), ("feed-forward", ("mlp.",)),
+    ("attention", ("core_attn", "q_", "kv_", "log_sum_exp", "probs", "choice", "indexer")), ("feed-forward", ("mlp.",)),
 )
 
 
@@ -290,10 +292,25 @@ def _buffers(args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams
     if training.recompute_granularity is not None:
         selective = training.recompute_granularity == "selective"
         working += max(((span or 1) * (sizes.bare_layer(kind) - (sizes.layer(kind) if selective else 0)) for kind in kinds), default=0.0)
+    working += learning_bytes(args, sizes)
     if strategy_of(args.parallel) == "optim_grads_params":
         largest = max((params.layers[kind].total for kind in kinds), default=0)
         working += largest * (2 * sizes.size + 4)  # the layer and the next one, and its gradients before they are reduced
     return dispatch, working
+
+
+def learning_bytes(args: Arguments, sizes: ChunkBytes) -> float:
+    """What sparse attention opens while indexers choose and learn (ops/sparse_attention.py): fp32 copies of queries, of the keys of the whole
+    sequence and of the index' queries, with the gradient of these; and four tensors of [heads, block, keys]."""
+    model = args.model
+    if model.experimental_attention_variant != "dsa":
+        return 0.0
+    keys, heads = args.training.micro_batch_size * args.data.seq_length, model.num_attention_heads // sizes.tp
+    learned = bool(model.dsa_indexer_loss_coeff)
+    index = sizes.tokens * model.dsa_indexer_n_heads * model.dsa_indexer_head_dim
+    whole = (sizes.tokens + keys) * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) if learned else 0
+    block = min(BLOCK, QUERY_BLOCK * keys * max(model.dsa_indexer_n_heads, heads if learned else 0))
+    return 4.0 * (whole + (2 if learned else 1) * index + 4 * block)
 
 
 def microbatches(args: Arguments, world_size: int) -> int:

@@ -28,9 +28,20 @@ def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[Stat
     for chunks in chunk_layouts(args.model, args.parallel):
         held = sum((params.chunk(chunk) for chunk in chunks), Held(0, 0))
         stored = stored_on(plain, chunks) if keeps_8_bits(args) else Held(0, 0)
+        if args.model.dsa_indexer_warmup:
+            found.append(_warming_up(args, world_size, held, chunks))
+            continue
         found.append(rank_state_bytes(args, world_size, held.dense, held.expert, (stored.dense, stored.expert),
                                       sum(params.tables(chunk) for chunk in chunks)))
     return found
+
+
+def _warming_up(args: Arguments, world_size: int, held: Held, chunks: Sequence[ChunkLayout]) -> StateBytes:
+    """Indexers are trained; of all else there are weights only."""
+    depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
+    trained = indexer(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
+    state = rank_state_bytes(args, world_size, trained, 0)
+    return replace(state, weights=state.weights + (held.total - trained) * (4.0 if args.precision.params_dtype_name == "fp32" else 2.0))
 
 
 def without_vectors(args: Arguments, vocab_rows: int) -> LayerParams:

@@ -12,6 +12,7 @@ from moe_trainer.planner.memory import (
     ChunkBytes,
     few_microbatches,
     in_flight,
+    learning_bytes,
     microbatches,
     plan_memory,
     run_orders,
@@ -51,7 +52,7 @@ def test_a_few_microbatches_have_the_peak_of_many():
 
 def test_every_module_is_named():
     """What is kept and belongs to no module is next to nothing."""
-    for flags in (V3, "--preset qwen3_30b_a3b --mock-data", "--preset mixtral_8x7b --mock-data"):
+    for flags in (V3, "--preset deepseek_v3_2 --mock-data --global-batch-size 256", "--preset qwen3_30b_a3b --mock-data", "--preset mixtral_8x7b --mock-data"):
         for stage in memory(flags, 256):
             assert stage.activations.get("other", 0) < 1e-3 * stage.kept
 
@@ -127,3 +128,13 @@ def test_headroom_fills_the_device():
     layouts = chunk_layouts(args.model, args.parallel)[0]
     kept = sum(sum(crowded.of(chunk).values()) for chunk in layouts)
     assert stage.total - stage.kept + kept < find_hardware("h100").memory_gib * GIB < 1.1 * (stage.total - stage.kept + kept)
+
+
+@pytest.mark.parametrize("more, kept", [("", True), ("--dsa-indexer-loss-coeff 0", False), ("--dsa-indexer-warmup", True)])
+def test_what_indexers_learn_from_is_there_for_a_while(more, kept):
+    """fp32 copies of queries and keys of all heads; without a loss only those of the index."""
+    args = parse_args(f"--preset deepseek_v3_2 --mock-data --global-batch-size 256 {more}".split(), 256)
+    sizes = ChunkBytes(args, vocab_rows_from_flags(args))
+    of_heads = 2 * 131072 * 128 * 192 * 4
+    assert (learning_bytes(args, sizes) > of_heads) is kept
+    assert 0 < learning_bytes(args, sizes) - kept * of_heads < 16 * GIB

@@ -7,8 +7,8 @@ from train.layouts import argv_of, groups_of, make_run
 from arguments import parse_args
 from moe_trainer.parallel.params import info_of, unique_params
 from moe_trainer.planner.params import Held, LayerParams
+from moe_trainer.planner.state import stage_states
 from moe_trainer.shape.layout import chunk_layouts
-from moe_trainer.shape.state_bytes import rank_state_bytes
 from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 # every tensor has a multiple of 64 elements, so that little is lost to alignment in buffers
@@ -32,6 +32,8 @@ CASES = (
     (2, "deepseek", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL"),
     (2, "deepseek", "--expert-model-parallel-size 2 --use-distributed-optimizer --bf16"),
     (2, "deepseek", f"{TP2} {SPARSE} --mtp-num-layers 1"),
+    (2, "deepseek", f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL --bf16 --use-distributed-optimizer {SPARSE} "
+                    "--dsa-indexer-loss-coeff 1 --dsa-indexer-warmup"),
     (4, "deepseek", f"{TP2} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|tt|mL --expert-model-parallel-size 2 "
                     "--expert-tensor-parallel-size 1 --bf16 --use-distributed-optimizer"),
     (4, "plain", f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --moe-shared-expert-intermediate-size 8 "
@@ -48,7 +50,8 @@ def _state(run):
     kept = [tensor for state in run.optimizer._states for store in state.stores for _, each in store.kept()
             for tensor in (each.flat, each.scales) if tensor is not None]
     buffers = [state.model for state in run.optimizer._states] + [buffer.flat for buffer in run.grads.buffers]
-    return sum(tensor.untyped_storage().nbytes() for tensor in [*buffers, *kept])
+    frozen = [param for chunk in run.chunks for param in chunk.parameters() if not param.requires_grad]
+    return sum(tensor.untyped_storage().nbytes() for tensor in [*buffers, *kept, *frozen])
 
 
 def _built(rank, n, cases):
@@ -72,5 +75,5 @@ def test_every_rank_holds_what_is_told(n):
             params = LayerParams(args, vocab_rows_from_flags(args))
             told = sum((params.chunk(chunk) for chunk in chunk_layouts(args.model, args.parallel)[stage]), Held(0, 0))
             assert told == held, (kind, flags, stage)
-            surplus = state - rank_state_bytes(args, n, told.dense, told.expert).total
+            surplus = state - stage_states(args, n, vocab_rows_from_flags(args))[stage].total
             assert 0 <= surplus <= FILL, (kind, flags, stage, surplus)
