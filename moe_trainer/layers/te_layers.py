@@ -149,6 +149,8 @@ def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) ->
     """
     if model.softmax_type != "vanilla":
         return f"attention sinks (--softmax-type {model.softmax_type}) are not asked of it"
+    if model.experimental_attention_variant == "dsa":
+        return "it has no attention to chosen keys"
     if ps.cp.size == 1:
         return None
     what = {
