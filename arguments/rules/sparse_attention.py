@@ -32,6 +32,11 @@ def warmup_chooses_nothing(s: Settings, _f: Facts) -> None:
         s.set_derived("dsa_indexer_use_sparse_loss", False, "nothing is chosen in the warm-up")
 
 
+def indexers_without_a_loss(s: Settings, _f: Facts) -> None:
+    if s.experimental_attention_variant == "dsa" and not s.dsa_indexer_loss_coeff and not s.dsa_indexer_warmup:
+        s.note(f"{s.flag(COEFF)} is not given: the indexers of sparse attention get no gradient, and choose keys as they are.")
+
+
 # Checks.
 
 
@@ -82,5 +87,5 @@ def warmup_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
     yield from _not_beside(s, WARMUP, FROZEN)
 
 
-RESOLVE = (warmup_chooses_nothing,)
+RESOLVE = (warmup_chooses_nothing, indexers_without_a_loss)
 CHECKS = (sparse_attention_fits, warmup_fits)
