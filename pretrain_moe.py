@@ -25,6 +25,7 @@ from contextlib import nullcontext  # noqa: E402
 from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 import arguments  # noqa: E402
+from moe_trainer.errors import need_packages  # noqa: E402
 from moe_trainer.place import Place, find_place  # noqa: E402
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ def main(argv: list[str]) -> int:
         return _dry_run(argv)
     for name, value in args.recipe_env.items():
         os.environ.setdefault(name, value)
+    try:
+        need_packages("torch", "numpy", "safetensors")
+    except ValueError as error:
+        return _refuse(error, str(place.rank))
 
     from moe_trainer.guard.signals import exit_signal
 

@@ -12,6 +12,7 @@ rules/precedence.py sees to that.
 """
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,11 +53,13 @@ def load(name: str, environ: Mapping[str, str]) -> Recipe:
 
 
 def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
-    import yaml
-
     def refuse(message: str) -> None:
         recipe.violations.append(Violation(("--preset",), f"--preset {recipe.name}: {message}", "recipe"))
 
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        return refuse(f"reading it needs PyYAML, which {sys.executable} does not have (pip install PyYAML)")
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:

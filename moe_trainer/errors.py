@@ -1,7 +1,9 @@
-"""The error that a user can mend: flags, files, folders. The command line turns it into exit code 2 without a traceback."""
+"""The error that a user can mend: flags, files, folders, packages. The command line turns it into exit code 2 without a traceback."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 
 class InputError(ValueError):
@@ -11,6 +13,14 @@ class InputError(ValueError):
     """
 
     told: bool | None = None
+
+
+def need_packages(*names: str) -> None:
+    """Raises: InputError naming the packages that this Python cannot import. To be asked before the first import of one of them."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise InputError(f"{sys.executable} has no {', '.join(missing)}: use the environment that scripts/quickstart.sh makes "
+                         "(. .venv/bin/activate), or pip install -e . (scripts/doctor.py tells what is there)")
 
 
 @contextmanager

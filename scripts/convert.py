@@ -102,6 +102,9 @@ def _options(words: list[str]) -> argparse.Namespace:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from moe_trainer.errors import need_packages
+
+    need_packages("torch", "numpy", "safetensors")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     job = _plan(options, speaks=rank == 0)
     from moe_trainer.checkpoint.hf_job import finish_job, missing_files, open_job
@@ -275,7 +278,7 @@ def _verify(options: argparse.Namespace) -> int:
         logger.info("--verify: the two models need %.0f GB in fp32, and %.0f GB are available: not compared", needed / 1e9, available / 1e9)
         return 0
     difference, largest = compare_logits(theirs, ours, options.ckpt_step)
-    logger.info("--verify: the logits differ by at most %.3e, the largest is %.3e", difference, largest)
+    logger.info("--verify: the logits differ by at most %.3e, the largest logit is %.3e", difference, largest)
     return 0
 
 

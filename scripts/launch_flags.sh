@@ -9,7 +9,8 @@
 #   MBS GBS SEQ_LEN NUM_LAYERS TRAIN_ITERS      RECOMPUTE   full, or modules: "layernorm mlp moe_act"
 #   PR               bf16 | fp8 | mxfp8          DISPATCHER   alltoall | deepep | hybridep
 #   A2A_OVERLAP=1 OPTIMIZER_OFFLOAD=1 PROFILE=torch|nsys
-#   OUTPUT_PATH      checkpoints, tensorboard and logs go here   DATA_PATH (unset: mock data)   TOKENIZER_MODEL
+#   OUTPUT_PATH      checkpoints, tensorboard and logs go here   DATA_PATH ("PREFIX" or "0.7 A 0.3 B"; unset, and no flag
+#                    of data among the extra ones: mock data)   TOKENIZER_MODEL, TOKENIZER_TYPE (HuggingFaceTokenizer)
 #   LOAD_PATH        weights to start from (PRETRAIN=1: ignored)   AUTO_RESUME=0   start anew whatever is under OUTPUT_PATH
 #   HARDWARE         what a dry run plans for: h100 (the default), h200, b200, gb200, a100, ... or a YAML file
 #   ENVIRONMENT      array or blank-separated NAME=VALUE, for a cluster file
@@ -163,6 +164,15 @@ dispatcher_flags() {
     esac
 }
 
+# Do the extra flags say where the data is?
+names_data() {
+    local flag
+    for flag; do
+        case $flag in --data-path* | --train-data-path* | --data-args-path* | --per-split-data-args-path* | --mock-data*) return 0 ;; esac
+    done
+    return 1
+}
+
 output_flags() {
     OUTPUT_PATH=${OUTPUT_PATH:-$PWD/runs/${MODEL##*/}}
     case $OUTPUT_PATH in /*) ;; *) OUTPUT_PATH=$PWD/$OUTPUT_PATH ;; esac
@@ -173,8 +183,9 @@ output_flags() {
         local parts
         read -ra parts <<<"$DATA_PATH"
         FLAGS+=(--data-path "${parts[@]}")
-    else
+    elif ! names_data "$@"; then
         FLAGS+=(--mock-data)
+        NO_DATA="note: neither DATA_PATH nor a flag names data, so this run trains on mock data"
     fi
     [ -z "${TOKENIZER_MODEL:-}" ] || FLAGS+=(--tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}" --tokenizer-model "$TOKENIZER_MODEL")
     case ${PROFILE:-0} in
@@ -211,7 +222,8 @@ flags_of_run() {
         pair=${EXPORTS[$index]%%=*}
         [ -z "${!pair:-}" ] || EXPORTS[index]="$pair=${!pair}"
     done
-    output_flags
+    NO_DATA=
+    output_flags "$@"
     FLAGS+=("$@")
 }
 
@@ -219,6 +231,7 @@ flags_of_run() {
 check_flags() {
     local world_size=$1 python verdict
     python=$(find_run_python)
+    [ -z "$NO_DATA" ] || echo "$NO_DATA"
     if [ "${VALIDATE:-1}" = 0 ]; then return; fi
     if [ "${DRY_RUN:-0}" != 1 ]; then
         verdict=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" 2>&1) ||

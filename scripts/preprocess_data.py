@@ -16,6 +16,13 @@ from dataclasses import fields
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from arguments.data import DataArgs
+from moe_trainer.errors import InputError, need_packages
+
+try:
+    need_packages("numpy")
+except InputError as error:
+    print(f"preprocess_data.py: {error}", file=sys.stderr)
+    sys.exit(2)
 from moe_trainer.data.preprocess import TEXT_UNITS, PreprocessOptions, preprocess
 
 

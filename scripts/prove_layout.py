@@ -31,6 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_trainer.errors import need_packages
 from moe_trainer.proof.random_layouts import draw_cases
 from moe_trainer.proof.report import command, markdown, shrunk_lines, verdict_lines
 from moe_trainer.proof.shrink import Case, ShrinkError, Shrunk, as_is, shrink
@@ -50,6 +51,11 @@ def main(words: list[str]) -> int:
     if options.shrink_only:
         print("\n".join(shrunk_lines(shrunk) if shrunk is not None else map(command, cases)))
         return 0
+    try:
+        need_packages("torch", "numpy", "safetensors")
+    except ValueError as error:
+        print(f"prove_layout.py: {error}", file=sys.stderr)
+        return 2
     return _prove(cases, shrunk, options, "scripts/prove_layout.py " + shlex.join(words))
 
 

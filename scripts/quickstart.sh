@@ -6,6 +6,12 @@
 #   RUN=folder  bash scripts/quickstart.sh     where everything goes (default: runs/quickstart)
 #   extra flags go to pretrain_moe.py          bash scripts/quickstart.sh --train-iters 1000
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+        exit 0
+        ;;
+esac
 # Relative names are meant from where the command was typed.
 case ${TEXT:-} in '' | /*) ;; *) TEXT=$PWD/$TEXT ;; esac
 case ${RUN:-} in '' | /*) ;; *) RUN=$PWD/$RUN ;; esac

@@ -51,9 +51,11 @@ def main(words: list[str]) -> int:
         print(__doc__.strip())
         return 0 if words else 2
     options, flags = _options(words)
+    from moe_trainer.errors import need_packages
     from moe_trainer.place import find_place
 
     try:
+        need_packages("torch", "numpy", "safetensors")
         place = find_place(os.environ)
         return _replay(options, flags) if place.source == "single process" else _replay_as_rank(options, flags, place)
     except (ValueError, OSError) as error:

@@ -158,7 +158,8 @@ def _choose(directory: Path, options: LoadOptions) -> Path | None:
 
 def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -> None:
     if options.exit_on_missing:
-        raise CheckpointError(f"--exit-on-missing-checkpoint: could not find the metadata file {directory / TRACKER}")
+        raise CheckpointError(f"{directory}: there is no checkpoint (could not find the metadata file {directory / TRACKER}), and "
+                              "--exit-on-missing-checkpoint, --ckpt-convert-format or --moe-use-upcycling needs one")
     if ps.world.rank == 0:
         logger.warning("WARNING: could not find the metadata file %s", directory / TRACKER)
         logger.warning("    will not load any checkpoints and will start from random")

@@ -31,6 +31,7 @@ from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_
 logger = logging.getLogger(__name__)
 
 _SCALING = "fp8."
+_SENTENCEPIECE = ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer")
 
 
 def plan_to_hf(folder: Path, target: Path, most: int, kind: str | None = None, rows: int | None = None, dtype: torch.dtype | None = None,
@@ -72,6 +73,9 @@ def plan_to_hf(folder: Path, target: Path, most: int, kind: str | None = None, r
     def finish(folder: Path, notes: Mapping[str, Any]) -> None:
         for path in tokenizer_files(tokenizer) if tokenizer is not None else ():
             flush_file(Path(shutil.copyfile(path, folder / path.name)))
+        if flags.get("tokenizer_type") in _SENTENCEPIECE and {path.name for path in folder.glob("tokenizer*")} == {"tokenizer.model"}:
+            # Of the model type alone transformers would take, for a Qwen for one, a tokenizer that reads this file in another way.
+            write_text(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}) + "\n")
         if len(notes) > 1:
             table = {name: file for file, known in notes.items() for name in known}
             write_text(folder / INDEX, json.dumps({"metadata": {"total_size": sum(item.num_bytes for item in items)}, "weight_map": table}, indent=1))

@@ -370,6 +370,20 @@ def test_a_model_trained_here_under_another_mapping_generates(tmp_path):
     assert out.shape == (1, 13) and out.max() < 120
 
 
+def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    lines = [f"def name_{number}(value): return value + {number}" for number in range(200)]
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(tmp_path / "tokenizer"), vocab_size=120, model_type="bpe",
+                                             hard_vocab_limit=False, add_dummy_prefix=False, minloglevel=2)
+    named = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.model")]
+    done = run([*TINY, *MOCK, "--train-iters", "1", "--save", str(tmp_path / "run"), "--save-interval", "1", *named], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert run_convert(tmp_path / "run", tmp_path / "hf") == 0
+    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert all(theirs(text).input_ids == ours.encode(text) and theirs.decode(ours.encode(text)) == text for text in lines[:9])
+
+
 def test_a_run_begins_with_a_folder_under_any_mapping(tmp_path):
     theirs = make("qwen3_moe")
     theirs.save_pretrained(tmp_path / "hf")

@@ -61,6 +61,23 @@ def test_the_zoos_line_is_a_valid_job_and_planned(tmp_path):
     assert not (tmp_path / "runs").exists()  # a dry run leaves nothing behind
 
 
+@pytest.mark.parametrize("words, wanted, mock", [
+    ((), {}, True), (("--data-path", "text"), {}, False), (("--train-data-path=text", "--log-interval", "7"), {}, False),
+    ((), {"DATA_PATH": "0.7 a 0.3 b"}, False)])
+def test_mock_data_where_nothing_names_data_and_it_is_said(tmp_path, words, wanted, mock):
+    done = dry("sbatch_train.sh", tmp_path, *words, MODEL="mixtral_tiny", HARDWARE="h200", VALIDATE="0", **wanted)
+    flags = flags_in(done.stdout)
+    assert ("--mock-data" in flags) == ("trains on mock data" in done.stdout) == mock
+    if wanted:
+        assert flags[flags.index("--data-path") + 1 :][:4] == ["0.7", "a", "0.3", "b"]
+
+
+def test_the_quickstarts_help_touches_nothing(tmp_path):
+    told = subprocess.run(["bash", str(SCRIPTS / "quickstart.sh"), "--help"], cwd=tmp_path, env=surroundings(RUN=str(tmp_path / "run")),
+                          capture_output=True, text=True, check=True).stdout
+    assert "TEXT=my.txt" in told and "set -euo" not in told and "[1/5]" not in told and not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("script", ["launch.sh", "sbatch_train.sh"])
 def test_help_needs_no_model(script, tmp_path):
     told = dry(script, tmp_path, "--help").stdout
