@@ -14,6 +14,8 @@ from train.layouts import argv_of, compare, groups_of, shallow
 from train.test_context_parallel_agrees import with_documents
 
 from arguments import parse_args
+from moe_trainer.backends import MissingBackend
+from moe_trainer.model.build import build_chunks
 from moe_trainer.ops import sparse_attention
 from moe_trainer.ops.sparse_attention import best
 from moe_trainer.parallel.state import ParallelState
@@ -126,3 +128,13 @@ def test_a_checkpoint_goes_on_under_another_layout(tmp_path, form):
     for record, expected in zip(resumed, whole_run[2:], strict=True):
         for name in ("lm loss", "indexer loss", "grad_norm"):
             assert record[name] == pytest.approx(expected[name], rel=3e-6), name
+
+
+def test_kernels_that_are_not_bound(caplog):
+    """--on-missing-backend decides; on a CPU the default goes on with torch and says so."""
+    argv = [*argv_for("tp"), "--dsa-kernel-backend", "tilelang"]
+    with caplog.at_level("INFO"):
+        build_chunks(parse_args(argv, 1), ParallelState.single(), 64)
+    assert "--dsa-kernel-backend tilelang: this version has no binding" in caplog.text
+    with pytest.raises(MissingBackend, match="--dsa-kernel-backend tilelang"):
+        build_chunks(parse_args([*argv, "--on-missing-backend", "error", "--transformer-impl", "local"], 1), ParallelState.single(), 64)
