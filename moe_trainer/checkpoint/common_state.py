@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from moe_trainer.checkpoint import hf, legacy
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.made_index import MadeIndex
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.reading import read_object
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_object, plain
@@ -61,9 +61,7 @@ def read(folder: Path, index: Metadata) -> dict[str, Any]:
 
     Raises: CheckpointError when it is missing or damaged.
     """
-    if isinstance(index, hf.HFIndex):
-        return hf.common_state(index)
-    if isinstance(index, legacy.LegacyIndex):
+    if isinstance(index, MadeIndex) and index.common:
         return index.common
     if KEY in index.state_dict_metadata:
         value = read_object(folder, index, KEY)

@@ -113,7 +113,9 @@ class HFIndex(MadeIndex):
         super().__init__()
         self.model = model
         self._made: dict[MetadataIndex, Link] = {}
-        scheme = KeyScheme.from_record(record_of(model))
+        record = record_of(model)
+        self.common = {"args": argparse.Namespace(**record), "iteration": 0}
+        scheme = KeyScheme.from_record(record)
         for link in model.links:
             place = model.source.place(link.theirs[0].name)
             box = enter_box(self, scheme.locate(link.ours), link.shape, model.dtype_of(link), place.path.name, place.start, place.num_bytes)
@@ -145,11 +147,6 @@ def read_index(folder: Path) -> HFIndex | None:
     for note in model.notes:
         logger.info("  %s", note)
     return HFIndex(model)
-
-
-def common_state(index: HFIndex) -> dict[str, Any]:
-    """What the non-tensor part of a checkpoint of ours would be."""
-    return {"args": argparse.Namespace(**record_of(index.model)), "iteration": 0}
 
 
 def saved_args(folder: Path) -> dict[str, Any]:

@@ -21,11 +21,15 @@ Located = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class MadeIndex(Metadata):
-    """An index whose boxes are made when they are asked for. Where they are said to be stored gives the order of reading only."""
+    """An index whose boxes are made when they are asked for. Where they are said to be stored gives the order of reading only.
+
+    common: what the non-tensor part of such a checkpoint would be; empty where there is none.
+    """
 
     def __init__(self) -> None:
         super().__init__({})
         self.storage_data = {}
+        self.common: dict[str, Any] = {}
 
     def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """The tensor of one box. Raises: CheckpointError."""
