@@ -15,18 +15,19 @@ nothing is written. (--load takes a Hugging Face folder as it is, too; then noth
 
 Options:
   --to hf|ours|weights     what TO becomes (default: the other kind than FROM)
-  --verify                 afterwards run both models on random tokens, in fp32, where both fit into memory, and print the largest difference
+  --verify                 afterwards run both models on random tokens, in fp32, where both fit into memory, and judge the largest difference
   --workers N              processes on this host (default 1)
   --dtype bf16|fp16|fp32   of the weights (default: as they are stored)
   --max-shard-size GB      largest file (default 5)
   --ckpt-step N            of a checkpoint directory another iteration than the newest
   --model-type TYPE        to hf: the model type to write (default: the first that expresses the model)
   --vocab-size N           to hf: leave out rows of the padded vocabulary behind the N-th
-  --config FILE            to hf: a config.json (or its folder) whose other keys, such as eos_token_id, are taken over
+  --config FILE            to hf: a config.json (or its folder) whose other keys, such as bos_token_id, are taken over
   --tokenizer DIR          to hf: the folder whose tokenizer files go along (default: that of the checkpoint)
   --ignore PATTERN         from hf: a regular expression for tensors that may be left over; they are named
 
-Exit code: 0 done; 2 the source, the target or an option is wrong (message); 3 other ranks have files left to write.
+Exit code: 0 done; 1 --verify: the two models are not the same (message); 2 the source, the target or an option is wrong (message); 3 other
+ranks have files left to write.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -54,6 +56,7 @@ logger = logging.getLogger("convert")
 
 _DTYPES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
 _BATCH, _LONGEST = 2, 64  # sequences and tokens of --verify
+_SAME, _ROUNDED = 1e-3, 0.1  # of the largest logit: where both have the same weights, and where those of one are rounded
 OTHERS_WRITE = 3
 
 
@@ -209,13 +212,29 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     folder = find(options.source, options.ckpt_step)
     if folder is None:
         raise ValueError(f"{options.source}: there is neither a checkpoint nor a Hugging Face model in this folder")
-    read_saved_args(options.source, options.ckpt_step)  # refuses what cannot be read, or is damaged
+    record = read_saved_args(options.source, options.ckpt_step)  # refuses what cannot be read, or is damaged
     config = options.config / "config.json" if options.config is not None and options.config.is_dir() else options.config
     extra = {} if config is None else {
         name: value for name, value in read_json(config).items() if name.endswith("_token_id") or name in ("auto_map", "tokenizer_class")}
     tokenizer = options.tokenizer or folder / "tokenizer"
     logger.info("%s", folder)
+    if tokenizer.is_dir():
+        extra = {"eos_token_id": _end_of_text(record, tokenizer)} | extra
     return plan_to_hf(folder, options.target, most, options.model_type, options.vocab_size, dtype, extra, tokenizer if tokenizer.is_dir() else None)
+
+
+def _end_of_text(record: Mapping[str, object], folder: Path) -> int | None:
+    """The token that ended documents in training, at which generation is to stop; None where the tokenizer in `folder` does not tell."""
+    from arguments.data import DataArgs
+    from moe_trainer.data.tokenizer import build_tokenizer
+
+    kind, alone = record.get("tokenizer_type"), folder / "tokenizer.model"
+    model = alone if kind != "HuggingFaceTokenizer" and alone.is_file() else folder
+    try:
+        return build_tokenizer(DataArgs(tokenizer_type=kind, tokenizer_model=str(model))).eod
+    except (ValueError, OSError) as error:
+        logger.info("  eos_token_id: null (--tokenizer-type %s: %s); --config takes it over", kind, error)
+        return None
 
 
 def _write(job: Job, rank: int, world: int, workers: int) -> int:
@@ -277,8 +296,14 @@ def _verify(options: argparse.Namespace) -> int:
     if available is not None and needed > available:
         logger.info("--verify: the two models need %.0f GB in fp32, and %.0f GB are available: not compared", needed / 1e9, available / 1e9)
         return 0
+    from moe_trainer.checkpoint.hf_files import CONFIG, read_json
+
+    rounded = options.dtype is not None or "quantization_config" in read_json(theirs / CONFIG)
     difference, largest = compare_logits(theirs, ours, options.ckpt_step)
     logger.info("--verify: the logits differ by at most %.3e, the largest logit is %.3e", difference, largest)
+    if not difference <= (_ROUNDED if rounded else _SAME) * largest:
+        print(f"convert.py: --verify: {options.source} and {options.target} are not the same model", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

@@ -380,9 +380,22 @@ def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path):
     assert done.returncode == 0, done.stderr
     assert run_convert(tmp_path / "run", tmp_path / "hf") == 0
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == ours.eos_id()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_moe"}')  # whose own tokenizer reads the file in another way
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert all(theirs(text).input_ids == ours.encode(text) and theirs.decode(ours.encode(text)) == text for text in lines[:9])
+
+
+def test_verify_refuses_another_model(tmp_path, capsys):
+    make("qwen3_moe").save_pretrained(tmp_path / "hf")
+    argv = [tmp_path / "hf", tmp_path / "ours", "--verify"]
+    assert run_convert(*argv) == 0
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.experts.1.down_proj.weight"] *= 2
+    save_file(tensors, path, {"format": "pt"})
+    assert convert._verify(convert._options([*map(str, argv)])) == 1
+    assert "are not the same model" in capsys.readouterr().err
 
 
 def test_a_run_begins_with_a_folder_under_any_mapping(tmp_path):
