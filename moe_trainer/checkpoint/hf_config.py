@@ -61,6 +61,8 @@ def _remarks(family: Family, flags: Flags) -> list[str]:
         here, there = (flags["moe_router_topk"] // best if best else 0), (1 if family.name == "deepseek_v2" else 2)
         if best and here != there:
             notes.append(f"groups of experts are chosen by their {here} best experts here (top-k / groups, as in Megatron-LM), by {there} in transformers")
+    if family.name == "deepseek_v32":
+        notes.append("of keys with the same score (few heads: all at zero, behind the relu) the first are chosen here, any in transformers")
     return notes
 
 
@@ -132,7 +134,7 @@ def _equal_patterns(dest: str, wanted: Mapping[str, Any], given: Flags) -> bool:
     if dest == "mtp_num_layers" and given.get("experimental_attention_variant") == "gdn":
         return wanted.get(dest) in (None, 0, 1)  # the tensors say it, not config.json
     if dest == "dsa_indexer_k_norm_epsilon":
-        return wanted.get(dest, wanted.get("layernorm_epsilon")) == given.get(dest)
+        return (wanted.get("layernorm_epsilon") if wanted.get(dest) is None else wanted[dest]) == given.get(dest)
     if dest == "moe_ffn_hidden_size":
         return (wanted.get(dest) or wanted.get("ffn_hidden_size")) == (given.get(dest) or given.get("ffn_hidden_size"))
     if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit

@@ -17,6 +17,9 @@ from commands import REPOSITORY, environment, run
 from safetensors.torch import load_file, save_file
 from train.tiny import MOCK, TINY
 
+import arguments
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf_config import read_config, write_config
 from scripts import convert
 
 transformers = pytest.importorskip("transformers")
@@ -419,6 +422,34 @@ def test_a_family_that_cannot_express_a_model_says_why(tmp_path, capfd):
     told = capfd.readouterr().err
     assert "--num-experts" in told and not Path(tmp_path / "back").exists()
     assert VOCAB == 96
+
+
+@pytest.mark.parametrize("changes, refusal", [
+    ({}, None), ({"dsa_indexer_rotate_activation": False}, None), ({"dsa_indexer_k_norm_epsilon": 1e-6, "layernorm_epsilon": 1e-5}, None),
+    ({"dsa_indexer_k_norm_epsilon": 1e-5}, "--dsa-indexer-k-norm-epsilon"), ({"layernorm_epsilon": 1e-5}, "--dsa-indexer-k-norm-epsilon"),
+    ({"q_lora_rank": None}, "--q-lora-rank"), ({"dsa_indexer_rope_interleaved": True}, "--dsa-indexer-rope-interleaved"),
+    ({"dsa_indexer_scoring_relu": False}, "--no-dsa-indexer-scoring-relu"), ({"experimental_attention_variant": None}, "--experimental-attention-variant"),
+])
+def test_which_sparse_attention_a_config_can_express(changes, refusal):
+    flags = arguments.parse_args(["--preset", "deepseek_v3_2_tiny", "--mock-data"]).as_dict() | changes
+    if refusal is not None:
+        with pytest.raises(CheckpointError, match=refusal):
+            write_config(flags, 4096, "deepseek_v32")
+        return
+    family, config = write_config(flags, 4096)
+    assert family.name == config["model_type"] == "deepseek_v32"
+    assert (config["index_n_heads"], config["index_head_dim"], config["index_topk"]) == (4, 32, 48)
+
+
+@pytest.mark.parametrize("changes, named", [
+    ({"layer_types": ["indexed_attention", "full_attention", "indexed_attention"]}, "full_attention"),
+    ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"), ({"index_topk": None}, "index_topk"), ({"mlp_bias": True}, "mlp_bias"),
+])
+def test_another_sparse_attention_is_refused_by_its_key(changes, named):
+    config = make("deepseek_v32").config.to_dict() | changes
+    config = {key: value for key, value in config.items() if key != "index_topk" or value is not None}
+    with pytest.raises(CheckpointError, match=named):
+        read_config(config)
 
 
 @pytest.mark.slow
