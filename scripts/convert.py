@@ -95,8 +95,8 @@ def _options(words: list[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.workers < 1:
         parser.error(f"--workers {options.workers} must be above 0")
-    if not options.max_shard_size > 0:
-        parser.error(f"--max-shard-size {options.max_shard_size} must be above 0")
+    if not 0 < options.max_shard_size < float("inf"):
+        parser.error(f"--max-shard-size {options.max_shard_size} must be above 0, and finite")
     try:
         re.compile(options.ignore or "")
     except re.error as error:
@@ -108,7 +108,9 @@ def _convert(options: argparse.Namespace) -> int:
     from moe_trainer.errors import need_packages
 
     need_packages("torch", "numpy", "safetensors")
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = (_number(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK={rank} WORLD_SIZE={world} in the environment: a rank from 0 to WORLD_SIZE - 1 is needed")
     job = _plan(options, speaks=rank == 0)
     from moe_trainer.checkpoint.hf_job import finish_job, missing_files, open_job
 
@@ -116,7 +118,7 @@ def _convert(options: argparse.Namespace) -> int:
     begun, before = time.monotonic(), len(missing_files(job))
     if before < len(job.files):
         logger.info("%d of %d files are there from an earlier run", len(job.files) - before, len(job.files))
-    code = _write(job, rank, world, options.workers)
+    code = _write(job, rank, world, min(options.workers, len(job.files)))
     if code:
         return code
     if not finish_job(job):
@@ -129,12 +131,22 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text} in the environment is no whole number") from error
+
+
 def _plan(options: argparse.Namespace, speaks: bool) -> Job:
     """Look at the source and settle what is written. Raises: ValueError."""
     import torch
 
     from moe_trainer.checkpoint.hf_files import is_folder
 
+    if options.source.resolve() == options.target.resolve():
+        raise ValueError(f"{options.target} is the source; choose another folder")
     from_hf = is_folder(options.source) and not (options.source / "latest_checkpointed_iteration.txt").is_file()
     to = options.to or ("ours" if from_hf else "hf")
     if from_hf == (to == "hf"):
@@ -216,6 +228,8 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     config = options.config / "config.json" if options.config is not None and options.config.is_dir() else options.config
     extra = {} if config is None else {
         name: value for name, value in read_json(config).items() if name.endswith("_token_id") or name in ("auto_map", "tokenizer_class")}
+    if options.tokenizer is not None and not options.tokenizer.is_dir():
+        raise ValueError(f"--tokenizer {options.tokenizer}: there is no such folder")
     tokenizer = options.tokenizer or folder / "tokenizer"
     logger.info("%s", folder)
     if tokenizer.is_dir():

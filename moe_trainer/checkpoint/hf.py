@@ -23,7 +23,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf_config import read_config
 from moe_trainer.checkpoint.hf_families import Family
 from moe_trainer.checkpoint.hf_files import CONFIG, Folder, is_folder, read_json
-from moe_trainer.checkpoint.hf_names import Link, check_source, copies, links, model_sizes
+from moe_trainer.checkpoint.hf_names import Link, check_source, copies, links, model_sizes, refuse
 from moe_trainer.checkpoint.hf_rules import NAMES
 from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.sharding import KeyScheme
@@ -52,10 +52,17 @@ class Model:
     notes: tuple[str, ...]
 
     def make(self, link: Link, dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor of ours. dtype: None for that of the weights."""
+        """One tensor of ours. dtype: None for that of the weights.
+
+        Raises: DamagedError as Folder.read; CheckpointError for numbers that the dtype cannot hold.
+        """
         parts = [self.source.read(ref.name, ref.index) for ref in link.theirs]
         whole = link.join(parts, model_sizes(self.flags))
-        return whole.to(self.dtype_of(link, dtype))
+        value = whole.to(self.dtype_of(link, dtype))
+        if value.dtype == torch.float16 and whole.dtype != value.dtype and not torch.isfinite(value).all():  # bf16 has the range of fp32
+            names = " and ".join(ref.name for ref in link.theirs)
+            raise CheckpointError(f"{names}: numbers up to {whole.abs().max():.3g} are beyond the range of fp16; another --dtype is needed")
+        return value
 
     def dtype_of(self, link: Link, dtype: torch.dtype | None = None) -> torch.dtype:
         """What `make` gives."""
@@ -88,6 +95,8 @@ def open_model(folder: Path, ignore: Callable[[str], bool] = lambda name: False)
     """
     source = Folder(folder)
     family, flags, notes = read_flags(folder, source)
+    if flags["num_layers"] > len(source.names):
+        raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have {len(source.names)} tensors in all")
     found = tuple(links(family.name, flags, source.__contains__))
     repeated = {name: original for name, original in copies(family.name, flags).items() if name in source}
     unused = [name for name in source.names if _COMPUTED.search(name) or ignore(name)]
@@ -96,7 +105,14 @@ def open_model(folder: Path, ignore: Callable[[str], bool] = lambda name: False)
     if any(_COMPUTED.search(name) for name in unused):
         notes.append("the tables rotary_emb.inv_freq are left out: they follow from the flags")
     notes += [f"{name} repeats {original}" for name, original in repeated.items()]
-    return Model(folder, family, flags, found, source, source.dtype(found[0].theirs[0].name), repeated, tuple(notes))
+    numbers = {ref.name: source.dtype(ref.name) for link in found for ref in link.theirs}
+    strange = [f"{name} is stored as {dtype}, and floating-point numbers are needed" for name, dtype in numbers.items() if not dtype.is_floating_point]
+    refuse(strange)
+    dtype = numbers[found[0].theirs[0].name]
+    wider = [ref.name for link in found if not link.keeps_fp32 for ref in link.theirs if numbers[ref.name].itemsize > dtype.itemsize]
+    if wider:
+        notes.append(f"{wider[0]}{f' and {len(set(wider)) - 1} more' if len(set(wider)) > 1 else ''}: stored wider than the embedding, whose {dtype} all weights get")
+    return Model(folder, family, flags, found, source, dtype, repeated, tuple(notes))
 
 
 def compare_copies(model: Model) -> None:

@@ -4,6 +4,7 @@ Writing is checked by reading: the flags that the written config.json gives must
 family cannot express is refused with the flag, not written wrongly.
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,12 @@ _LATENT_ONLY = frozenset({"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_
                           "mscale_all_dim"})
 
 
+# keys that parts read, by what they hold where they are there
+_WHOLE = ("num_key_value_heads", "head_dim", "decoder_sparse_step", "sliding_window", "first_k_dense_replace", "n_shared_experts", "n_group", "topk_group",
+          "num_nextn_predict_layers", "num_mtp_layers", "full_attention_interval")
+_NUMBERS, _TABLES, _LISTS = ("rope_theta", "partial_rotary_factor"), ("rope_scaling", "rope_parameters"), ("layer_types", "mlp_only_layers")
+
+
 def read_config(config: Config, source: str = "config.json") -> tuple[Family, Flags, list[str]]:
     """Flags by destination that describe the model of a config.json, and remarks for the user.
 
@@ -36,18 +43,38 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
         if config.get(key, values[0]) not in (*values, None):
             raise CheckpointError(f"{source}: {key} is {config[key]!r}, and models of type {family.name} are read with {' or '.join(map(repr, values))} only")
     for key in family.keys:
-        value = config.get(key.theirs, config.get(ALIASES.get(key.theirs, ""), key.default))
+        given = [config[name] for name in (key.theirs, ALIASES.get(key.theirs)) if config.get(name) is not None]
+        value = given[0] if given else key.default
         if value is NEEDED:
             raise CheckpointError(f"{source} lacks {key.theirs}")
+        _check_kind(source, key.theirs, value, "number" if OPTIONS[key.ours].type_name == "float" else "whole")
         flags[key.ours] = value
+    for kind, names in (("whole", _WHOLE), ("number", _NUMBERS), ("table", _TABLES), ("list", _LISTS)):
+        for name in names:
+            _check_kind(source, name, config.get(name), kind)
+    if config.get("layer_types") is not None and len(config["layer_types"]) != flags["num_layers"]:
+        raise CheckpointError(f"{source}: layer_types names {len(config['layer_types'])} layers, and num_hidden_layers is {flags['num_layers']}")
     for part in family.parts:
         try:
             flags |= part.read(config)
-        except (KeyError, TypeError) as error:
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{source} lacks {error}" if isinstance(error, KeyError) else f"{source}: {error}") from error
     known = {key.theirs for key in family.keys} | {*family.must, *IGNORED, *family.ignored}
     notes = [f"{source}: the key {key} is not known here and changes nothing" for key in config if key not in known]
     return family, flags, notes + _remarks(family, flags)
+
+
+def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
+    """None is no value. Raises: CheckpointError."""
+    fits, wanted = {
+        "whole": (type(value) is int and value >= 0, "a whole number"),
+        "number": (type(value) in (int, float) and math.isfinite(value) and value >= 0, "a number, zero or above,"),
+        "table": (isinstance(value, Mapping), "a table"),
+        "list": (isinstance(value, (list, tuple)), "a list")}[kind]
+    if value is not None and not fits:
+        raise CheckpointError(f"{source}: {name} is {value!r}, and {wanted} is needed")
 
 
 def _remarks(family: Family, flags: Flags) -> list[str]:

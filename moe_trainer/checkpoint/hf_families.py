@@ -143,7 +143,7 @@ ALIASES = MappingProxyType({"num_experts": "num_local_experts", "num_local_exper
 def family_of(config: Config, source: str) -> Family:
     """The family of a config.json. Raises: CheckpointError for a model type that has no table."""
     kind = config.get("model_type")
-    family = FAMILIES.get(OTHER_NAMES.get(kind, kind))
+    family = FAMILIES.get(OTHER_NAMES.get(kind, kind)) if isinstance(kind, str) else None
     if family is None:
         raise CheckpointError(f"{source}: the model type {kind!r} cannot be converted; there are {', '.join([*FAMILIES, *OTHER_NAMES])}")
     return family

@@ -80,7 +80,7 @@ class Folder:
         self.folder = folder
         self._places: dict[str, Place] = {}
         index = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else None
-        if index is not None and not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
+        if (folder / INDEX).is_file() and not (isinstance(index, dict) and index and all(isinstance(name, str) for name in index.values())):
             raise DamagedError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
         files = sorted(set(index.values())) if index is not None else sorted(path.name for path in folder.glob("*.safetensors"))
         for name in files:
@@ -88,7 +88,8 @@ class Folder:
         for tensor, file in (index or {}).items():
             if tensor not in self._places or self._places[tensor].path.name != file:
                 raise DamagedError(f"{tensor}: {folder / INDEX} says that it is in {file}, and it is not")
-        self._scales = {name for name in self._places if name.endswith(SCALE) and name.removesuffix(SCALE) in self._places}
+        self._scales = {name for name in self._places if name.endswith(SCALE) and (of := self._places.get(name.removesuffix(SCALE))) is not None
+                        and of.dtype in _EIGHT_BITS}
         self._packed = {name.removesuffix(BLOCKS) for name, place in self._places.items()
                         if name.endswith(BLOCKS) and place.dtype == torch.uint8 and len(place.shape) == 4}
 
@@ -104,21 +105,32 @@ class Folder:
                 if not 2 <= length <= min(size - 8, _LONGEST_TABLE):
                     raise ValueError(f"a table of {length} bytes in a file of {size}")
                 table = json.loads(file.read(length))
+                if not isinstance(table, dict):
+                    raise ValueError("its table is no JSON object")
         except FileNotFoundError as error:
             raise DamagedError(f"{path} is missing{named}") from error
         except (OSError, ValueError) as error:
             raise DamagedError(f"{path} is damaged{named}: {error}") from error
+        base, found = 8 + length, []
         for name, entry in table.items():
             if name != "__metadata__":
-                self._add(name, self._place(path, name, entry, 8 + length, size))
+                found.append((self._place(path, name, entry, base, size), name))
+                self._add(name, found[-1][0])
+        end, before = base, "the table"  # the format knows neither gaps nor bytes of two tensors
+        for place, name in sorted(found, key=lambda pair: (pair[0].start, pair[0].num_bytes)):
+            if place.start != end:
+                raise DamagedError(f"{path} is damaged: {name} begins at byte {place.start}, and {before} ends at {end}")
+            end, before = place.start + place.num_bytes, name
 
     def _place(self, path: Path, name: str, entry: Any, base: int, size: int) -> Place:
         try:
-            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), entry["data_offsets"]
+            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+                raise ValueError("whole numbers are needed")
             place = Place(path, dtype, shape, base + begin)
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{path} is damaged: {name} is described by {entry!r}") from error
-        if end - begin != place.num_bytes or begin < 0:
+        if end - begin != place.num_bytes:
             raise DamagedError(f"{path} is damaged: {name} has {end - begin} bytes, and {list(shape)} {entry['dtype']} needs {place.num_bytes}")
         if place.start + place.num_bytes > size:
             raise DamagedError(f"{path} is damaged: {name} ends at byte {place.start + place.num_bytes}, and the file has {size}: it was cut off")

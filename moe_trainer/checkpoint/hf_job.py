@@ -72,12 +72,20 @@ class Job:
     def num_bytes(self) -> int:
         return sum(item.num_bytes for _, items in self.files for item in items)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the target has its name."""
+        return not self.folder.is_dir() and self.target.exists()
+
 
 def open_job(job: Job) -> None:
     """Make the folder, or see that what is in it belongs to this job. Raises: CheckpointError."""
-    if job.target.exists() and (job.single or not job.target.is_dir() or any(job.target.iterdir())):
-        raise CheckpointError(f"{job.target} is there already; choose another folder, or remove it")
     head = {"source": job.source, "files": [name for name, _ in job.files], "bytes": job.num_bytes}
+    if job.target.exists() and (job.single or not job.target.is_dir() or any(job.target.iterdir())):
+        if not _says(job.target / _PLAN, head):
+            raise CheckpointError(f"{job.target} is there already; choose another folder, or remove it")
+        _publish(job)  # an earlier run was ended before it had
+        return
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
         if (job.folder / _PLAN).is_file():
@@ -89,13 +97,27 @@ def open_job(job: Job) -> None:
         raise error if isinstance(error, CheckpointError) else StorageError(f"{job.folder} cannot be used: {error}") from error
 
 
+def _says(path: Path, head: Mapping[str, Any]) -> bool:
+    try:
+        return json.loads(path.read_text()) == head
+    except (OSError, ValueError):
+        return False
+
+
+def _publish(job: Job) -> None:
+    flush_folder(job.target.parent)
+    job.publish()
+    if not job.single:
+        (job.target / _PLAN).unlink(missing_ok=True)
+
+
 def run_share(job: Job, rank: int = 0, world: int = 1, after_each: Callable[[], None] = lambda: None) -> None:
     """Write the files whose number is `rank` modulo `world` and that are not there yet. after_each: is called after every file.
 
     Raises: CheckpointError.
     """
     for name, items in job.files[rank::world]:
-        if not _is_done(job.folder, name):
+        if not job.is_complete and not _is_done(job.folder, name):
             part = _part(job.folder / name)
             try:
                 known = job.write(part, items)
@@ -103,7 +125,10 @@ def run_share(job: Job, rank: int = 0, world: int = 1, after_each: Callable[[], 
                 os.replace(part, job.folder / name)
                 write_text(_note(job.folder, name), json.dumps({"bytes": (job.folder / name).stat().st_size, "known": known}))
             except OSError as error:
-                raise StorageError(f"{job.folder / name} cannot be written: {error}") from error
+                if job.is_complete:  # by another process, which has taken this one's file for a rest
+                    (job.target / part.name).unlink(missing_ok=True)
+                elif not _is_done(job.folder, name):
+                    raise StorageError(f"{job.folder / name} cannot be written: {error}") from error
             finally:
                 part.unlink(missing_ok=True)
             after_each()
@@ -111,14 +136,18 @@ def run_share(job: Job, rank: int = 0, world: int = 1, after_each: Callable[[], 
 
 def missing_files(job: Job) -> list[str]:
     """The files that are not written yet."""
-    return [name for name, _ in job.files if not _is_done(job.folder, name)]
+    return [] if job.is_complete else [name for name, _ in job.files if not _is_done(job.folder, name)]
 
 
 def finish_job(job: Job) -> bool:
     """Complete the target if all files are there; whoever comes first does it. Returns: whether the target is complete."""
     if not job.folder.is_dir():
         return job.target.exists()
-    with open(job.folder / _LOCK, "w") as lock:
+    try:
+        lock = open(job.folder / _LOCK, "w")
+    except FileNotFoundError:  # completed since
+        return job.target.exists()
+    with lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         if not job.folder.is_dir():
             return job.target.exists()
@@ -126,9 +155,10 @@ def finish_job(job: Job) -> bool:
             return False
         notes = {name: json.loads(_note(job.folder, name).read_text())["known"] for name, _ in job.files}
         for path in job.folder.glob("*.part-*"):
-            path.unlink()
+            path.unlink(missing_ok=True)
         job.finish(job.folder, notes)
-        for path in [_note(job.folder, name) for name in notes] + [job.folder / _PLAN, job.folder / _LOCK]:
+        # the plan stays until all is said and done: with it in the target the next run knows what is left
+        for path in [_note(job.folder, name) for name in notes] + [job.folder / _LOCK] + ([job.folder / _PLAN] if job.single else []):
             path.unlink(missing_ok=True)
         flush_folder(job.folder)
         if job.single:
@@ -138,8 +168,7 @@ def finish_job(job: Job) -> bool:
             if job.target.is_dir():
                 job.target.rmdir()
             os.rename(job.folder, job.target)
-        flush_folder(job.target.parent)
-        job.publish()
+        _publish(job)
     return True
 
 

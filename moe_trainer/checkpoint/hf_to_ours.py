@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_trainer.checkpoint import common_state
-from moe_trainer.checkpoint.directory import COMPLETE, INDEX, flush_file, write_tracker
+from moe_trainer.checkpoint.directory import COMPLETE, INDEX, TRACKER, flush_file, write_tracker
+from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import Model, record_of, tokenizer_files
 from moe_trainer.checkpoint.hf_files import CONFIG, SINGLE
 from moe_trainer.checkpoint.hf_job import Item, Job, deal_out, fingerprint, write_safetensors, write_text
@@ -27,7 +28,12 @@ from moe_trainer.parallel.params import ParamInfo
 
 
 def plan_to_ours(model: Model, directory: Path, record: Mapping[str, Any], most: int, dtype: torch.dtype | None = None) -> Job:
-    """Weights only, as DIRECTORY/release, with the flags of `record`. dtype: of the weights, None for that of the source."""
+    """Weights only, as DIRECTORY/release, with the flags of `record`. dtype: of the weights, None for that of the source.
+
+    Raises: CheckpointError for a directory of a run's checkpoints, which would lose sight of them.
+    """
+    if (directory / TRACKER).is_file() and (newest := (directory / TRACKER).read_text(errors="replace").strip()) != "release":
+        raise CheckpointError(f"{directory} has checkpoints already, the newest of iteration {newest}; choose another folder")
     scheme = KeyScheme.from_record(record)
     target = directory / "release"
     items = [_item_of_ours(model, link, dtype, len(scheme.locate(link.ours)[1])) for link in model.links]
@@ -76,7 +82,11 @@ def _write_entries(path: Path, items: Sequence[Item]) -> list[tuple[str, int, in
         for item in items:
             start = file.tell()
             (value,) = item.make()
-            torch.save(value.contiguous(), _Stream(file))
+            stream = _Stream(file)
+            try:
+                torch.save(value.contiguous(), stream)
+            except RuntimeError as error:  # torch's writer says of a full disk that it is at an unexpected place
+                raise stream.error or error from error
             known.append((item.name, start, file.tell() - start))
     return known
 
@@ -85,10 +95,14 @@ class _Stream:
     """What torch.save writes to: appends, and cannot be asked for its place, which is not the file's."""
 
     def __init__(self, file: Any):
-        self._file = file
+        self._file, self.error = file, None
 
     def write(self, data: Any) -> int:
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()

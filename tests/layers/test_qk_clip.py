@@ -9,7 +9,7 @@ from harness import run_ranks
 from train.layouts import argv_of, compare, make_run, shallow, train, train_ranks
 
 from moe_trainer.layers.core_attention import CoreAttention
-from moe_trainer.layers.qk_clip import attentions, clipped_rows, forget_logits, logit_peaks
+from moe_trainer.layers.qk_clip import attentions, clipped_rows, forget_logits, largest_of_all, logit_peaks
 from moe_trainer.ops.block_attention import Documents, Rule, Run
 from moe_trainer.ops.logit_peaks import largest_logits
 from moe_trainer.parallel.state import ParallelState
@@ -97,6 +97,17 @@ def test_a_head_below_the_threshold_stays():
     assert torch.equal(rows.view(4, -1)[1], torch.tensor([0.5] * 4 + [0.5] * 4 + [1.0] * 4)) and (rows.view(4, -1)[[0, 2, 3]] == 1).all()
     forget_logits(run.chunks)
     assert all(not torch.isfinite(each.logits.found(4, torch.device("cpu"))).any() for each in attentions(run.chunks))
+
+
+def _largest(rank, n):
+    ps, cpu = ParallelState.create(n, rank, tp=n), torch.device("cpu")
+    here = {number: torch.tensor([rank - 3.0, -4.0]) for number in range(2)}
+    return largest_of_all(here, ps, cpu), largest_of_all(here if rank == 0 else {}, ps, cpu)
+
+
+def test_every_rank_knows_the_largest_logit_of_all():
+    """Other ranks have other heads, and some have none."""
+    assert run_ranks(_largest, 2) == [(-2.0, -3.0)] * 2
 
 
 @functools.cache

@@ -10,8 +10,10 @@ from optim.test_layouts import EAGER, LAYOUTS, MODES, OVERLAPPED, ZERO1
 from torch import nn
 from toy import machinery
 
+from arguments.optimizer import OptimizerArgs
 from moe_trainer.ops.newton_schulz import COEFFICIENTS, coefficients, orthogonalize
 from moe_trainer.optim.flat import EVEN, plan_layouts
+from moe_trainer.optim.muon import Muon
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -82,6 +84,48 @@ def test_orthogonalises_by_every_set(kind, steps):
         values = torch.linalg.svdvals(found)
         if steps != 7:  # a set that begins anew ends well at its end only
             assert 0.3 < values.min() and values.max() < 1.7, f"{kind}: singular values {values}"
+
+
+def test_products_are_those_of_bf16_where_it_is_asked_for():
+    x = random(2, 6, 15)
+    rounded, exact = (orthogonalize(x, "quintic", 5, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert rounded.dtype == exact.dtype == torch.float32
+    assert torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(exact, exact.bfloat16().float())
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("precision, rounds", [("medium", True), ("high", False)])
+def test_the_precision_of_products_is_the_flags(precision, rounds):
+    model = Bare(weight=(torch.zeros(6, 15), ParamInfo(("fc.weight",))))
+    grads, built = machinery(model, optimizer="muon", muon_fp32_matmul_prec=precision, muon_scale_mode="unit_rms_norm", clip_grad=0.0)
+    step(model, grads, built, [random(6, 15)], lr=-1.0, weight_decay=0.0)
+    factor = model.weight.detach() / math.sqrt(6 / 15)
+    assert bool((factor - factor.bfloat16().float()).abs().max() < 1e-6) is rounds
+
+
+def _query_group_over_ranks(rank, n):
+    """This rank's rows of one step, and what it is of a whole matrix."""
+    whole, grad, blocks = random(24, 10), random(24, 10, seed=1), (16, 4, 4)
+
+    def stepped(ps, rows, **cut):
+        param = nn.Parameter(whole[rows].clone())
+        param.info = ParamInfo(("linear_qkv.weight",), row_blocks=blocks, **cut)
+        main, momentum = param.detach().flatten().clone(), torch.zeros(param.numel())
+        settings = OptimizerArgs(optimizer="muon", muon_fp32_matmul_prec="high", muon_tp_mode="distributed", muon_split_qkv=True)
+        Muon(settings, ps).update(param, main, grad[rows].flatten(), momentum, 0.1, 0.1)
+        return main.view(-1, 10)
+
+    ps = ParallelState.create(n, rank, tp=n)
+    rows = slice(24 // n * rank, 24 // n * (rank + 1))
+    mine = stepped(ps, rows, sharded_dim=0, shard_rank=ps.tp.rank, shard_count=n)
+    return mine, stepped(ParallelState.single(), slice(None))[rows]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_ranks_without_rows_of_a_projection_take_part_in_its_sums(n):
+    """One query group over several ranks: some hold queries alone, the last one the key and the value."""
+    for mine, expected in run_ranks(_query_group_over_ranks, n):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5)
 
 
 def test_a_zero_gradient_moves_nothing():
