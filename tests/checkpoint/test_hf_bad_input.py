@@ -78,6 +78,16 @@ def test_a_damaged_head_is_named(what, source):
     assert said in str(caught.value)
 
 
+def test_an_index_that_leads_elsewhere_is_refused(source):
+    """Though the files there are whole."""
+    shutil.copy(source / "model.safetensors", source.with_name("model.safetensors"))
+    names = [name for name in load_file(source / "model.safetensors")]
+    for elsewhere in ("../model.safetensors", str(source.with_name("model.safetensors"))):
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, elsewhere)}))
+        with pytest.raises(DamagedError, match="outside its folder"):
+            Folder(source)
+
+
 def test_an_index_without_its_table_is_refused(source):
     for text in ("{}", '{"weight_map": {}}', '{"weight_map": [1]}'):
         (source / "model.safetensors.index.json").write_text(text)
@@ -142,6 +152,13 @@ def test_every_block_has_its_own_scale():
     for shape in ((2, 3), (3, 3), (4, 2), (6,)):
         with pytest.raises(ValueError, match="are needed"):
             dequantize(value, torch.ones(shape))
+
+
+def test_a_scale_in_four_bits_that_is_no_number_is_named(tmp_path):
+    blocks, scales = torch.zeros(1, 2, 1, 16, dtype=torch.uint8), torch.tensor([[[127], [255]]], dtype=torch.uint8)
+    save_file({"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}, tmp_path / "model.safetensors")
+    with pytest.raises(DamagedError, match="experts.down_proj_scales"):
+        Folder(tmp_path).read("experts.down_proj")
 
 
 def test_scales_of_another_number_of_blocks_are_named(source, capfd):

@@ -99,6 +99,24 @@ def test_a_head_below_the_threshold_stays():
     assert all(not torch.isfinite(each.logits.found(4, torch.device("cpu"))).any() for each in attentions(run.chunks))
 
 
+def test_biases_shrink_with_their_rows_and_gates_do_not():
+    factors = {}
+    for kind in ("biases", "grouped, gated"):
+        run = make_run(_argv(kind, "--qk-clip"), 0, ParallelState.single(), 1)
+        attention = next(attentions(run.chunks))
+        peaks = {attention: torch.tensor([200.0, 1.0, 50.0, 400.0])}
+        factors[kind] = clipped_rows(peaks, run.ps, 100.0, 0.5), attention.linear_qkv
+    found, linear = factors["biases"]
+    assert set(found) == {linear.weight, linear.bias} and torch.equal(found[linear.bias], found[linear.weight])
+    found, linear = factors["grouped, gated"]
+    (rows,) = found.values()
+    width = linear.weight.info.row_blocks[-1]
+    groups = rows.view(2, 6, width)  # two heads of queries, their gates, key and value
+    assert torch.equal(groups[:, 2:4], torch.ones(2, 2, width)) and torch.equal(groups[:, 5], torch.ones(2, width))
+    for part in (0, 1, 4):
+        torch.testing.assert_close(groups[:, part, 0], torch.tensor([0.5, 0.25]).sqrt())
+
+
 def _largest(rank, n):
     ps, cpu = ParallelState.create(n, rank, tp=n), torch.device("cpu")
     here = {number: torch.tensor([rank - 3.0, -4.0]) for number in range(2)}
