@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measure scripts/convert.py on a synthetic model: rate and peak memory, both directions, and after kill -9 in the middle.
 
-    python scripts/bench_convert.py FOLDER [--gigabytes 20] [--workers 1]
+    python scripts/bench_convert.py FOLDER [--gigabytes 20] [--workers 1] [--to ours]
 
-FOLDER needs room for three times the model; what is written there is removed at the end. The model is a Qwen3-MoE in bf16 with random weights.
+FOLDER needs room for three times the model (twice with --to ours, that direction alone); what is written there is removed at the end. The model is a Qwen3-MoE in bf16 with random weights.
 Source of the recorded run: scripts/bench_results/convert.md.
 """
 
@@ -99,16 +99,20 @@ def main(words: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=20.0)
     parser.add_argument("--workers", default="1")
+    parser.add_argument("--to", choices=("ours",), help="one direction only")
     options = parser.parse_args(words)
     base, tail = options.folder / "convert_bench", ["--workers", options.workers, "--max-shard-size", "1"]
     try:
         size = make_folder(base / "hf", options.gigabytes)
         print(f"| {size / 1e9:.1f} GB in bf16, {options.workers} worker(s) | seconds | MB/s | peak resident memory of a process |\n|---|---|---|---|", flush=True)
-        for name, source, target in (("Hugging Face to ours", "hf", "ours"), ("ours to Hugging Face", "ours", "back")):
-            seconds, peak = peak_of([str(base / source), str(base / target), *tail])
+        directions = (("Hugging Face to ours", "hf", "ours"), ("ours to Hugging Face", "ours", "back"))
+        for name, source, target in directions[:1] if options.to else directions:
+            words = [str(base / source), str(base / target), *tail]
+            seconds, peak = peak_of(words)
             print(f"| {name} | {seconds:.0f} | {size / seconds / 1e6:.0f} | {peak / 1e9:.2f} GB |", flush=True)
-        shutil.rmtree(base / "back")
-        there, seconds, peak = killed_in_the_middle([str(base / "ours"), str(base / "back"), *tail], base / "back.converting", int(size / 1e9))
+        shutil.rmtree(base / target)
+        under_way = base / (f"{target}/release.converting" if options.to else f"{target}.converting")
+        there, seconds, peak = killed_in_the_middle(words, under_way, int(size / 1e9))
         print(f"| the same, killed by kill -9 with {there} files written; the second run | {seconds:.0f} | | {peak / 1e9:.2f} GB |", flush=True)
     finally:
         shutil.rmtree(base, ignore_errors=True)

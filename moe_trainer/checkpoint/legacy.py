@@ -113,7 +113,10 @@ class LegacyIndex(MadeIndex):
         self.record = record_of(folder)
         self._folder = folder
         self._sizes = Sizes.from_record(self.record)
-        self._scheme = KeyScheme.from_record(self.record)
+        try:
+            self._scheme = KeyScheme.from_record(self.record)
+        except ValueError as error:
+            raise DamagedError(f"{folder}: the recorded flags are damaged: {error}") from error
         self._boxes: dict[MetadataIndex, tuple[Tensor, Path]] = {}
         self._objects: dict[str, Any] = {}
         self._whole: set[Path] = set()

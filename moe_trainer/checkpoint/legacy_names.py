@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.layer_spec import FUSED, fused_norms
 
 MODEL_FILE = "model_optim_rng.pt"
 STATE_FILE = "distrib_optim.pt"
@@ -21,9 +22,6 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SINGLE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
-_FUSED = ((".self_attention.linear_qkv.layer_norm_", ".input_layernorm."), (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
-          (".self_attention.linear_q_up_proj.layer_norm_", ".self_attention.q_layernorm."),
-          (".self_attention.linear_kv_up_proj.layer_norm_", ".self_attention.kv_layernorm."), (".transformer_layer.", ".mtp_model_layer."))
 _ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_q_proj.weight",
          "linear_q_up_proj.weight", "linear_kv_up_proj.weight", "linear_fc1.weight", "linear_fc1.bias", "eh_proj.weight",
          "softmax_offset")
@@ -90,9 +88,9 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + first_layer}.", name)
     name = _GROUPED.sub(lambda found: f"{EXPERT}{found[3]}.{found[1]}.{found[2]}", name)
     name = _LOCAL_EXPERT.sub(lambda found: f"{EXPERT}{int(found[1]) + first_expert}.", name)
-    for old, new in _FUSED:
-        name = name.replace(old, new)
-    return name
+    for alone, fused in FUSED:
+        name = name.replace(f".{fused}", f".{alone}")
+    return name.replace(".transformer_layer.", ".mtp_model_layer.")
 
 
 def local_name(name: str, first_layer: int, first_expert: int) -> str:
@@ -105,12 +103,8 @@ def spelled(name: str, record: Mapping[str, Any], routed: bool) -> str:
     """A local name as the modules write it that the flags choose. routed: whether it is in a layer with a router."""
     if record.get("transformer_impl") != "transformer_engine":
         return name
-    latent = bool(record.get("multi_latent_attention"))
-    fused = _FUSED[2:4] if latent else _FUSED[:1]
-    if not routed and (name.startswith("decoder.") or not record.get("num_experts")):
-        fused += _FUSED[1:2]
-    for new, old in fused:
-        name = name.replace(old, new)
+    for alone, fused in fused_norms(record, routed):
+        name = name.replace(f".{alone}", f".{fused}")
     if record.get("moe_grouped_gemm"):
         name = _SINGLE.sub(lambda found: f".experts.{found[2]}.{found[3]}{found[1]}", name)
     return name

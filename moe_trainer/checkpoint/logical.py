@@ -16,18 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
+from moe_trainer.checkpoint.layer_spec import FUSED
 from moe_trainer.checkpoint.reading import decode, overlaps
 from moe_trainer.checkpoint.sharding import Piece
 
 _KEY = re.compile(r"^((?:chained_\d+\.)?optimizer\.state\.[^.]+\.)?(.+)$")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 _EXPERTS = re.compile(r"\bexperts\.experts\.")
-# where a norm is stored when it is fused into the linear that follows, and its own name
-_NORMS = (("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-          ("self_attention.in_proj.layer_norm_", "input_layernorm."),
-          ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
-          ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
-          ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."))
 
 
 @dataclass(frozen=True)
@@ -88,8 +83,8 @@ def _name(rest: str, at: tuple[int, ...], stacked: bool, experts: bool) -> str:
         rest = rest.replace("layers.", f"layers.{at[0]}.", 1)
     if experts and len(at) > stacked:
         rest = _EXPERTS.sub(f"experts.local_experts.{at[-1]}.", rest)
-    for fused, own in _NORMS:
-        rest = rest.replace(fused, own)
+    for alone, fused in FUSED:
+        rest = rest.replace(fused, alone)
     return rest
 
 

@@ -7,7 +7,7 @@ Megatron-Core's torch_dist keys and coordinates:
   layers differ (--moe-layer-freq given as a list or as a number above 1) keeps `decoder.layers.{l}.X` without that axis.
   MTP layers always keep their number.
 - `...experts.local_experts.{e}.linear_fc1.weight` becomes `...experts.experts.linear_fc1.weight` with an axis over experts.
-- The two norms of a layer carry the names they would have if fused into the linear that follows (not under MLA).
+- Norms that Megatron-Core fuses into the linear that follows, or names as if it did, have names of that linear (layer_spec.py).
 - A cut dimension of several parts (`ParamInfo.parts`; a gated fc1 is gate rows and up rows) is stored part by part, so that
   a tensor-parallel cut of each stays a box.
 
@@ -25,21 +25,23 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_trainer.checkpoint.layer_spec import (
+    IN_PROJ,
+    INPUT,
+    LATENT,
+    MLP,
+    Spelling,
+    engine_states,
+    has_engine_names,
+    norms_of_layers,
+)
 from moe_trainer.parallel.params import ParamInfo, part_lengths
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.shape.layers import linear_layer_pattern
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
-# modules whose Megatron counterparts write an (empty) `_extra_state` object beside their weight
+# modules whose Megatron counterparts write an (empty) `_extra_state` object beside their weight, whichever spec names them
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj)\.weight$")
-
-_LOCAL_NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-                ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
-_TE_MOE_NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),)
-_TE_MLA_NORMS = (("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
-                 ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"))
-_TE_MLA_DENSE_NORMS = _TE_MLA_NORMS + (("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),)
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class KeyScheme:
-    """How global names become checkpoint keys. Depends on the architecture only, never on the parallel layout.
+    """How global names become checkpoint keys. Depends on the architecture and --transformer-impl only, never on the parallel layout.
 
     stacked: all decoder layers are alike and share one tensor with a leading layer axis.
-    norms: pairs (prefix of a name inside a layer, its spelling in the key).
-    linear: which layers are gated DeltaNet ones, whose first linear is in_proj; empty where none is.
+    norms: which norms of every decoder layer are spelled as fused; those of MTP layers are the last one's.
+    engine: the layers are named as TransformerEngine's, of which more have an `_extra_state`.
     """
 
     num_layers: int
     num_experts: int
     stacked: bool
-    norms: tuple[tuple[str, str], ...]
-    linear: tuple[bool, ...] = ()
+    norms: tuple[tuple[Spelling, ...], ...]
+    engine: bool = False
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "KeyScheme":
@@ -106,24 +108,24 @@ class KeyScheme:
         alike = not isinstance(freq, (list, tuple)) and int(freq or 1) == 1
         linear_freq = record.get("linear_attention_freq")
         alike = alike and not isinstance(linear_freq, (list, tuple)) and int(linear_freq or 1) == 1
-        linear = linear_layer_pattern(int(record["num_layers"]), record.get("experimental_attention_variant"), linear_freq)
         return cls(
             num_layers=int(record["num_layers"]),
             num_experts=int(record.get("num_experts") or 0),
             stacked=alike,
-            # a model with gated DeltaNet layers is always Transformer Engine's there, whose norm before experts stands alone
-            norms=() if record.get("multi_latent_attention") else _TE_MOE_NORMS if any(linear) else _LOCAL_NORMS,
-            linear=linear if any(linear) else (),
+            norms=norms_of_layers(record),
+            engine=has_engine_names(record),
         )
 
     def alternatives(self) -> Iterator["KeyScheme"]:
         """Other schemes under which a checkpoint of the same model may have been written, this one first.
 
-        Transformer Engine fuses norms into linears where the local modules do not, and the same layers may have been
-        described once as alike (stacked) and once as a list.
+        Another --transformer-impl, or an earlier version of either program, fuses norms that this one leaves alone and the other way
+        round, and the same layers may have been described once as alike (stacked) and once as a list. A name is looked for by itself, so
+        that all or none of the fused spellings cover every mixture.
         """
+        every = tuple((IN_PROJ if IN_PROJ in layer else INPUT, MLP, *LATENT) for layer in self.norms)
         for stacked in (self.stacked, not self.stacked):
-            for norms in (self.norms, (), _TE_MOE_NORMS, _LOCAL_NORMS, _TE_MLA_NORMS, _TE_MLA_DENSE_NORMS):
+            for norms in (self.norms, ((),) * len(self.norms), every):
                 yield replace(self, stacked=stacked, norms=norms)
 
     def locate(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -137,21 +139,12 @@ class KeyScheme:
             prefix = f"{block}.layers.{number}."
             if block == "decoder" and self.stacked:
                 prefix, at, extents = f"{block}.layers.", (number,), (self.num_layers,)
-            rest = self._rename_norm(rest)
-            if self.linear and self.linear[min(number, self.num_layers - 1) if block == "decoder" else -1]:
-                rest = rest.replace("self_attention.linear_qkv.layer_norm_", "self_attention.in_proj.layer_norm_")
+            rest = _fused(rest, self.norms[min(number, self.num_layers - 1) if block == "decoder" else -1])
         expert = _EXPERT.match(rest)
         if expert:
             rest = f"{expert[1]}experts.{expert[3]}"
             at, extents = (*at, int(expert[2])), (*extents, self.num_experts)
         return prefix + rest, at, extents
-
-    def _rename_norm(self, rest: str) -> str:
-        inner = "mtp_model_layer." if rest.startswith("mtp_model_layer.") else ""
-        for old, new in self.norms:
-            if rest.startswith(inner + old):
-                return inner + new + rest[len(inner + old):]
-        return rest
 
     def placements(self, info: ParamInfo, shape: tuple[int, ...]) -> list[Placement]:
         """Cut a local parameter of the given shape into its runs, in memory order."""
@@ -187,11 +180,20 @@ class KeyScheme:
         """Keys of the empty `_extra_state` objects that Megatron's loader expects beside these weights."""
         keys = []
         for name in info.names:
-            if _LINEAR.search(name) and not name.startswith("output_layer."):
-                key, at, extents = self.locate(name)
-                base = key.removesuffix("weight") + "_extra_state"
-                keys.append(object_key(base, at or (0,), extents or (1,)))
+            key, at, extents = self.locate(name)
+            found = [key.removesuffix("weight") + "_extra_state"] if _LINEAR.search(name) and not name.startswith("output_layer.") else []
+            found += engine_states(key) if self.engine else ()
+            keys += [object_key(base, at or (0,), extents or (1,)) for base in found]
         return keys
+
+
+def _fused(rest: str, norms: tuple[Spelling, ...]) -> str:
+    """The name inside a layer of what may be a norm."""
+    inner = "mtp_model_layer." if rest.startswith("mtp_model_layer.") else ""
+    for alone, fused in norms:
+        if rest.startswith(inner + alone):
+            return inner + fused + rest[len(inner + alone):]
+    return rest
 
 
 def object_key(base: str, at: tuple[int, ...], extents: tuple[int, ...]) -> str:

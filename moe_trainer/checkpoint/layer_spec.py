@@ -1,0 +1,71 @@
+"""What the names in a checkpoint owe to Megatron-Core's layer specs: where the norms of a layer are stored, and which modules have a state.
+
+TransformerEngine's modules fuse a norm into the linear that follows, and hold its weight there. Megatron's local modules do not, but
+their checkpoints spell the two norms of a layer as if they were, whatever follows (not under MLA). So the names follow from
+--transformer-impl, whichever modules compute here:
+
+| norm | local | local, MLA | TransformerEngine |
+|---|---|---|---|
+| input_layernorm | in linear_qkv | alone | in linear_qkv, in_proj of a gated DeltaNet; alone under MLA |
+| pre_mlp_layernorm | in mlp.linear_fc1 | alone | in mlp.linear_fc1 of a dense layer, alone before experts |
+| MLA's q_layernorm, kv_layernorm | | alone | in linear_q_up_proj, linear_kv_up_proj; alone with sparse attention |
+| q_layernorm, k_layernorm of heads, all others | alone | alone | alone |
+
+TransformerEngine's norms and attention have an `_extra_state` each, as linears have in both: an object of their own, empty without 8-bit
+scales, which Megatron's loader does not do without.
+
+Experimental attention variants have TransformerEngine's spec only. A layer of multi-token prediction is one like the last decoder layer.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moe_trainer.shape.layers import linear_layer_pattern, moe_layer_pattern
+
+Spelling = tuple[str, str]
+"""How a name inside a layer begins, and how it begins where the norm is fused."""
+
+INPUT: Spelling = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+IN_PROJ: Spelling = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
+MLP: Spelling = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+LATENT: tuple[Spelling, ...] = (("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+                                ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"))
+FUSED: tuple[Spelling, ...] = (INPUT, IN_PROJ, MLP, *LATENT)
+
+
+def has_engine_names(record: Mapping[str, Any]) -> bool:
+    """Whether the layers of a model, given by its flags, are named as TransformerEngine's."""
+    return record.get("transformer_impl") == "transformer_engine" or record.get("experimental_attention_variant") is not None
+
+
+def fused_norms(record: Mapping[str, Any], routed: bool, linear: bool = False) -> tuple[Spelling, ...]:
+    """The norms of a layer that are spelled as fused. routed: it has experts. linear: it is a gated DeltaNet layer."""
+    latent = bool(record.get("multi_latent_attention"))
+    if not has_engine_names(record):
+        return () if latent else (INPUT, MLP)
+    if linear:
+        attention: tuple[Spelling, ...] = (IN_PROJ,)
+    elif latent:
+        attention = () if record.get("experimental_attention_variant") == "dsa" else LATENT
+    else:
+        attention = (INPUT,)
+    return attention if routed else (*attention, MLP)
+
+
+def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ...]:
+    """`fused_norms` of every decoder layer. Raises: ValueError when a list of layers has another length than the model."""
+    num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
+    routed = moe_layer_pattern(num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq))
+    linear = linear_layer_pattern(num_layers, record.get("experimental_attention_variant"), record.get("linear_attention_freq"))
+    return tuple(fused_norms(record, *kinds) for kinds in zip(routed, linear, strict=True))
+
+
+def engine_states(stored: str) -> Iterator[str]:
+    """The `_extra_state` of TransformerEngine's module that a stored weight belongs to, where the local one has none.
+
+    A norm is known by its weight, the attention, which has none, by that of the linear after it.
+    """
+    if stored.endswith("norm.weight"):
+        yield stored.removesuffix("weight") + "_extra_state"
+    elif stored.endswith("self_attention.linear_proj.weight"):
+        yield stored.removesuffix("linear_proj.weight") + "core_attention._extra_state"
