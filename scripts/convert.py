@@ -24,6 +24,8 @@ Options:
   --vocab-size N           to hf: leave out rows of the padded vocabulary behind the N-th
   --config FILE            to hf: a config.json (or its folder) whose other keys, such as bos_token_id, are taken over
   --tokenizer DIR          to hf: the folder whose tokenizer files go along (default: that of the checkpoint)
+  --transformer-impl IMPL  to ours: under whose names Megatron-LM would look for the tensors, transformer_engine (as there, the default) or local;
+                           this program reads both
   --ignore PATTERN         from hf: a regular expression for tensors that may be left over; they are named
 
 Exit code: 0 done; 1 --verify: the two models are not the same (message); 2 the source, the target or an option is wrong (message); 3 other
@@ -91,6 +93,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--transformer-impl", choices=("transformer_engine", "local"))
     parser.add_argument("--ignore")
     options = parser.parse_args(words)
     if options.workers < 1:
@@ -153,7 +156,7 @@ def _plan(options: argparse.Namespace, speaks: bool) -> Job:
         kind = "a Hugging Face folder" if from_hf else "no Hugging Face folder (config.json and safetensors files)"
         raise ValueError(f"{options.source} is {kind}, so --to {to} is no conversion")
     for name, belongs in (("model_type", to == "hf"), ("vocab_size", to == "hf"), ("config", to == "hf"), ("tokenizer", to == "hf"),
-                          ("ckpt_step", to == "hf"), ("ignore", to != "hf")):
+                          ("ckpt_step", to == "hf"), ("ignore", to != "hf"), ("transformer_impl", to == "ours")):
         if getattr(options, name) is not None and not belongs:
             raise ValueError(f"--{name.replace('_', '-')} has no meaning with --to {to}")
     dtype = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
@@ -167,7 +170,7 @@ def _plan_from_hf(options: argparse.Namespace, to: str, most: int, dtype: torch.
 
     ignored = re.compile(options.ignore) if options.ignore else None
     model = open_model(options.source, lambda name: ignored is not None and ignored.search(name) is not None)
-    record = _record(model)
+    record = _record(model) | {"transformer_impl": options.transformer_impl or "transformer_engine"}
     if speaks:
         logger.info("%s: %s, %d tensors of ours", options.source, model.family.name, len(model.links))
         for note in model.notes:
@@ -321,8 +324,8 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def compare_logits(theirs: Path, ours: Path, step: int | None = None) -> tuple[float, float]:
-    """Run both models on the same random tokens in fp32. Returns: largest difference, largest logit (of what both have)."""
+def compare_logits(theirs: Path, ours: Path, step: int | None = None, tokens_BS: torch.Tensor | None = None) -> tuple[float, float]:
+    """Run both models on the same tokens (by default random ones) in fp32. Returns: largest difference, largest logit (of what both have)."""
     import torch
 
     try:
@@ -339,11 +342,12 @@ def compare_logits(theirs: Path, ours: Path, step: int | None = None) -> tuple[f
     model, = build_chunks(args, ps, saved_vocab_rows(ours, step))
     load(ours, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False, finetune=True))
     other = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
-    rows, length = other.config.vocab_size, args.data.seq_length
-    tokens = torch.randint(rows, (_BATCH, length), generator=torch.Generator().manual_seed(1))
+    rows = other.config.vocab_size
+    if tokens_BS is None:
+        tokens_BS = torch.randint(rows, (_BATCH, args.data.seq_length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = other.eval()(tokens).logits.float()
-        given = model.eval()(tokens, torch.arange(length).expand(_BATCH, length))[..., :rows].float()
+        expected = other.eval()(tokens_BS).logits.float()
+        given = model.eval()(tokens_BS, torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS))[..., :rows].float()
     return (given - expected).abs().max().item(), expected.abs().max().item()
 
 

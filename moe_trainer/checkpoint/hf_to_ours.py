@@ -49,8 +49,8 @@ def plan_to_ours(model: Model, directory: Path, record: Mapping[str, Any], most:
                 flush_file(Path(shutil.copyfile(path, folder / "tokenizer" / path.name)))
         write_text(folder / COMPLETE, json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
-    return Job(target, fingerprint([*model.source.files, model.folder / CONFIG], to="ours", most=most, dtype=dtype), files, _write_entries, finish,
-               lambda: write_tracker(directory, "release"))
+    source = fingerprint([*model.source.files, model.folder / CONFIG], to="ours", most=most, dtype=dtype, impl=record["transformer_impl"])
+    return Job(target, source, files, _write_entries, finish, lambda: write_tracker(directory, "release"))
 
 
 def _with_tokenizer(model: Model, target: Path, record: Mapping[str, Any]) -> dict[str, Any]:

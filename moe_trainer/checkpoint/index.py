@@ -74,7 +74,7 @@ def _is_sound_entry(index: Metadata, key: str, entry: object) -> bool:
 
 
 def check(folder: Path, hashes: bool = False) -> list[str]:
-    """What is wrong with a torch_dist checkpoint folder; an empty list when nothing is.
+    """What is wrong with a checkpoint folder; an empty list when nothing is.
 
     Checks the completion mark, the index, that every file is there and long enough for the index, and that the boxes
     of every tensor add up. hashes: also compare integrity.json (reads everything).
@@ -119,6 +119,13 @@ def short_files(folder: Path, index: Metadata) -> list[str]:
         elif path.stat().st_size < length:
             problems.append(f"{path} has {path.stat().st_size} bytes, {length} are needed: it was cut off")
     return problems
+
+
+def stored_bytes(folder: Path, index: Metadata) -> int:
+    """The size of everything that the index speaks of; of a legacy checkpoint, whose files say no places, that of the files."""
+    if isinstance(index, legacy.LegacyIndex):
+        return sum(path.stat().st_size for path in index.files)
+    return sum(info.length for info in index.storage_data.values())
 
 
 def _uncovered(index: Metadata) -> list[str]:

@@ -5,7 +5,7 @@
     python -m moe_trainer.checkpoint.inspect diff PATH PATH [--rtol X] [--atol X] [--weights-only]
 
 PATH is a checkpoint folder (iter_0000010) or the folder above it, of which the tracker file (or --ckpt-step N) chooses one. Reads
-torch_dist checkpoints of this program and of Megatron-LM. Exit code 0: fine, equal; 1: incomplete or damaged, different;
+checkpoints of this program and of Megatron-LM: torch_dist, and the legacy format (mp_rank_* folders), whose pieces are put together. Exit code 0: fine, equal; 1: incomplete or damaged, different;
 2: cannot be looked at. One logical tensor is in memory at a time.
 """
 
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint import common_state, legacy
 from moe_trainer.checkpoint.directory import TRACKER, describe_complete, folder_name, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.index import COMPLETE, INDEX, check, detect_format, read_index
+from moe_trainer.checkpoint.index import COMPLETE, INDEX, check, detect_format, read_index, stored_bytes
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 from moe_trainer.checkpoint.verify import verify_all
 
@@ -41,7 +41,7 @@ def choose(path: Path, ckpt_step: int | None = None) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path} {'is no folder' if path.exists() else 'does not exist'}")
     folder = path
-    if ckpt_step is not None or not any((path / name).exists() for name in (COMPLETE, INDEX)) and not any(path.glob("mp_rank_*")):
+    if ckpt_step is not None or not any((path / name).exists() for name in (COMPLETE, INDEX)) and not legacy.is_folder(path):
         wanted = ckpt_step if ckpt_step is not None else read_tracker(path)
         if wanted is None:
             raise CheckpointError(f"{path} is neither a checkpoint nor a folder of checkpoints: {INDEX} and {TRACKER} are missing. "
@@ -50,8 +50,8 @@ def choose(path: Path, ckpt_step: int | None = None) -> Path:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} does not exist. " + describe_complete(path))
     found = detect_format(folder)
-    if found not in (None, "torch_dist", "torch_dcp"):
-        raise CheckpointError(f"{folder} is in the format {found!r}; only torch_dist can be looked at")
+    if found not in (None, "torch_dist", "torch_dcp", legacy.FORMAT):
+        raise CheckpointError(f"{folder} is in the format {found!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) can be looked at")
     return folder
 
 
@@ -159,7 +159,11 @@ def _header(folder: Path, index: Metadata) -> Iterator[str]:
           f"{'Megatron-LM' if from_megatron else 'moe-trainer'} ({layout})"
     tensors = [entry for entry in index.state_dict_metadata.items() if isinstance(entry[1], TensorStorageMetadata)]
     weights = sum(entry.size.numel() for key, entry in tensors if "optimizer." not in key)
-    size = sum(info.length for info in index.storage_data.values())
+    size = stored_bytes(folder, index)
+    if isinstance(index, legacy.LegacyIndex):
+        yield "in the legacy format: pieces of single ranks, under the names that they have in torch_dist"
+        if index.state_problem is not None:
+            yield f"its optimizer state cannot be read: {index.state_problem}"
     yield f"{len(tensors)} stored tensors, {weights:,} weights, {len({i.relative_path for i in index.storage_data.values()})} files, {_bytes(size)}"
 
 
@@ -230,7 +234,7 @@ def _pattern(text: str) -> re.Pattern:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code (argparse ends the process with 2 on a wrong command line)."""
-    parser = argparse.ArgumentParser(prog="python -m moe_trainer.checkpoint.inspect", description="Look at torch_dist checkpoints.")
+    parser = argparse.ArgumentParser(prog="python -m moe_trainer.checkpoint.inspect", description="Look at torch_dist and legacy checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     run: Mapping[str, Any] = {"ls": _ls, "verify": _verify, "diff": _diff}
     texts = {"ls": "list the tensors", "verify": "read every byte; name what is missing, damaged or foreign",

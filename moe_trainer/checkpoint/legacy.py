@@ -41,7 +41,7 @@ FORMAT = "torch"
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
 _DEFAULT_BUCKET = 40_000_000
 # what may be saved beside the parameters and is none
-_BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
 def is_folder(folder: Path) -> bool:
@@ -152,12 +152,17 @@ class LegacyIndex(MadeIndex):
     def changed_files(self) -> list[str]:
         """What the checksums in the files say of them; reads everything."""
         problems = []
-        for path in sorted({path for _, path in self._boxes.values()}):
+        for path in self.files:
             try:
                 self._verify(path)
             except DamagedError as error:
                 problems.append(str(error))
         return problems
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold its tensors."""
+        return sorted({path for _, path in self._boxes.values()})
 
     def object(self, key: str) -> Any:
         """A non-tensor entry."""
@@ -240,7 +245,7 @@ class LegacyIndex(MadeIndex):
     def _states(self, place: Place, optimizer: Any, chunks: list[dict[str, Tensor]]) -> Iterator[tuple[str, str, Tensor, Path]]:
         """(state, name, values, file) of all optimizer states of a file."""
         chain = optimizer if isinstance(optimizer, list) else [optimizer]
-        trained = [{name: value for name, value in chunk.items() if not name.endswith(_BUFFERS)} for chunk in chunks]
+        trained = [{name: value for name, value in chunk.items() if not name.endswith(BUFFERS)} for chunk in chunks]
         if len(chain) == 2 and self._sizes.ep > 1:
             owned = [[{name: value for name, value in chunk.items() if (EXPERT in name) is expert} for chunk in trained] for expert in (False, True)]
         elif len(chain) == 1:

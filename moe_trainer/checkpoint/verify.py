@@ -14,9 +14,18 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint import common_state, legacy
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.index import COMPLETE, INDEX, INTEGRITY, changed_files, check_mark, read_index, short_files
+from moe_trainer.checkpoint.index import (
+    COMPLETE,
+    INDEX,
+    INTEGRITY,
+    changed_files,
+    check_mark,
+    read_index,
+    short_files,
+    stored_bytes,
+)
 from moe_trainer.checkpoint.logical import LogicalTensor, coverage, logical_tensors
 from moe_trainer.checkpoint.reading import decode, read_object
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
@@ -24,7 +33,6 @@ from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 _KNOWN = re.compile(r"^(embedding\.(word|position|tokentype)_embeddings\.|decoder\.|mtp\.|output_layer\.|(chained_\d+\.)?optimizer\.)")
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\blocal_experts\.(\d+)\.")
-_BUFFERS = ("expert_bias",)
 _ANY_EXPERT = "local_experts.*."
 
 
@@ -39,7 +47,7 @@ class Report:
 
 
 def verify_all(folder: Path) -> Report:
-    """Check structure, content and completeness of a torch_dist checkpoint folder; reads all of it."""
+    """Check structure, content and completeness of a checkpoint folder, torch_dist or legacy; reads all of it."""
     report = Report(check_mark(folder))
     try:
         index = read_index(folder)
@@ -53,6 +61,9 @@ def verify_all(folder: Path) -> Report:
     report.num_tensors = len(tensors)
     report.problems += [line for tensor in tensors for line in _stored_once(tensor)]
     _read_everything(folder, index, report)
+    report.num_bytes = stored_bytes(folder, index)
+    if isinstance(index, legacy.LegacyIndex) and index.state_problem is not None:
+        report.notes.append(f"its optimizer state cannot be read: {index.state_problem}")
     report.notes += _foreign_files(folder, index)
     args = _recorded_args(folder, index, report)
     if args is not None:
@@ -76,7 +87,6 @@ def _read_everything(folder: Path, index: Metadata, report: Report) -> None:
               if not isinstance(entry, BytesStorageMetadata) for chunk in entry.chunks}
     unreadable: set[str] = set()
     for info, place in sorted(entries, key=lambda entry: (entry[0].relative_path, entry[0].offset)):
-        report.num_bytes += info.length
         if not (folder / info.relative_path).is_file():
             unreadable.add(info.relative_path)  # named already
             continue
@@ -93,8 +103,10 @@ def _read_everything(folder: Path, index: Metadata, report: Report) -> None:
 
 def _foreign_files(folder: Path, index: Metadata) -> list[str]:
     known = {info.relative_path for info in index.storage_data.values()} | {COMPLETE, INDEX, INTEGRITY, common_state.OLD_FILE}
-    return [f"{path} belongs to no entry of the index" for path in sorted(folder.iterdir())
-            if path.is_file() and path.name not in known]
+    found = list(folder.iterdir())
+    if isinstance(index, legacy.LegacyIndex):  # its optimizer's file may be one that cannot be read
+        found = [path for path in folder.glob("mp_rank_*/*") if path.name != legacy.STATE_FILE] + [path for path in found if path.is_file()]
+    return [f"{path} belongs to no entry of the index" for path in sorted(found) if path.is_file() and str(path.relative_to(folder)) not in known]
 
 
 def _recorded_args(folder: Path, index: Metadata, report: Report) -> Mapping[str, Any] | None:
@@ -164,7 +176,7 @@ def _states(tensors: list[LogicalTensor], weights: Mapping[str, LogicalTensor]) 
         if tensor.state is not None:
             by_state.setdefault(tensor.state, {})[tensor.weight] = tensor
     for state, held in by_state.items():
-        trained = {name for name, weight in weights.items() if not name.endswith(_BUFFERS)
+        trained = {name for name, weight in weights.items() if not name.endswith(legacy.BUFFERS)
                    and (state not in ("fp32_param", "param") or weight.dtype != torch.float32)}
         prefix = next(iter(held.values())).name.partition(f"{state}.")[0] + f"{state}."
         yield from (f"{prefix}{name} is missing" for name in sorted(trained - held.keys()))

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 
@@ -247,15 +248,17 @@ def test_diff_tells_structure(tmp_path, call):
 
 # ---- what cannot be looked at
 
-def test_errors_end_with_two_and_one_line(tmp_path, call, shared):
+def test_errors_end_with_two_and_one_line(tmp_path, call):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "zarr").mkdir()
+    (tmp_path / "zarr/metadata.json").write_text('{"sharded_backend": "zarr"}')
     write(tmp_path / "ckpt")
     for argv, words in (
             (("ls", tmp_path / "nowhere"), "does not exist"), (("verify", tmp_path / "file"), "is no folder"),
             (("ls", tmp_path / "empty"), "neither a checkpoint nor a folder of checkpoints"),
             (("verify", tmp_path / "ckpt", "--ckpt-step", 4), "iter_0000004 does not exist. Complete checkpoints"),
-            (("ls", shared / "golden/ckpt/a2_torch"), "only torch_dist can be looked at"),
+            (("ls", tmp_path / "zarr"), "'zarr'; only torch_dist and legacy checkpoints (mp_rank_* folders) can be looked at"),
             (("diff", tmp_path / "ckpt", tmp_path / "nowhere"), "does not exist")):
         code, out, err = call(*argv)
         assert code == 2 and words in err and len(err.splitlines()) == 1 and out == "", argv
@@ -275,3 +278,81 @@ def test_the_module_runs(tmp_path, call):
     assert found.returncode == 0 and "output_layer.weight" in found.stdout and found.stderr == ""
     code, _, err = call("ls", "nowhere")
     assert code == 2 and "Traceback" not in err
+
+
+# ---- legacy folders
+
+def _save_legacy(rank, size, folder):
+    ps = ParallelState.create(size, rank, tp=2, pp=2, etp=2)
+    model = FakeModel(ps=ps, seed=1)
+    record = ARGS | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "world_size": 4, "optimizer": "adam",
+                     "weight_decay": 0.1, "use_distributed_optimizer": True}
+    save(folder, CheckpointState(3, record), [model], FakeOptimizer(model, ps, True, seed=1), ps, SaveOptions(ckpt_format="torch"))
+
+
+@pytest.fixture(scope="module")
+def legacy(tmp_path_factory):
+    """A legacy checkpoint of four ranks with distrib_optim.pt files; do not change it."""
+    folder = tmp_path_factory.mktemp("legacy")
+    run_ranks(_save_legacy, 4, folder)
+    return folder
+
+
+def test_the_golden_legacy_folder_is_looked_at(call, shared):
+    """Megatron-LM wrote the same iteration in both formats."""
+    golden = shared / "golden/ckpt"
+    listings = []
+    for name in ("a2_torch", "a2_torch_dist"):
+        code, out, _ = call("ls", golden / name, "--expand", "--checksums")
+        assert code == 0 and ("in the legacy format" in out) == (name == "a2_torch")
+        listings.append([line for line in out.splitlines() if "float32" in line])
+    assert listings[0] == listings[1] and len(listings[0]) == 135
+    code, out, _ = call("verify", golden / "a2_torch/iter_0000005")
+    assert code == 0 and "is whole: 135 logical tensors, 2.3 MiB read" in out and "note" not in out
+    code, out, _ = call("diff", golden / "a2_torch", golden / "a2_torch_dist")
+    assert code == 0 and out.endswith("all tensors are equal (135)\n")
+
+
+def test_pieces_of_a_legacy_folder_are_put_together(tmp_path, legacy, call):
+    write(tmp_path, model=FakeModel(seed=1))
+    code, out, _ = call("diff", legacy, tmp_path)
+    lines = [line for line in out.splitlines() if not line.startswith("(flag)")]
+    # the distributed optimizer's own copy of the weights
+    assert code == 1 and lines[-1] == "45 logical tensors differ: 135 equal, 0 not, 45 only in the first"
+    assert all(line.startswith("optimizer.state.fp32_param.") and "only in" in line for line in lines[:-1])
+    code, out, _ = call("ls", legacy)
+    assert code == 0 and "tensor_model_parallel_size 2, pipeline_model_parallel_size 2" in out and "8 files" in out
+    code, out, _ = call("verify", legacy)
+    assert code == 0 and "180 logical tensors" in out
+
+
+def test_what_a_legacy_folder_lacks_is_named(tmp_path, legacy, call):
+    def copied(name):
+        shutil.copytree(legacy, tmp_path / name)
+        return tmp_path / name / "iter_0000003"
+
+    folder = copied("gone")
+    (folder / "mp_rank_01_000/model_optim_rng.pt").unlink()
+    assert "mp_rank_01_000/model_optim_rng.pt is missing" in problems(call, folder)
+    code, out, err = call("ls", folder)
+    assert (code, out) == (2, "") and "mp_rank_01_000/model_optim_rng.pt is missing" in err
+
+    folder = copied("changed")
+    path = folder / "mp_rank_00_001/distrib_optim.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    out = problems(call, folder)
+    assert f"{path} is damaged" in out and "checksum" in out and len(out.splitlines()) == 2
+
+    folder = copied("more")
+    (folder / "mp_rank_02_000").mkdir()
+    (folder / "mp_rank_02_000/model_optim_rng.pt").write_bytes(b"x")
+    code, out, _ = call("verify", folder)
+    assert code == 0 and "note: " in out and "mp_rank_02_000/model_optim_rng.pt belongs to no entry" in out
+
+    folder = copied("without state")
+    (folder / "mp_rank_00_000/distrib_optim.pt").unlink()
+    code, out, _ = call("verify", folder)
+    assert code == 0 and re.search("note: its optimizer state cannot be read: .*mp_rank_00_000/distrib_optim.pt is missing", out) and "45 logical tensors" in out
+    assert "its optimizer state cannot be read" in call("ls", folder)[1]
