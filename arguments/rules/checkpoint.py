@@ -97,6 +97,18 @@ def legacy_files_know_adam(s: Settings, _f: Facts) -> Iterator[Violation]:
             )
 
 
+def legacy_files_know_the_layers(s: Settings, _f: Facts) -> Iterator[Violation]:
+    for dest in ("ckpt_format", "ckpt_convert_format"):
+        for layers in ("experimental_attention_variant", "moe_latent_size"):
+            if getattr(s, dest) == "torch" and getattr(s, layers) is not None:
+                yield broken(
+                    s,
+                    f"{s.flag(dest)} torch has no known places for the layers of {say(s, layers)}; use {s.flag(dest)} torch_dist.",
+                    dest,
+                    layers,
+                )
+
+
 def gloo_free_shards_need_new_format(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.use_distributed_optimizer and not s.use_gloo_process_groups and s.ckpt_format == "torch":
         yield broken(
@@ -182,6 +194,7 @@ CHECKS = (
     conversion_knows_its_ends,
     other_iterations_are_numbers,
     legacy_files_know_adam,
+    legacy_files_know_the_layers,
     gloo_free_shards_need_new_format,
     upcycling_fits,
     old_flags,

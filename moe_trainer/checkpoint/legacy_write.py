@@ -136,7 +136,7 @@ def _held(chunk: Any, record: Mapping[str, Any], ps: ParallelState) -> Iterator[
         name, named_shape = info.names[0], shape[1:] if info.stacked else shape
         dim, parts = cut_of(name, named_shape, record, group.size)
         if info.part_names or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
-            raise CheckpointError(f"{name}: how a legacy checkpoint cuts it is not known; --ckpt-format torch_dist")
+            raise CheckpointError(f"{name}: how a legacy checkpoint cuts it is not known; save with --ckpt-format torch_dist")
         if dim is not None and info.shard_count == 1:
             cut = dim + info.stacked
             info = replace(info, sharded_dim=dim, parts=parts, shard_rank=group.rank, shard_count=group.size)

@@ -41,7 +41,7 @@ from moe_trainer.parallel.state import ParallelState
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
 # modules whose Megatron counterparts write an (empty) `_extra_state` object beside their weight, whichever spec names them
-_LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj)\.weight$")
+_LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_proj)\.weight$")
 
 
 @dataclass(frozen=True)

@@ -369,6 +369,8 @@ BROKEN = (
     ("--ckpt-convert-format torch_dist --load x", "", "--ckpt-convert-save"),
     ("--load x --override-ckpt-iteration -1", "", "--override-ckpt-iteration"),
     ("--optimizer muon --ckpt-format torch", "", "--ckpt-format"),
+    ("--moe-latent-size 64 --ckpt-format torch", "", "--ckpt-format"),
+    (f"{DELTA} --linear-attention-freq 2 --load x --ckpt-convert-format torch --ckpt-convert-save y", "", "--ckpt-convert-format"),
     ("--use-distributed-optimizer --disable-gloo-process-groups --ckpt-format torch", "", "--disable-gloo-process-groups"),
     ("--moe-use-upcycling", "", "--save"),
     ("--moe-use-upcycling --save out --save-interval 5 --ffn-hidden-size 1024 --moe-ffn-hidden-size 300", "",

@@ -62,6 +62,7 @@ CASES = {
         inside(L0, INPUT, Q_UP, KV_UP, FC1) + inside(L1, INPUT, Q_UP, KV_UP, PRE_MLP) + inside(M, INPUT, Q_UP, KV_UP, PRE_MLP) + MTP,
         inside(L0, INPUT, Q, KV, PRE_MLP) + inside(L1, INPUT, Q, KV, PRE_MLP) + inside(M, INPUT, Q, KV, PRE_MLP) + MTP),
     "latent attention without norms, without a query rank": (f"{MOE}{MLA}", inside(L, INPUT, PRE_MLP), inside(L, INPUT, PRE_MLP)),
+    "latent experts": (f"{MOE}--moe-latent-size 16", inside(L, QKV, PRE_MLP), inside(L, QKV, FC1)),
     "gated DeltaNet": (  # Megatron-Core has no local spec of it
         f"{MIXED}{GDN}", inside(L0, IN_PROJ, "self_attention.out_norm.weight", FC1) + inside(L1, QKV, *HEADS, PRE_MLP),
         inside(L0, IN_PROJ, "self_attention.out_norm.weight", FC1) + inside(L1, QKV, *HEADS, PRE_MLP)),
@@ -96,6 +97,8 @@ def test_norms_are_stored_where_the_layer_spec_has_them(case, tmp_path, capsys):
         alone = {key.removesuffix("weight") + "_extra_state" for key in norms + OUTSIDE if key.endswith("norm.weight")}
         attention = {key.removesuffix("linear_proj.weight") + "core_attention._extra_state" for key in tensors if key.endswith("attention.linear_proj.weight")}
         assert {base for base in objects if "norm." in base or "core_attention" in base} == (alone | attention if impl == ENGINE or case == "gated DeltaNet" else set())
+        linears = {re.sub(r"weight.*", "_extra_state", key) for key in tensors if re.search(r"\.(linear_\w+|\w+_proj)\.weight", key)}
+        assert linears <= objects and len(linears) > 3
         assert main(["verify", str(tmp_path / impl)]) == 0, capsys.readouterr()
     names = [{key: shape for key, shape in found[impl][0].items() if not re.search(r"norm[._]", key)} for impl in (ENGINE, LOCAL)]
     assert names[0] == names[1]
