@@ -100,7 +100,7 @@ def legacy_files_know_adam(s: Settings, _f: Facts) -> Iterator[Violation]:
 def legacy_files_know_the_layers(s: Settings, _f: Facts) -> Iterator[Violation]:
     for dest in ("ckpt_format", "ckpt_convert_format"):
         for layers in ("experimental_attention_variant", "moe_latent_size"):
-            if getattr(s, dest) == "torch" and getattr(s, layers) is not None:
+            if getattr(s, dest) == "torch" and getattr(s, layers) not in (None, "dsa"):
                 yield broken(
                     s,
                     f"{s.flag(dest)} torch has no known places for the layers of {say(s, layers)}; use {s.flag(dest)} torch_dist.",

@@ -60,12 +60,19 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ..
     return tuple(fused_norms(record, *kinds) for kinds in zip(routed, linear, strict=True))
 
 
-def engine_states(stored: str) -> Iterator[str]:
-    """The `_extra_state` of TransformerEngine's module that a stored weight belongs to, where the local one has none.
+def engine_parts(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """What of the layers is TransformerEngine's and has an `_extra_state` where the local modules have none. Sparse attention is Megatron-Core's."""
+    if not has_engine_names(record):
+        return ()
+    return ("norm",) if record.get("experimental_attention_variant") == "dsa" else ("norm", "attention")
+
+
+def engine_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:
+    """The `_extra_state` that belongs to a stored weight, by `engine_parts`.
 
     A norm is known by its weight, the attention, which has none, by that of the linear after it.
     """
-    if stored.endswith("norm.weight"):
+    if "norm" in parts and stored.endswith("norm.weight"):
         yield stored.removesuffix("weight") + "_extra_state"
-    elif stored.endswith("self_attention.linear_proj.weight"):
+    elif "attention" in parts and stored.endswith("self_attention.linear_proj.weight"):
         yield stored.removesuffix("linear_proj.weight") + "core_attention._extra_state"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.layer_spec import FUSED, fused_norms
+from moe_trainer.checkpoint.layer_spec import FUSED, fused_norms, has_engine_names
 
 MODEL_FILE = "model_optim_rng.pt"
 STATE_FILE = "distrib_optim.pt"
@@ -101,7 +101,7 @@ def local_name(name: str, first_layer: int, first_expert: int) -> str:
 
 def spelled(name: str, record: Mapping[str, Any], routed: bool) -> str:
     """A local name as the modules write it that the flags choose. routed: whether it is in a layer with a router."""
-    if record.get("transformer_impl") != "transformer_engine":
+    if not has_engine_names(record):
         return name
     for alone, fused in fused_norms(record, routed):
         name = name.replace(f".{alone}", f".{fused}")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import flush_file, flush_folder
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.layer_spec import engine_states, has_engine_names
+from moe_trainer.checkpoint.layer_spec import engine_parts, engine_states
 from moe_trainer.checkpoint.legacy import STATES, bucketing
 from moe_trainer.checkpoint.legacy_names import (
     EXPERT,
@@ -74,7 +74,7 @@ def write(source: Path, target: Path, index: Metadata, state: CheckpointState, c
     content = common_state.build(state, None)
     del content["content_metadata"]
     for number, chunk in enumerate(entries):
-        content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk, has_engine_names(record))
+        content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk, engine_parts(record))
     buffers = None
     if scalars is not None:
         content["moe_trainer"]["optimizer"] = common_state.plain(dict(scalars))
@@ -146,9 +146,8 @@ def _held(chunk: Any, record: Mapping[str, Any], ps: ParallelState) -> Iterator[
         yield ParamInfo((name,)), tuple(buffer.shape), False
 
 
-def _model(chunk: list[Entry], engine: bool) -> dict[str, Tensor | None]:
-    """The state dict of a model chunk, with the empty entries that Megatron's loader wants beside the weights of linear layers and, where the
-    names are TransformerEngine's, of more."""
+def _model(chunk: list[Entry], parts: tuple[str, ...]) -> dict[str, Tensor | None]:
+    """The state dict of a model chunk, with the empty entries that Megatron's loader wants beside the weights of linear layers and of `parts`."""
     found: dict[str, Tensor | None] = {}
     for position, entry in enumerate(chunk):
         found[entry.written] = entry.value
@@ -156,7 +155,7 @@ def _model(chunk: list[Entry], engine: bool) -> dict[str, Tensor | None]:
         after = chunk[position + 1].written if position + 1 < len(chunk) else ""
         if _EXTRA.search(f"{module}.weight") and not after.startswith(module + "."):
             found[f"{module}._extra_state"] = None
-        found |= dict.fromkeys(engine_states(entry.written)) if engine else {}
+        found |= dict.fromkeys(engine_states(entry.written, parts))
     return found
 
 

@@ -31,8 +31,8 @@ from moe_trainer.checkpoint.layer_spec import (
     LATENT,
     MLP,
     Spelling,
+    engine_parts,
     engine_states,
-    has_engine_names,
     norms_of_layers,
 )
 from moe_trainer.parallel.params import ParamInfo, part_lengths
@@ -92,14 +92,14 @@ class KeyScheme:
 
     stacked: all decoder layers are alike and share one tensor with a leading layer axis.
     norms: which norms of every decoder layer are spelled as fused; those of MTP layers are the last one's.
-    engine: the layers are named as TransformerEngine's, of which more have an `_extra_state`.
+    engine: modules beside the linears that have an `_extra_state` (layer_spec.engine_parts).
     """
 
     num_layers: int
     num_experts: int
     stacked: bool
     norms: tuple[tuple[Spelling, ...], ...]
-    engine: bool = False
+    engine: tuple[str, ...] = ()
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "KeyScheme":
@@ -113,7 +113,7 @@ class KeyScheme:
             num_experts=int(record.get("num_experts") or 0),
             stacked=alike,
             norms=norms_of_layers(record),
-            engine=has_engine_names(record),
+            engine=engine_parts(record),
         )
 
     def alternatives(self) -> Iterator["KeyScheme"]:
@@ -182,7 +182,7 @@ class KeyScheme:
         for name in info.names:
             key, at, extents = self.locate(name)
             found = [key.removesuffix("weight") + "_extra_state"] if _LINEAR.search(name) and not name.startswith("output_layer.") else []
-            found += engine_states(key) if self.engine else ()
+            found += engine_states(key, self.engine)
             keys += [object_key(base, at or (0,), extents or (1,)) for base in found]
         return keys
 

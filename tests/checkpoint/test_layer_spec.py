@@ -4,18 +4,20 @@ Local names: recorded in golden/ckpt (test_sharding.py). TransformerEngine's: go
 the layer specs themselves (gpt_layer_specs.py, experimental_attention_variant_module_specs.py of Megatron-Core), no recorded file.
 """
 
+import json
 import re
 
 import pytest
 import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
+from commands import run
+from train.tiny import MOCK, TINY
 
 from arguments import parse_args
 from moe_trainer.checkpoint.checkpoint import CheckpointError, CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.inspect import differences, main
 from moe_trainer.checkpoint.legacy import open_file
-from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
 
@@ -31,6 +33,7 @@ MLA = ("--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-h
        "--attention-dropout 0 --hidden-dropout 0 ")
 GDN = ("--experimental-attention-variant gdn --linear-attention-freq 2 --linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
        "--linear-num-key-heads 2 --linear-num-value-heads 4 --group-query-attention --num-query-groups 2 --qk-layernorm ")
+DSA = ("--experimental-attention-variant dsa --q-lora-rank 8 --qk-layernorm --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 4 ")
 OUTSIDE = ["decoder.final_layernorm.weight"]
 MTP = ["mtp.layers.0.enorm.weight", "mtp.layers.0.final_layernorm.weight", "mtp.layers.0.hnorm.weight"]
 
@@ -44,6 +47,7 @@ QKV, IN_PROJ, FC1 = "self_attention.linear_qkv.layer_norm_weight", "self_attenti
 INPUT, PRE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 HEADS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
 Q, KV = "self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"
+K, K_BIAS = (f"self_attention.core_attention.indexer.k_norm.{leaf}" for leaf in ("weight", "bias"))
 Q_UP, KV_UP = "self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.linear_kv_up_proj.layer_norm_weight"
 # flags, the stored norms under TransformerEngine's names, and under local ones
 CASES = {
@@ -63,7 +67,11 @@ CASES = {
         inside(L0, INPUT, Q, KV, PRE_MLP) + inside(L1, INPUT, Q, KV, PRE_MLP) + inside(M, INPUT, Q, KV, PRE_MLP) + MTP),
     "latent attention without norms, without a query rank": (f"{MOE}{MLA}", inside(L, INPUT, PRE_MLP), inside(L, INPUT, PRE_MLP)),
     "latent experts": (f"{MOE}--moe-latent-size 16", inside(L, QKV, PRE_MLP), inside(L, QKV, FC1)),
-    "gated DeltaNet": (  # Megatron-Core has no local spec of it
+    # of these Megatron-Core has no local spec
+    "sparse attention": (
+        f"{MIXED}{MLA}{DSA}", inside(L0, INPUT, Q, KV, K, K_BIAS, FC1) + inside(L1, INPUT, Q, KV, K, K_BIAS, PRE_MLP),
+        inside(L0, INPUT, Q, KV, K, K_BIAS, FC1) + inside(L1, INPUT, Q, KV, K, K_BIAS, PRE_MLP)),
+    "gated DeltaNet": (
         f"{MIXED}{GDN}", inside(L0, IN_PROJ, "self_attention.out_norm.weight", FC1) + inside(L1, QKV, *HEADS, PRE_MLP),
         inside(L0, IN_PROJ, "self_attention.out_norm.weight", FC1) + inside(L1, QKV, *HEADS, PRE_MLP)),
 }
@@ -96,8 +104,9 @@ def test_norms_are_stored_where_the_layer_spec_has_them(case, tmp_path, capsys):
         # one of these beside every weight of a norm that stands alone, and of an attention: TransformerEngine's only
         alone = {key.removesuffix("weight") + "_extra_state" for key in norms + OUTSIDE if key.endswith("norm.weight")}
         attention = {key.removesuffix("linear_proj.weight") + "core_attention._extra_state" for key in tensors if key.endswith("attention.linear_proj.weight")}
-        assert {base for base in objects if "norm." in base or "core_attention" in base} == (alone | attention if impl == ENGINE or case == "gated DeltaNet" else set())
-        linears = {re.sub(r"weight.*", "_extra_state", key) for key in tensors if re.search(r"\.(linear_\w+|\w+_proj)\.weight", key)}
+        expected = alone if case == "sparse attention" else alone | attention if impl == ENGINE or case == "gated DeltaNet" else set()
+        assert {base for base in objects if "norm." in base or "core_attention._" in base} == expected
+        linears = {re.sub(r"\.weight(\.\w+)?$", "._extra_state", key) for key in tensors if re.search(r"\.(linear_\w+|\w+_proj)\.weight", key)}
         assert linears <= objects and len(linears) > 3
         assert main(["verify", str(tmp_path / impl)]) == 0, capsys.readouterr()
     names = [{key: shape for key, shape in found[impl][0].items() if not re.search(r"norm[._]", key)} for impl in (ENGINE, LOCAL)]
@@ -126,6 +135,22 @@ def test_a_run_goes_on_under_another_transformer_impl(saved, here, ckpt_format, 
         f"{prefix}{L}{norm}" for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."))
 
 
+def test_a_trained_run_goes_on(tmp_path):
+    """The distributed optimizer's ranges are read under the other names, too, and by another number of ranks."""
+    words = [*TINY, *MOCK, "--train-iters", "4", "--lr-warmup-iters", "0", "--save-interval", "2", "--optimizer", "adam", "--use-distributed-optimizer"]
+    losses = []
+    for save_dir, more, ranks in (("whole", ["--transformer-impl", LOCAL], 1), ("parts", ["--transformer-impl", ENGINE, "--exit-interval", "2"], 2),
+                                  ("parts", ["--transformer-impl", LOCAL, "--load", str(tmp_path / "parts")], 1)):
+        done = run([*words, *more, "--save", str(tmp_path / save_dir)], tmp_path, world_size=ranks)
+        assert done.returncode == 0, done.stderr
+        losses.append([record["lm loss"] for record in map(json.loads, (tmp_path / save_dir / "metrics.jsonl").read_text().splitlines())])
+    assert len(losses[0]) == len(losses[2]) == 4 and losses[2] == pytest.approx(losses[0], abs=1e-6)
+    tensors, _ = stored(tmp_path / "parts/iter_0000002")
+    assert {f"{prefix}{L}{PRE_MLP}" for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")} <= tensors.keys()
+    tensors, _ = stored(tmp_path / "parts/iter_0000004")
+    assert f"optimizer.state.exp_avg.{L}{FC1}" in tensors and f"{L}{PRE_MLP}" not in tensors
+
+
 def test_a_legacy_file_under_engine_names_has_the_states_of_its_modules(tmp_path):
     model = FakeModel()
     for impl in (ENGINE, LOCAL):
@@ -136,13 +161,6 @@ def test_a_legacy_file_under_engine_names_has_the_states_of_its_modules(tmp_path
     states = [{name for name in names if name.endswith("_extra_state") and ".experts." not in name} for names in (engine, local)]
     assert states[0] - states[1] == more | {"decoder.final_layernorm._extra_state"} and states[1] < states[0]
     assert all(engine[name] is None for name in states[0])
-
-
-def test_sparse_attention_keeps_the_latent_norms_alone():
-    """It needs the normalised query for its indexer (Megatron-Core's spec of the variant "dsa")."""
-    scheme = KeyScheme.from_record(RECORD | {"multi_latent_attention": True, "experimental_attention_variant": "dsa", "moe_layer_freq": [0, 1]})
-    assert [scheme.locate(f"{L0}{name}")[0] for name in (INPUT, Q, KV, PRE_MLP)] == inside(L0, INPUT, Q, KV, FC1)
-    assert scheme.locate(f"{L1}{PRE_MLP}")[0] == f"{L1}{PRE_MLP}"
 
 
 def test_a_list_of_layers_of_another_length_is_no_traceback(tmp_path):
