@@ -160,3 +160,13 @@ def test_what_cannot_be_planned():
     assert made.vocab_rows == 32000 and "tokenizer's name" in made.note and made.counts.total == 46_702_792_704
     with pytest.raises(PlanError, match="--vocab-size"):
         make_plan(bare, 8, find_hardware("h100"))
+
+
+def test_indexers_take_time_to_choose_and_more_to_learn():
+    """Without a fused kernel attention saves nothing; in the warm-up nothing is masked yet."""
+    flags = "--preset deepseek_v3_2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*30|t*31mL --expert-model-parallel-size 8 --seq-length {}"
+    dense = plan("--preset deepseek_v3 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*30|t*31mL --expert-model-parallel-size 8 "
+                 "--seq-length 32768 --global-batch-size 480", 32)
+    chooses, learns, warms = (plan(f"{flags.format(32768)} {more}", 32) for more in ("--dsa-indexer-loss-coeff 0", "", "--dsa-indexer-warmup"))
+    assert dense.time.step < chooses.time.step < learns.time.step and warms.time.step < learns.time.step
+    assert dense.flops > learns.flops == chooses.flops, "most keys are not chosen"
