@@ -33,7 +33,7 @@ MODELS = {
         "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "initializer_range": 0.1}),
     "gpt_oss": ("GptOss", _GROUPED | {
         "head_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "swiglu_limit": 0.7, "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 16, "beta_fast": 2.0,
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 2.0,
             "beta_slow": 1.0, "truncate": False}}),
     "deepseek_v2": ("DeepseekV2", _LATENT | {
         "q_lora_rank": None, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",

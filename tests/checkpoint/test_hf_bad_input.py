@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_trainer.checkpoint import hf_to_ours
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.hf import open_model
 from moe_trainer.checkpoint.hf_config import read_config
 from moe_trainer.checkpoint.hf_files import Folder, dequantize
 from moe_trainer.checkpoint.hf_job import Item, Job, finish_job, missing_files, open_job, run_share
@@ -86,6 +87,25 @@ def test_an_index_that_leads_elsewhere_is_refused(source):
         (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, elsewhere)}))
         with pytest.raises(DamagedError, match="outside its folder"):
             Folder(source)
+
+
+def test_a_tensor_in_two_files_or_in_another_than_the_index_says_is_named(source):
+    save_file({NAME: torch.zeros(2), "other": torch.zeros(2)}, source / "more.safetensors")
+    with pytest.raises(DamagedError, match=f"^{NAME} is in"):
+        Folder(source)
+    save_file({"other": torch.zeros(2)}, source / "more.safetensors")
+    table = dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")
+    for wrong in (table | {NAME: "more.safetensors"}, table | {"absent": "model.safetensors"}):
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(DamagedError, match=f"^({NAME}|absent): .* says that it is in"):
+            Folder(source)
+
+
+def test_a_bias_of_the_choice_stays_fp32_beside_weights_of_16_bits(tmp_path):
+    make("deepseek_v3").bfloat16().save_pretrained(tmp_path / "hf")
+    model = open_model(tmp_path / "hf")
+    types = {link.ours.rpartition(".")[2]: (model.dtype_of(link), model.dtype_of(link, torch.float16), model.make(link).dtype) for link in model.links}
+    assert types == {"weight": (torch.bfloat16, torch.float16, torch.bfloat16), "expert_bias": (torch.float32,) * 3}
 
 
 def test_an_index_without_its_table_is_refused(source):
@@ -233,9 +253,34 @@ def test_a_conversion_that_was_ended_before_its_last_word_says_it(source, monkey
     assert run_convert(source, target) == 2
 
 
+def test_another_source_or_another_dtype_does_not_go_on_with_what_was_begun(source, monkeypatch, capfd):
+    words = (source, source.with_name("ours"), "--max-shard-size", "0.00005")
+    with monkeypatch.context() as patched:  # the files of the other rank are missing
+        patched.setenv("RANK", "0"), patched.setenv("WORLD_SIZE", "2")
+        assert run_convert(*words) == 0
+    assert run_convert(*words, "--dtype", "bf16") == 2
+    assert "belongs to another conversion" in capfd.readouterr().err
+    stamp = (source / "model.safetensors").stat().st_mtime_ns
+    os.utime(source / "model.safetensors", ns=(stamp, stamp + 10**6))
+    assert run_convert(*words) == 2
+    assert "its source has changed" in capfd.readouterr().err and not (source.with_name("ours") / "release").exists()
+    os.utime(source / "model.safetensors", ns=(stamp, stamp))
+    assert run_convert(*words) == 0
+
+
 def job_of(target, write):
     items = tuple((f"{number}.bin", (Item(str(number), torch.float32, (2,), lambda: iter([torch.zeros(2)])),)) for number in range(3))
     return Job(target, "source", items, write, lambda folder, notes: (folder / "done").write_text(str(sorted(notes))))
+
+
+def test_a_file_that_was_cut_after_it_was_done_is_written_again(tmp_path):
+    job = job_of(tmp_path / "out", lambda path, items: path.write_bytes(b"whole"))
+    open_job(job)
+    run_share(job)
+    os.truncate(job.folder / "1.bin", 2)
+    assert missing_files(job) == ["1.bin"] and not finish_job(job)
+    run_share(job)
+    assert finish_job(job) and (tmp_path / "out" / "1.bin").read_bytes() == b"whole"
 
 
 def test_runs_that_share_a_target_by_accident_leave_one_whole(tmp_path):
