@@ -127,6 +127,21 @@ def test_a_value_of_another_kind_is_named(key, value):
         read_config(config | {key: value} | ({"num_local_experts": value} if key == "num_experts" else {}))
 
 
+def test_rotary_numbers_that_no_flag_can_hold_are_named():
+    config = make("llama").config.to_dict()
+    rope = config["rope_parameters"]
+    assert read_config(config)[1]["rotary_base"] == 500000
+    for changed, said in (({"rope_theta": 1.5}, "rope_theta"), ({"high_freq_factor": 5.0}, "--use-rope-scaling"), ({"low_freq_factor": 2.0}, "--use-rope-scaling")):
+        with pytest.raises(CheckpointError, match=said):
+            read_config(config | {"rope_parameters": rope | changed})
+
+
+def test_every_fourth_layer_has_full_attention_where_a_config_names_none():
+    config = make("qwen3_next").config.to_dict() | {"layer_types": None, "num_hidden_layers": 8}
+    assert read_config(config)[1]["linear_attention_freq"] == [1, 1, 1, 0] * 2
+    assert read_config(config | {"full_attention_interval": 2})[1]["linear_attention_freq"] == [1, 0] * 4
+
+
 def test_a_null_is_no_value():
     config = make("qwen3_moe").config.to_dict()
     assert read_config(config | {"rms_norm_eps": None})[1]["layernorm_epsilon"] == 1e-6
@@ -254,11 +269,11 @@ def test_a_conversion_that_was_ended_before_its_last_word_says_it(source, monkey
 
 
 def test_another_source_or_another_dtype_does_not_go_on_with_what_was_begun(source, monkeypatch, capfd):
-    words = (source, source.with_name("ours"), "--max-shard-size", "0.00005")
+    words = (source, source.with_name("ours"), "--max-shard-size", "0.00005", "--dtype", "bf16")
     with monkeypatch.context() as patched:  # the files of the other rank are missing
         patched.setenv("RANK", "0"), patched.setenv("WORLD_SIZE", "2")
         assert run_convert(*words) == 0
-    assert run_convert(*words, "--dtype", "bf16") == 2
+    assert run_convert(*words[:-1], "fp16") == 2  # as many bytes
     assert "belongs to another conversion" in capfd.readouterr().err
     stamp = (source / "model.safetensors").stat().st_mtime_ns
     os.utime(source / "model.safetensors", ns=(stamp, stamp + 10**6))
