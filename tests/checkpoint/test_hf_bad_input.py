@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.hf_models import load_ours, make
+from checkpoint.hf_models import MODELS, load_ours, make
 from safetensors.torch import load_file, save_file
 
 from moe_trainer.checkpoint import hf_to_ours
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.hf import open_model
 from moe_trainer.checkpoint.hf_config import read_config
+from moe_trainer.checkpoint.hf_families import FAMILIES
 from moe_trainer.checkpoint.hf_files import Folder, dequantize
 from moe_trainer.checkpoint.hf_job import Item, Job, finish_job, missing_files, open_job, run_share
 from scripts import convert
@@ -140,6 +141,21 @@ def test_every_fourth_layer_has_full_attention_where_a_config_names_none():
     config = make("qwen3_next").config.to_dict() | {"layer_types": None, "num_hidden_layers": 8}
     assert read_config(config)[1]["linear_attention_freq"] == [1, 1, 1, 0] * 2
     assert read_config(config | {"full_attention_interval": 2})[1]["linear_attention_freq"] == [1, 0] * 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_no_flag_stands_for_must_have_the_value_that_is_read(name):
+    config = make(name).config.to_dict()
+    for key, (usual, *_) in FAMILIES[config["model_type"]].must.items():
+        with pytest.raises(CheckpointError, match=rf"{key} is '?other than {usual}"):
+            read_config(config | {key: f"other than {usual}"})
+
+
+def test_attention_temperatures_of_both_kinds_are_read():
+    config = make("kimi_k2").config.to_dict()
+    rope = config["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.9}
+    flags = read_config(config | {"rope_parameters": rope})[1]
+    assert (flags["mscale"], flags["mscale_all_dim"]) == (0.7, 0.9)
 
 
 def test_a_null_is_no_value():

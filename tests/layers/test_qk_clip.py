@@ -99,6 +99,15 @@ def test_a_head_below_the_threshold_stays():
     assert all(not torch.isfinite(each.logits.found(4, torch.device("cpu"))).any() for each in attentions(run.chunks))
 
 
+def test_attention_of_multi_token_prediction_is_watched_and_clipped():
+    run = make_run(_argv("plain", "--qk-clip --mtp-num-layers 1"), 0, ParallelState.single(), 1)
+    train_step(run, TrainState(), 4)
+    peaks = logit_peaks(run.chunks, run.ps, torch.device("cpu"))
+    names = [attention.linear_qkv.weight.info.names[0] for attention in peaks]
+    assert sum(name.startswith("mtp.") for name in names) == 1 and len(names) == run.args.model.num_layers + 1
+    assert all(torch.isfinite(peak).all() for peak in peaks.values())
+
+
 def test_biases_shrink_with_their_rows_and_gates_do_not():
     factors = {}
     for kind in ("biases", "grouped, gated"):
