@@ -85,6 +85,10 @@ FEATURES = {
     "moments in fp16": lambda a: a.optimizer.exp_avg_sq_dtype == "fp16",
     "optimizer on the host": lambda a: a.optimizer.optimizer_cpu_offload,
     "optimizer states on the host between steps": lambda a: a.optimizer.chunked_optimizer_state_offload,
+    "sparse attention": lambda a: a.model.experimental_attention_variant == "dsa",
+    "gated DeltaNet": lambda a: a.model.experimental_attention_variant == "gdn",
+    "FineRMoE": lambda a: a.moe.finermoe_intermediate_granularity,
+    "latent experts": lambda a: a.moe.moe_latent_size,
     "documents": lambda a: a.data.reset_attention_mask or a.data.dataloader_inter_document_masking,
 }
 

@@ -21,6 +21,7 @@ from moe_trainer.proof.prove import prove
 from moe_trainer.proof.random_layouts import draw, matrix
 
 MODELS = 2
+CANDIDATES = 4  # models per mapping among which few are chosen
 GLOBAL_LOSS = ["--moe-router-load-balancing-type", "global_aux_loss", "aux_loss", "--moe-aux-loss-coeff", "1e-1", "1e-2"]
 
 
@@ -51,8 +52,8 @@ def assert_all_equal(cases, ranks: int) -> None:
 
 
 def test_every_feature_on_few_ranks():
-    deep = [draw(random.Random(number), Mapping(pp=4)) for number in range(60)]  # a stage for MTP alone needs stages
-    cases = covering([*matrix(2, MODELS), *matrix(4, MODELS), *filter(None, deep)])
+    deep = [draw(random.Random(number), Mapping(pp=4)) for number in range(90)]  # a stage for MTP alone needs stages
+    cases = covering([*matrix(2, CANDIDATES), *matrix(4, CANDIDATES), *filter(None, deep)])
     assert frozenset().union(*map(features, cases)) == FEATURES.keys() and len(cases) <= 15
     assert_all_equal(cases, 4)
 

@@ -12,6 +12,7 @@ from commands import REPOSITORY, environment, read_metrics, run
 from train.tiny import MOCK, TINY
 
 from moe_trainer.checkpoint import directory, saving
+from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.verify import verify_all
 from moe_trainer.report.stream import Forgiving
 
@@ -112,9 +113,11 @@ def test_an_older_checkpoint_is_deleted_only_beside_a_whole_one(tmp_path, monkey
 
 
 def flip_bit(folder):
-    path = next(folder.glob("*.distcp"))
+    """In the middle of the largest tensor: numbers, and not what stands between them."""
+    stored = max(read_index(folder).storage_data.values(), key=lambda stored: stored.length)
+    path = folder / stored.relative_path
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[stored.offset + stored.length // 2] ^= 1
     path.write_bytes(content)
 
 
