@@ -22,7 +22,6 @@ its weight; fc2's is divided by the sum of the weights of the experts of a token
 """
 
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.sharding import KeyScheme
+from moe_trainer.parallel.rng import named_generator
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 
 # no parameter of the model: optimizer states, scales of delayed scaling
@@ -117,7 +117,7 @@ class Form:
 
     def draw(self, name: str, *shape: int) -> Tensor:
         """Random fp32 numbers that depend on the seed and the name only, whatever the layout."""
-        stream = torch.Generator().manual_seed((self.seed << 32) + zlib.crc32(name.encode()))
+        stream = named_generator(self.seed, "upcycling", name)
         if self.std is None:
             return torch.nn.init.xavier_uniform_(torch.empty(shape), generator=stream)
         return torch.empty(shape).normal_(0.0, self.std, generator=stream)

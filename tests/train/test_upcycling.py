@@ -8,6 +8,9 @@ from safetensors.torch import load_file
 from train.forked import pretrain
 from train.tiny import MOCK
 
+from moe_trainer.checkpoint.logical import LogicalTensor
+from moe_trainer.checkpoint.upcycling import Form, recipes
+
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 48 "
     "--normalization RMSNorm --position-embedding-type rope --seq-length 32 --max-position-embeddings 32 "
@@ -187,3 +190,47 @@ def test_a_model_with_experts_and_an_empty_folder_are_refused(dense, tmp_path):
     assert refused.returncode == 2 and "has experts already" in refused.stderr
     refused = run([*argv, "--load", "nowhere"], tmp_path)
     assert refused.returncode == 2 and "nowhere" in refused.stderr
+
+
+FORM = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "squared_relu": False, "ffn_hidden_size": 12, "moe_ffn_hidden_size": 6, "seed": 5,
+        "finermoe_intermediate_granularity": None, "moe_router_pre_softmax": False, "moe_router_score_function": "softmax",
+        "init_method_xavier_uniform": False, "init_method_std": 0.1}
+LAYERS = {"num_experts": 4, "num_layers": 2, "moe_layer_freq": 1, "moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False,
+          "add_bias_linear": False, "moe_router_enable_expert_bias": False, "untie_embeddings_and_output_weights": True}
+
+
+def test_the_bias_of_pieces_is_divided_by_the_sum_of_weights_alone():
+    whole = torch.arange(4.0)
+    assert torch.equal(Form.of(FORM).fc2_bias_of(0, whole), whole)  # cut in two, weights add up to 1
+    early = Form.of(FORM | {"moe_router_pre_softmax": True})
+    torch.testing.assert_close(early.fc2_bias_of(0, whole), 2.0 * whole)  # 2 of 4 equal weights are chosen
+    # scores of a sigmoid are divided by their sum, whatever the softmax would do
+    assert Form.of(FORM | {"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}) == Form.of(FORM)
+
+
+def test_routers_are_drawn_as_the_flags_say():
+    router = Form.of(FORM).router("router", 64)
+    assert torch.equal(router, Form.of(FORM).router("router", 64)) and not torch.equal(router, Form.of(FORM | {"seed": 6}).router("router", 64))
+    uniform = Form.of(FORM | {"init_method_xavier_uniform": True, "init_method_std": 1.0}).router("router", 64)
+    bound = (6 / (2 + 64)) ** 0.5  # of two virtual groups
+    assert 0.9 * bound < uniform.abs().max() <= bound
+
+
+def made(*names, **flags):
+    """Names of what becomes of dense tensors [24, 8]."""
+    dense = {name: LogicalTensor(name, None, name, (), (24, 8), torch.float32, []) for name in names}
+    return {recipe.name for recipe in recipes(dense, Form.of(FORM), LAYERS | flags)}
+
+
+def test_a_prediction_layer_follows_the_last_layer():
+    network = "mtp.layers.0.mtp_model_layer.mlp."
+    assert f"{network}experts.local_experts.3.linear_fc1.weight" in made(f"{network}linear_fc1.weight")
+    assert made(f"{network}linear_fc1.weight", moe_layer_freq=[1, 0]) == {f"{network}linear_fc1.weight"}
+
+
+def test_a_shared_expert_has_a_gate_only_when_asked():
+    network = "decoder.layers.0.mlp."
+    alone = made(f"{network}linear_fc1.weight", moe_shared_expert_intermediate_size=12)
+    assert f"{network}shared_experts.linear_fc1.weight" in alone and f"{network}shared_experts.gate_weight" not in alone
+    gated = made(f"{network}linear_fc1.weight", moe_shared_expert_intermediate_size=12, moe_shared_expert_gate=True)
+    assert gated - alone == {f"{network}shared_experts.gate_weight"}
