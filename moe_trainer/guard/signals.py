@@ -2,7 +2,6 @@
 
 import signal
 from types import FrameType
-from typing import Any
 
 from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
@@ -16,22 +15,23 @@ BATCH_SYSTEM = ("SIGTERM", "SIGUSR1")  # preemption and `scancel`; `sbatch --sig
 class ExitSignal:
     """Remembers that a signal arrived at this rank; all ranks must agree before anybody acts on it (training/agreement.py).
 
-    received: the first of the named signals that has arrived, or None. Use as a context manager, in the main thread: the
-    previous handlers come back afterwards.
+    received: the first of the named signals that has arrived, or None. Use as a context manager, in the main thread, around all
+    that the process does: afterwards the signals are ignored, since batch systems send them more than once, and to ranks that
+    have just agreed to leave. The exit code is the run's answer; the number of a late signal would hide it.
     """
 
     def __init__(self, *names: str):
         self._numbers = sorted({signal.Signals[name] for name in names})
         self.received: signal.Signals | None = None
-        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._handle) for number in self._numbers}
+        for number in self._numbers:
+            signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
