@@ -36,6 +36,16 @@ RENAMED = (
     ("--moe-hybridep-pad-variable-tokens", 0, "--moe-hybridep-pad-uneven-dispatch-inputs"),
     ("--dense-grouped-gemm", 0, "--use-grouped-gemm-for-dense-mlp"),
     ("--expert-parallel", "?", "--expert-model-parallel-size {}"),
+    ("--activations-checkpoint-num-layers", 1, "--recompute-num-layers {}"),
+    ("--distribute-checkpointed-activations", 0, "--distribute-saved-activations"),
+    ("--override-lr-scheduler", 0, "--override-opt_param-scheduler"),
+    ("--use-checkpoint-lr-scheduler", 0, "--use-checkpoint-opt_param-scheduler"),
+    ("--no-scaled-masked-softmax-fusion", 0, "--no-masked-softmax-fusion"),
+    ("--fp32-allreduce", 0, "--accumulate-allreduce-grads-in-fp32"),
+    ("--min-scale", 1, "--min-loss-scale {}"),
+    ("--ub-tp-comm-overlap", 0, "--tp-comm-overlap"),
+    ("--ub-tp-comm-overlap-cfg", 1, "--tp-comm-overlap-cfg {}"),
+    ("--keep-fp8-transpose-cache-when-using-custom-fsdp", 0, "--keep-fp8-transpose-cache"),
 )
 
 RENAMED_BY_VALUE = (
@@ -117,6 +127,18 @@ IDLE = (
     ("--one-logger-async", 0, "nothing is sent to such a service"),
     ("--app-tag-run-name", 1, "nothing is sent to such a service"),
     ("--app-tag-run-version", 1, "nothing is sent to such a service"),
+    ("--enable-one-logger", 0, "nothing is sent to such a service"),
+    ("--deprecated-use-mcore-models", 0, "there is one kind of models"),
+    ("--delay-grad-reduce", 0, "gradient reductions are aligned by default; --no-align-grad-reduce turns that off"),
+    ("--use-contiguous-buffers-in-ddp", 0, "gradients always live in contiguous buffers"),
+    ("--scatter-gather-tensors-in-pipeline", 0, _ONE_PATH),
+    ("--gradient-accumulation-fusion", 0, _ALWAYS + "; --no-gradient-accumulation-fusion turns it off"),
+    ("--scaled-masked-softmax-fusion", 0, _ALWAYS + "; --no-masked-softmax-fusion turns it off"),
+    ("--scaled-upper-triang-masked-softmax-fusion", 0, _ALWAYS + "; --no-masked-softmax-fusion turns it off"),
+    ("--log-learning-rate-to-tensorboard", 0, "the learning rate is always logged"),
+    ("--no-log-learnig-rate-to-tensorboard", 0, "the learning rate is always logged"),
+    ("--no-log-learning-rate-to-tensorboard", 0, "the learning rate is always logged"),
+    ("--log-batch-size-to-tensorboard", 0, "the batch size is always logged"),
     ("--disable-msc", 0, "remote storage clients are never used"),
 )
 
@@ -135,6 +157,7 @@ LATER = (
 )
 
 _ENCODER = "encoder-decoder models are not trained here: drop it"
+_RETRO = "models that retrieve are not trained here: drop it"
 _HYBRID = "hybrid models are not trained here; --moe-layer-freq says which layers are MoE"
 
 REFUSED = (
@@ -149,6 +172,18 @@ REFUSED = (
     ),
     ("--pipeline-model-parallel-split-rank", 1, _ENCODER),
     ("--encoder-tensor-model-parallel-size", 1, _ENCODER),
+    ("--encoder-pipeline-model-parallel-size", 1, _ENCODER),
+    (
+        "--transformer-pipeline-model-parallel-size",
+        1,
+        "use --pipeline-model-parallel-size N, with --account-for-embedding-in-pipeline-split or --pipeline-model-parallel-layout",
+    ),
+    *((name, takes, _RETRO) for name, takes in (
+        ("--retro-project-dir", 1), ("--retro-workdir", 1), ("--retro-add-retriever", 0), ("--retro-cyclic-train-iters", 1),
+        ("--retro-encoder-layers", 1), ("--retro-encoder-hidden-dropout", 1), ("--retro-encoder-attention-dropout", 1),
+        ("--retro-num-neighbors", 1), ("--retro-num-retrieved-chunks", 1), ("--retro-attention-gate", 1),
+        ("--retro-no-verify-neighbor-count", 0),
+    )),
     ("--hybrid-attention-ratio", 1, _HYBRID),
     ("--hybrid-mlp-ratio", 1, _HYBRID),
     ("--enable-hyper-connections", 0, "this program has one residual stream"),

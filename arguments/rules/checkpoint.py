@@ -129,9 +129,9 @@ def upcycling_fits(s: Settings, f: Facts) -> Iterator[Violation]:
             s, f"{s.flag('moe_use_upcycling')} needs --save: where the converted model goes.", "moe_use_upcycling", SAVE
         )
     if s.load is None and s.pretrained_checkpoint is None:
-        yield broken(s, f"{s.flag('moe_use_upcycling')} needs --load: the dense model.", "moe_use_upcycling", "load")
+        yield broken(s, f"{s.flag('moe_use_upcycling')} needs --load: the dense model.", "moe_use_upcycling", "load", kind="build")
     if f.experts is None:
-        yield broken(s, f"{s.flag('moe_use_upcycling')} needs --num-experts.", "moe_use_upcycling", "num_experts")
+        yield broken(s, f"{s.flag('moe_use_upcycling')} needs --num-experts.", "moe_use_upcycling", "num_experts", kind="build")
         return
     dense, expert = s.ffn_hidden_size, s.moe_ffn_hidden_size
     if not divides(expert, dense):
@@ -142,6 +142,7 @@ def upcycling_fits(s: Settings, f: Facts) -> Iterator[Violation]:
             "ffn_hidden_size",
             "moe_ffn_hidden_size",
             "moe_use_upcycling",
+            kind="build",
         )
     pieces = quotient(dense, expert)
     if not divides(pieces, f.experts):
@@ -152,6 +153,7 @@ def upcycling_fits(s: Settings, f: Facts) -> Iterator[Violation]:
             "num_experts",
             "ffn_hidden_size",
             "moe_ffn_hidden_size",
+            kind="build",
         )
     fine = s.finermoe_intermediate_granularity is not None
     if s.given("moe_upcycling_granularity") and pieces is not None and s.moe_upcycling_granularity != pieces:

@@ -133,6 +133,12 @@ EARLIER = (
         "the command line already contains the error",
     ),
     Difference(
+        "upcycling_at_load_time",
+        "parses --moe-use-upcycling with --save alone, and fails when it looks for the dense model or cuts its layers",
+        "parses it too, and refuses to start (--validate-only: exit code 2) before anything is built",
+        "the command line already contains the error",
+    ),
+    Difference(
         "router_at_run_time",
         "fails in the first forward pass: sinkhorn or quantile balancing with an aux loss, more choices than experts",
         "refuses",

@@ -265,3 +265,22 @@ def test_every_field_has_exactly_one_standing():
         assert kind == "acts" or reason, dest
         counts[kind] = counts.get(kind, 0) + 1
     assert set(counts) == {"acts", "idle", "later", "renamed", "refused"}
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
+    ("--override-lr-scheduler", "--override-opt_param-scheduler"),
+    ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
+    ("--min-scale 2", "--min-loss-scale 2"),
+    ("--no-scaled-masked-softmax-fusion", "--no-masked-softmax-fusion"),
+    ("--scatter-gather-tensors-in-pipeline --use-contiguous-buffers-in-ddp --delay-grad-reduce --no-log-learnig-rate-to-tensorboard", ""),
+])  # fmt: skip
+def test_spellings_of_older_scripts_say_what_they_said(old, new):
+    told, meant = parse(*old.split()), parse(*new.split())
+    assert (told.training, told.optimizer, told.model) == (meant.training, meant.optimizer, meant.model)
+    assert told.output == meant.output and told.precision == meant.precision
+
+
+def test_flags_of_models_that_retrieve_are_refused_by_name():
+    found = violations("--retro-add-retriever", "--retro-num-neighbors", "2", "--encoder-pipeline-model-parallel-size", "1")
+    assert [violation.flags for violation in found] == [("--retro-add-retriever",), ("--retro-num-neighbors",), ("--encoder-pipeline-model-parallel-size",)]

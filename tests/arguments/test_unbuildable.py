@@ -26,3 +26,13 @@ def test_it_is_told_with_everything_else():
 def test_validate_only_refuses(capsys):
     assert run_validate_only(["--validate-only", *LINE], lambda args: {}) == 2
     assert "--moe-layer-freq" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("more", "flag"), [("", "--load"), ("--load dense --ffn-hidden-size 96 --moe-ffn-hidden-size 36", "--moe-ffn-hidden-size"),
+                                            ("--load dense --ffn-hidden-size 96 --moe-ffn-hidden-size 32", "--num-experts")])
+def test_upcycling_is_parsed_with_a_folder_to_save_to(more, flag):
+    """Megatron-LM looks for the dense model, and how it is cut, only after start-up."""
+    line = [*LINE[:8], *LINE[10:], *"--moe-use-upcycling --save out --save-interval 5".split(), *more.split()]
+    args = arguments.parse_args(line, 1)
+    assert args.output.no_load_optim and args.output.no_load_rng
+    assert any(flag in violation.flags for violation in args.unbuildable)
