@@ -14,22 +14,7 @@ from moe_trainer.ops.attention import attention, pads_values, sliding_window_mas
 from moe_trainer.ops.block_attention import Documents, Rule
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group
-
-
-def uses_window(model: ModelArgs, layer_number: int) -> bool:
-    """Whether this layer (counted from 1) attends to a window only: --window-size, --window-attn-skip-freq.
-
-    An integer frequency N makes every N-th layer a full one; a list holds one flag per layer, the last one for
-    multi-token prediction too.
-    """
-    freq = model.window_attn_skip_freq
-    if model.window_size is None:
-        return False
-    if freq is None:
-        return True
-    if isinstance(freq, int):
-        return layer_number % freq != 0
-    return bool(freq[min(layer_number, len(freq)) - 1])
+from moe_trainer.shape.layers import uses_window
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from arguments.model import ModelArgs
-from moe_trainer.layers.core_attention import Visible, uses_window
+from moe_trainer.layers.core_attention import Visible
 from moe_trainer.ops.block_attention import Rule, Run
 from moe_trainer.ops.logit_peaks import largest_logits
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import Group
+from moe_trainer.shape.layers import uses_window
 
 
 class LogitPeaks:

@@ -2,7 +2,8 @@
 
 Products: 2 m n k operations at a fraction of the device's peak for their format, or the time to read and write their matrices, whichever
 is longer: that is what makes many small experts slow. Attention's core: its own fractions, which grow with the length, of
-measured kernels. Everything between products is bound by memory: in forward each kept tensor is written and read, in backward it is read,
+measured kernels; layers with a window score their window, layers of a gated DeltaNet pass a state on (both as the mean over
+the decoder's layers). Everything between products is bound by memory: in forward each kept tensor is written and read, in backward it is read,
 and a gradient of its size is written and read; tokens are permuted on their way out and back. Quantisation reads and writes the
 operands once more. Sparse attention multiplies as dense attention does (keys that are not chosen are masked), and its indexers score
 every pair of query and key besides. A layer takes at least the time in which the host launches its kernels.
@@ -21,10 +22,12 @@ from typing import TYPE_CHECKING
 
 from moe_trainer.planner.links import Links, round_trip_seconds
 from moe_trainer.planner.memory import ChunkBytes
+from moe_trainer.shape.layers import is_linear, uses_window
 from moe_trainer.shape.parts import captured_parts, recomputed_parts
 
 if TYPE_CHECKING:
     from arguments import Arguments
+    from arguments.model import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ ATTENTION = ((False, (0.679, 885), (0.574, 1421)), (True, (0.75, 1703), (0.556, 
 """(Blackwell?, forward, backward) of attention's core: fraction of the bf16 peak at great length, and the length that reaches half of it.
 Through cuDNN's TFLOP/s of 4K and 16K tokens, forward and backward: Hopper 553, 638 and 422, 523; Blackwell 1324, 1698 and 1083, 1298
 (arXiv 2603.07685, section 6)."""
+TILE = 128
+"""Keys that a kernel of attention takes at a time: a window costs whole tiles."""
 BACKWARD_OF_ATTENTION = 2.5
 """Operations of the core's backward for one of its forward: the scores are computed again."""
 KERNELS = (("attention", 22), ("latent attention", 38), ("feed-forward", 8), ("experts", 45), ("shared experts", 8))
@@ -84,6 +89,12 @@ class Pass:
         return self.compute + self.exchange + self.tensor + self.context
 
 
+def window_share(model: ModelArgs, length: int, layer_number: int) -> float:
+    """Of the pairs of query and key that a causal mask leaves, how many a layer (counted from 1) scores: a window's keys, in whole tiles."""
+    left = model.window_size[0] if uses_window(model, layer_number) else -1
+    return min(1.0, 2.0 * (left + TILE) / length) if left >= 0 else 1.0
+
+
 class LayerTime:
     """Times of the layers of one command line. sizes: of what they keep, for the traffic of memory."""
 
@@ -103,6 +114,10 @@ class LayerTime:
         self.chooses = self.sparse and not model.dsa_indexer_warmup and model.dsa_indexer_topk < args.data.seq_length
         self.learns = self.sparse and bool(model.dsa_indexer_loss_coeff)
         self.pairs = self.tokens * args.data.seq_length / 2  # of queries and visible keys
+        linear = [is_linear(model, number) for number in range(model.num_layers)]
+        self.linear = sum(linear) / len(linear)  # of the layers, those of a gated DeltaNet
+        seen = [window_share(model, args.data.seq_length, number + 1) for number, without in enumerate(linear) if not without]
+        self.scored = sum(seen) / len(seen) if seen else 0.0  # of the pairs, by a layer of softmax attention
 
     def product(self, m: float, n: float, k: float, count: int = 1, plain: bool = False) -> float:
         """Seconds of `count` products [m, k] x [k, n]. plain: in bf16 whatever the flags say."""
@@ -118,6 +133,18 @@ class LayerTime:
         return seconds
 
     def _core(self) -> tuple[float, float]:
+        """Forward and backward of what attends, on average over the layers."""
+        there, back = self._softmax()
+        delta = self._delta() if self.linear else 0.0
+        there, back = self.scored * there, self.scored * back
+        return there + self.linear * (delta - there), back + self.linear * (2 * delta - back)
+
+    def _delta(self) -> float:
+        """The rule of a gated DeltaNet, in chunks: four products of every head as wide as its state (shape/flops.py)."""
+        heads, width = self.model.linear_num_value_heads // self.tp, self.model.linear_value_head_dim
+        return self.product(self.tokens, width, width, 4 * heads, plain=True)
+
+    def _softmax(self) -> tuple[float, float]:
         model, heads = self.model, self.model.num_attention_heads // self.tp
         if model.multi_latent_attention:
             widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
@@ -156,13 +183,24 @@ class LayerTime:
         return seconds + (self.product(self.tokens, heads * key, model.q_lora_rank) if model.q_lora_rank else 0.0)
 
     def _attention(self) -> float:
-        """Products of attention, forward."""
+        """Products of attention, forward, on average over the layers."""
+        there = self._projections()
+        if not self.linear:
+            return there
+        model, hidden = self.model, self.model.hidden_size
+        values = model.linear_num_value_heads * model.linear_value_head_dim // self.tp
+        keys, heads = model.linear_num_key_heads * model.linear_key_head_dim // self.tp, model.linear_num_value_heads // self.tp
+        delta = self.product(self.tokens, 2 * (keys + values + heads), hidden) + self.product(self.tokens, hidden, values)
+        return there + self.linear * (delta - there)
+
+    def _projections(self) -> float:
         model, hidden = self.model, self.model.hidden_size
         heads = model.num_attention_heads // self.tp
         if not model.multi_latent_attention:
             groups = max(1, model.query_groups // self.tp)
             out = heads * model.kv_channels
-            return self.product(self.tokens, out + 2 * groups * model.kv_channels, hidden) + self.product(self.tokens, hidden, out)
+            wide = 2 * out if model.attention_output_gate else out
+            return self.product(self.tokens, wide + 2 * groups * model.kv_channels, hidden) + self.product(self.tokens, hidden, out)
         seconds = self._up() + self.product(self.tokens, hidden, heads * model.v_head_dim)
         if model.q_lora_rank is None:
             seconds += self.product(self.tokens, heads * (model.qk_head_dim + model.qk_pos_emb_head_dim), hidden)

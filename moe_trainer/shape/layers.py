@@ -1,4 +1,4 @@
-"""Which decoder layers are Mixture-of-Experts layers, and which have linear attention."""
+"""Which decoder layers are Mixture-of-Experts layers, and which have linear attention or a window."""
 
 from __future__ import annotations
 
@@ -51,6 +51,22 @@ def is_linear(model: ModelArgs, number: int) -> bool:
     """Whether a layer (counted from 0; those of multi-token prediction copy the last one) is a gated DeltaNet layer."""
     pattern = linear_layer_pattern(model.num_layers, model.experimental_attention_variant, model.linear_attention_freq)
     return pattern[min(number, model.num_layers - 1)]
+
+
+def uses_window(model: ModelArgs, layer_number: int) -> bool:
+    """Whether this layer (counted from 1) attends to a window only: --window-size, --window-attn-skip-freq.
+
+    An integer frequency N makes every N-th layer a full one; a list holds one flag per layer, the last one for
+    multi-token prediction too.
+    """
+    freq = model.window_attn_skip_freq
+    if model.window_size is None:
+        return False
+    if freq is None:
+        return True
+    if isinstance(freq, int):
+        return layer_number % freq != 0
+    return bool(freq[min(layer_number, len(freq)) - 1])
 
 
 def mtp_is_moe(pattern: Sequence[bool]) -> bool:

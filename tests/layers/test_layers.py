@@ -8,7 +8,7 @@ import torch
 
 from arguments.model import ModelArgs
 from moe_trainer.layers.attention import SelfAttention
-from moe_trainer.layers.core_attention import CoreAttention, Visible, uses_window
+from moe_trainer.layers.core_attention import CoreAttention, Visible
 from moe_trainer.layers.init import Init, embedding_init, hidden_init, residual_init
 from moe_trainer.layers.kit import LOCAL, choose
 from moe_trainer.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -17,6 +17,7 @@ from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.rotary import make_rotary, skips_rope
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.shape.layers import uses_window
 
 MODEL = ModelArgs(num_layers=8, hidden_size=32, num_attention_heads=4, num_query_groups=2, group_query_attention=True,
                   kv_channels=8, ffn_hidden_size=64, max_position_embeddings=16, attention_dropout=0.0)

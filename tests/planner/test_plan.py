@@ -170,3 +170,19 @@ def test_indexers_take_time_to_choose_and_more_to_learn():
     chooses, learns, warms = (plan(f"{flags.format(32768)} {more}", 32) for more in ("--dsa-indexer-loss-coeff 0", "", "--dsa-indexer-warmup"))
     assert dense.time.step < chooses.time.step < learns.time.step and warms.time.step < learns.time.step
     assert dense.flops > learns.flops == chooses.flops, "most keys are not chosen"
+
+
+LONG = "--max-position-embeddings 131072 --expert-model-parallel-size 8 --context-parallel-size 4 --micro-batch-size 1 --global-batch-size 64"
+
+
+def test_windows_and_linear_layers_keep_long_sequences_cheap():
+    """Full attention grows with the square; a window of 128 keys and a state that is passed on do not."""
+    def compute(flags, length):
+        return plan(f"{flags} {LONG} --seq-length {length}").time.compute
+
+    for preset, without in (("gpt_oss_120b", "--window-attn-skip-freq 1"), ("qwen3_next_80b_a3b", "--linear-attention-freq 1")):
+        mixed, full = (f"--preset {preset} {more}" for more in ("", without))
+        short, long = (compute(mixed, length) / compute(full, length) for length in (4096, 131072))
+        assert long < short and long < 0.75, (preset, short, long)
+    every = plan(f"--preset gpt_oss_120b --window-size 65536,0 {LONG} --seq-length 4096").time.compute
+    assert every == pytest.approx(compute("--preset gpt_oss_120b --window-attn-skip-freq 1", 4096))  # a window that holds all
