@@ -164,7 +164,7 @@ def decays(name: str, ndim: int, record: Mapping[str, Any]) -> bool:
 
 def has_own_rate(name: str) -> bool:
     """Whether --decoupled-lr is the parameter's."""
-    return name.startswith(("embedding.", "output_layer."))
+    return name.endswith(("word_embeddings.weight", "output_layer.weight"))
 
 
 def buffer_places(numels: Sequence[tuple[str, int]], bucket_size: int | None, ranks: int, alone: frozenset[str],

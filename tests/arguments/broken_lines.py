@@ -349,6 +349,7 @@ BROKEN = (
     (f"{SPARSE} --dsa-indexer-warmup", "", "--dsa-indexer-loss-coeff"),
     ("--dsa-indexer-warmup --dsa-indexer-loss-coeff 0.1", "", "--dsa-indexer-warmup"),
     (f"{WARMUP} --bf16 --use-torch-fsdp2 --ckpt-format fsdp_dtensor", "", "--use-torch-fsdp2"),
+    (f"{WARMUP} --bf16 --use-megatron-fsdp --ckpt-format fsdp_dtensor", "", "--use-megatron-fsdp"),
     (f"{WARMUP} --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather --bf16 --use-distributed-optimizer", "", "--fp8-param-gather"),
     ("--no-rope-freq [0,1]", "", "--no-rope-freq"),
     # cuda graphs
@@ -402,6 +403,7 @@ SOUND = (
     ("--finermoe-intermediate-granularity 4 --moe-router-topk 4", FREE),
     (f"{SPARSE} --context-parallel-size 2 --cp-comm-type allgather --dsa-indexer-loss-coeff 0.1 --dsa-indexer-use-sparse-loss", ""),
     (f"{SPARSE} --dsa-indexer-head-dim 96 --no-dsa-indexer-rotate-activation", ""),
+    (f"{SPARSE} --context-parallel-size 2 --cp-comm-type all_gather", ""),
     (f"{WARMUP} --dsa-indexer-use-sparse-loss", ""),
     (WARMUP, ""),
     ("--checkpoint-activations", ""),

@@ -37,14 +37,14 @@ class FakeModel(nn.Module):
     """Two Mixtral layers of the size of the golden case a2_mixtral, unless told otherwise; of them what a rank of `ps` holds.
 
     stage: (number, count) of this chunk among all virtual stages; by default that of the pipeline rank.
-    tied: no output layer; the last stage has a copy of the embedding.
+    tied: no output layer; the last stage has a copy of the embedding. wide: parameters with this in their names are fp32, whatever the dtype.
     """
 
     def __init__(self, layers: list[dict[str, list[int]]] | None = None, vocab: int = 512, hidden: int = 64, seed: int = 0,
                  dtype: torch.dtype = torch.float32, expert_bias: bool = False, ps: ParallelState | None = None,
-                 stage: tuple[int, int] | None = None, tied: bool = False):
+                 stage: tuple[int, int] | None = None, tied: bool = False, wide: str = ""):
         super().__init__()
-        self.ps, self.dtype = ps or ParallelState.single(), dtype
+        self.ps, self.dtype, self.wide = ps or ParallelState.single(), dtype, wide
         self.table: dict[str, nn.Parameter] = {}
         self.buffer_table: dict[str, Tensor] = {}
         self.streams: dict[str, torch.Generator] = {}
@@ -87,7 +87,7 @@ class FakeModel(nn.Module):
             names = tuple(f"{head}.mlp.experts.local_experts.{e}.{tail}" for e in mine)
             value = value[mine.start:mine.stop]
         info = ParamInfo(names, kind=kind, stacked=bool(expert), sharded_dim=dim, parts=parts, **shard, **more)
-        param = nn.Parameter(cut(value, info).to(self.dtype))
+        param = nn.Parameter(cut(value, info).to(torch.float32 if self.wide and self.wide in path else self.dtype))
         param.info = info
         self.table[path] = param
         self.register_parameter(path.replace(".", "/"), param)
@@ -141,7 +141,6 @@ class FakeOptimizer:
         self.held: list[Held] = []
         self.step = 0
         self.notes: list[tuple[bool, bool]] = []
-        names = ("exp_avg", "exp_avg_sq") + (("fp32_param",) if main_params else ())
         params = [param for chunk in (model if isinstance(model, list) else [model]) for param in chunk.parameters()]
         for kind, group in (("dense", ps.dp_cp), ("expert", ps.edp)):
             mine = [param for param in params if param.info.kind == kind]
@@ -152,7 +151,8 @@ class FakeOptimizer:
             for param in mine:
                 first, last = max(low - position, 0), min(high - position, param.numel())
                 position += param.numel()
-                for number, name in enumerate(names):
+                main = main_params and not (param.dtype == torch.float32 and any(other.dtype != torch.float32 for other in params))
+                for number, name in enumerate(("exp_avg", "exp_avg_sq", "fp32_param")[:3 if main else 2]):
                     if first < last:
                         whole = moment(param, 1000 * seed + number).flatten()
                         self.held.append(Held(param, name, whole[first:last].clone(), first, last))

@@ -1,5 +1,6 @@
 """scripts/convert.py: both directions for every family, what it refuses, and that a killed conversion continues."""
 
+import itertools
 import json
 import logging
 import os
@@ -19,7 +20,10 @@ from train.tiny import MOCK, TINY
 
 import arguments
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf import open_model
 from moe_trainer.checkpoint.hf_config import read_config, write_config
+from moe_trainer.checkpoint.hf_files import dequantize
+from moe_trainer.checkpoint.hf_names import copies, links
 from scripts import convert
 
 transformers = pytest.importorskip("transformers")
@@ -107,10 +111,12 @@ def test_multi_token_prediction_goes_along(name, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_multi_token_prediction_of_qwen3_next_goes_along(tmp_path):
-    make("qwen3_next", layer_types=["linear_attention", "linear_attention", "full_attention"]).save_pretrained(tmp_path / "plain")
+@pytest.mark.parametrize("last", ["full_attention", "linear_attention"])
+def test_multi_token_prediction_of_qwen3_next_goes_along(last, tmp_path):
+    """Its layer is one like the last."""
+    make("qwen3_next", layer_types=["linear_attention", "full_attention", last]).save_pretrained(tmp_path / "plain")
     tensors = tensors_of(tmp_path / "plain")
-    tensors |= {name.replace("model.layers.2.", "mtp.layers.0."): torch.randn_like(value) for name, value in tensors.items() if "layers.2." in name}
+    tensors |= {name.replace("model.layers.2.", "mtp.layers.0."): torch.rand_like(value) + 0.5 for name, value in tensors.items() if "layers.2." in name}
     for leaf, shape in (("pre_fc_norm_embedding", [32]), ("pre_fc_norm_hidden", [32]), ("fc", [32, 64]), ("norm", [32])):
         tensors[f"mtp.{leaf}.weight"] = torch.randn(shape)
     write_folder(tmp_path / "hf", tensors, json.loads((tmp_path / "plain" / "config.json").read_text()))
@@ -119,6 +125,34 @@ def test_multi_token_prediction_of_qwen3_next_goes_along(tmp_path):
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
     after = tensors_of(tmp_path / "back")
     assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_depth_of_prediction_repeats_the_embedding_and_the_head(tied):
+    flags = {"num_layers": 3, "mtp_num_layers": 2, "untie_embeddings_and_output_weights": not tied}
+    embedding, head = "model.embed_tokens.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"
+    repeated = {f"model.layers.{layer}.{leaf}": of for layer in (3, 4) for leaf, of in (("embed_tokens.weight", embedding), ("shared_head.head.weight", head))}
+    alone = {"lm_head.weight": embedding} if tied else {}
+    assert copies("deepseek_v3", flags) == repeated | alone and copies("qwen3_next", flags) == alone
+
+
+def test_depths_of_prediction_count_on_from_the_layers_and_follow_the_last():
+    _, flags, _ = read_config(make("deepseek_v3", num_mtp_layers=2).config.to_dict())
+    flags |= {"rows": VOCAB}
+    of = {link.ours: [ref.name for ref in link.theirs] for link in links("deepseek_v3", flags)}
+    assert [of[f"mtp.layers.{depth}.enorm.weight"] for depth in (0, 1)] == [["model.layers.3.enorm.weight"], ["model.layers.4.enorm.weight"]]
+    layer = "mtp.layers.1.mtp_model_layer."
+    assert of[f"{layer}mlp.router.weight"] == ["model.layers.4.mlp.gate.weight"] and f"{layer}mlp.linear_fc2.weight" not in of
+    dense = {link.ours for link in links("deepseek_v3", flags | {"moe_layer_freq": [1, 1, 0]})}
+    assert f"{layer}mlp.linear_fc2.weight" in dense and f"{layer}mlp.router.weight" not in dense
+
+
+def test_prediction_that_only_the_config_knows_is_left_out(tmp_path):
+    make("deepseek_v3").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = open_model(tmp_path)
+    assert model.flags["mtp_num_layers"] is None and any("1 multi-token-prediction layers, and the files have none" in note for note in model.notes)
 
 
 def test_a_copy_that_differs_is_refused(tmp_path, capfd):
@@ -138,6 +172,19 @@ def test_weights_in_eight_bits_become_what_they_stand_for(name, tmp_path):
     assert after.keys() == tensors.keys()
     for name, value in tensors.items():
         assert torch.equal(after[name], value.to(after[name].dtype)), name
+
+
+def test_blocks_of_eight_bits_at_odd_sizes():
+    """Whole blocks and the ends of both directions, each with its own scale."""
+    value, scales = torch.randn(200, 300).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
+    expected = torch.empty(200, 300, dtype=torch.bfloat16)
+    for row, column in itertools.product(range(2), range(3)):
+        place = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+        expected[place] = (value[place].float() * scales[row, column]).bfloat16()
+    assert torch.equal(dequantize(value, scales), expected)
+    for wrong in (scales.t(), scales[:1], scales[:, :2]):
+        with pytest.raises(ValueError, match=r"\[2, 3\] are needed"):
+            dequantize(value, wrong)
 
 
 def test_eight_bits_without_scales_are_refused(tmp_path, capfd):
@@ -292,6 +339,18 @@ def test_weights_as_one_file(tmp_path):
     assert found.keys() == {name for param in model.parameters() for name in param.info.names}
     assert torch.equal(found["decoder.layers.1.self_attention.linear_qkv.bias"],
                        model.decoder.layers[1].self_attention.linear_qkv.bias.to(torch.bfloat16))
+
+
+def test_token_ids_and_a_tokenizer_of_another_folder_go_along(tmp_path):
+    make("qwen2").save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"eos_token_id": 7, "tokenizer_class": "Some", "hidden_size": 1}))
+    (tmp_path / "other" / "special_tokens_map.json").write_text("{}")
+    assert run_convert(tmp_path / "ours", tmp_path / "back", "--config", tmp_path / "other", "--tokenizer", tmp_path / "other") == 0
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"], config["tokenizer_class"], config["hidden_size"]) == (7, None, "Some", 32)
+    assert (tmp_path / "back" / "special_tokens_map.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("words, named", [

@@ -1,6 +1,7 @@
 """Legacy checkpoints of Megatron-LM (`--ckpt-format torch`): the golden one, and files as other layouts and optimizers write them."""
 
 import argparse
+import json
 import shutil
 
 import pytest
@@ -22,8 +23,16 @@ from moe_trainer.checkpoint.checkpoint import (
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.find import newest_whole
 from moe_trainer.checkpoint.index import check
-from moe_trainer.checkpoint.legacy import open_file
-from moe_trainer.checkpoint.legacy_names import buffer_places, global_name, spelled
+from moe_trainer.checkpoint.legacy import bucketing, open_file
+from moe_trainer.checkpoint.legacy_names import (
+    Sizes,
+    buffer_places,
+    decays,
+    global_name,
+    has_own_rate,
+    order_of,
+    spelled,
+)
 from moe_trainer.checkpoint.unpickle import load_object, plain
 from moe_trainer.parallel.state import ParallelState
 
@@ -81,9 +90,9 @@ def record_of(ps, **more):
                      "expert_tensor_parallel_size": ps.etp.size, "world_size": ps.world.size, "optimizer": "adam", "weight_decay": 0.1} | more
 
 
-def saved(folder, ps=SINGLE, distributed=False, main_params=False, dtype=torch.float32, vpp=1, **flags):
+def saved(folder, ps=SINGLE, distributed=False, main_params=False, dtype=torch.float32, vpp=1, wide="", **flags):
     """Save a FakeModel of seed 0 in the legacy format."""
-    chunks = fake_chunks(ps, vpp, dtype=dtype) if vpp > 1 else [FakeModel(ps=ps, dtype=dtype)]
+    chunks = fake_chunks(ps, vpp, dtype=dtype) if vpp > 1 else [FakeModel(ps=ps, dtype=dtype, wide=wide)]
     optimizer = FakeOptimizer(chunks, ps, distributed=distributed, main_params=main_params)
     optimizer.step = 7
     record = record_of(ps, use_distributed_optimizer=distributed, **flags)
@@ -92,7 +101,7 @@ def saved(folder, ps=SINGLE, distributed=False, main_params=False, dtype=torch.f
 
 def test_a_file_of_ours_has_the_form_of_the_golden_one(shared, tmp_path):
     """Names, order, shapes, types, groups and numbers: Megatron-LM finds an optimizer state by its number alone."""
-    saved(tmp_path)
+    saved(tmp_path, lr=1e-3, min_lr=1e-4, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
     ours = open_file(tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt")
     golden = open_file(shared / "golden/ckpt/a2_torch/iter_0000005/mp_rank_00/model_optim_rng.pt")
     assert golden.keys() <= ours.keys()
@@ -105,7 +114,8 @@ def test_a_file_of_ours_has_the_form_of_the_golden_one(shared, tmp_path):
         assert {name: form(value) for name, value in ours["optimizer"]["state"][number].items()} == {name: form(value) for name, value in state.items()}
     assert len(ours["optimizer"]["state"]) == len(golden["optimizer"]["state"])
     for mine, theirs in zip(ours["optimizer"]["param_groups"], golden["optimizer"]["param_groups"], strict=True):
-        assert mine["params"] == theirs["params"] and theirs.keys() <= mine.keys()
+        assert {name: mine[name] for name in theirs if name != "lr"} == {name: value for name, value in theirs.items() if name != "lr"}
+        assert mine["lr"] == 1e-3
     assert sorted(path.name for path in (tmp_path / "iter_0000005").iterdir()) == ["mp_rank_00"]
 
 
@@ -125,6 +135,8 @@ LAYOUTS = {
     "bf16": (2, dict(ep=2), dict(main_params=True, dtype=torch.bfloat16)),
     "bf16, distributed": (2, dict(pp=2), dict(main_params=True, dtype=torch.bfloat16, distributed=True)),
     "te": (2, dict(tp=2, etp=2), dict(transformer_impl="transformer_engine", moe_grouped_gemm=True)),
+    "bf16, routers in fp32": (1, {}, dict(main_params=True, dtype=torch.bfloat16, wide="router")),
+    "a rate of its own for embeddings": (1, {}, dict(decoupled_lr=1e-4)),
     "te, distributed": (2, dict(ep=2), dict(transformer_impl="transformer_engine", moe_grouped_gemm=True, distributed=True)),
 }
 
@@ -137,14 +149,74 @@ def test_what_a_layout_writes_another_reads(tmp_path, layout):
     else:
         run_ranks(_round_trip, size, tmp_path, sizes, how)
     dtype, mains = how.get("dtype", torch.float32), how.get("main_params", False)
-    model, expected = FakeModel(seed=1, dtype=dtype), FakeModel(dtype=dtype)
+    wide = how.get("wide", "")
+    model, expected = FakeModel(seed=1, dtype=dtype, wide=wide), FakeModel(dtype=dtype, wide=wide)
     optimizer, theirs = (FakeOptimizer(each, SINGLE, main_params=mains, seed=seed) for each, seed in ((model, 1), (expected, 0)))
     found = load(tmp_path, [model], optimizer, SINGLE, LoadOptions(RECORD))
     assert found.iteration == 5 and not found.from_megatron and optimizer.step == 7 and found.state.consumed_train_samples == 20
     assert_same((None, model, optimizer), (None, expected, theirs))
 
 
+@pytest.mark.parametrize("case", ["b_deepseek_mtp", "c_qwen3moe", "d_dense_gpt2"])
+def test_parameters_stand_as_those_of_megatron_do(shared, case):
+    """Recorded: the order in which its modules register them, and the groups of its optimizer."""
+    meta = json.loads((shared / "golden" / case / "meta.json").read_text())
+    names = sorted(sorted(meta["params"]), key=lambda name: order_of(name, name))
+    assert names == list(meta["params"])
+    for group in meta["param_groups"]:
+        assert [name for name in names if decays(name, len(meta["params"][name]["shape"]), {}) is (group["wd_mult"] == 1.0)] == group["params"]
+
+
 # ---- what cannot be compared with a recorded file: hand-made numbers
+
+
+def test_parameters_of_transformer_engines_modules_stand_in_their_order():
+    """Norms before the weight they are fused with; of grouped experts all first weights, by number; of single ones expert by expert."""
+    engine = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "multi_latent_attention": False, "num_experts": 16}
+    attention = ("self_attention.linear_proj.weight", "input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.q_layernorm.weight",
+                 "self_attention.k_layernorm.weight")
+    dense = [f"decoder.layers.0.{name}" for name in (*attention, "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")]
+    experts = [f"mlp.experts.local_experts.{expert}.linear_fc{number}.weight" for number in (1, 2) for expert in (2, 10)]
+    routed = [f"decoder.layers.1.{name}" for name in (*attention, "pre_mlp_layernorm.weight", "mlp.router.weight", *experts,
+                                                      "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight")]
+    written = {name: spelled(name, engine, name in routed) for name in dense + routed}
+    assert sorted(sorted(written), key=lambda name: order_of(name, written[name])) == dense + routed
+    latent = ["linear_proj.weight", "linear_q_down_proj.weight", "q_layernorm.weight", "linear_q_up_proj.weight", "linear_kv_down_proj.weight",
+              "kv_layernorm.weight", "linear_kv_up_proj.weight"]
+    latent = [f"decoder.layers.0.self_attention.{name}" for name in latent]
+    written = {name: spelled(name, engine | {"multi_latent_attention": True}, True) for name in latent}
+    assert sorted(sorted(written), key=lambda name: order_of(name, written[name])) == latent
+    single = [name for name in routed if ".local_experts." in name]
+    assert sorted(single, key=lambda name: order_of(name, name)) == [single[0], single[2], single[1], single[3]]
+
+
+def test_whose_rate_and_decay_are_their_own():
+    assert [name for name in ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight",
+                              "decoder.final_layernorm.weight") if has_own_rate(name)] == ["embedding.word_embeddings.weight", "output_layer.weight"]
+    norm = "decoder.layers.0.self_attention.q_layernorm.weight"
+    assert not decays(norm, 1, {}) and decays(norm, 1, {"apply_wd_to_qk_layernorm": True})
+    assert not decays("decoder.layers.0.input_layernorm.weight", 1, {"apply_wd_to_qk_layernorm": True})
+
+
+LARGE = {"world_size": 768, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 4,
+         "expert_tensor_parallel_size": 1, "overlap_grad_reduce": True, "untie_embeddings_and_output_weights": True}
+
+
+@pytest.mark.parametrize("flags, pp, chunk, expert, expected", [
+    ({}, 0, 0, False, (96_000_000, 192, set(), False)),  # 192 ranks hold the same, of 96 batches: a million elements for each of these
+    ({}, 0, 0, True, (96_000_000, 96, set(), False)),
+    ({}, 1, 0, False, (None, 192, set(), False)), ({}, 0, 1, False, (None, 192, set(), False)),
+    ({"overlap_grad_reduce": False}, 0, 0, False, (None, 192, set(), False)),
+    ({"ddp_bucket_size": 7}, 0, 0, False, (7, 192, set(), False)),
+    ({"world_size": 8}, 0, 0, False, (40_000_000, 2, set(), False)),
+    ({"untie_embeddings_and_output_weights": False, "ddp_pad_buckets_for_high_nccl_busbw": True}, 1, 0, False,
+     (None, 192, {"embedding.word_embeddings.weight", "output_layer.weight"}, True)),
+    ({"untie_embeddings_and_output_weights": False, "pipeline_model_parallel_size": 1}, 0, 0, False, (192_000_000, 384, set(), False)),
+])
+def test_buckets_follow_the_flags(flags, pp, chunk, expert, expected):
+    record = LARGE | flags
+    assert bucketing(record, Sizes.from_record(record), pp, chunk, expert) == expected
+
 
 def test_places_in_the_buffer_of_a_distributed_optimizer():
     """The last parameter first; each begins at a multiple of 64; the ends of buckets, multiples of 128, are not saved."""
@@ -169,6 +241,19 @@ def test_grouped_experts_and_fused_norms_have_the_names_of_ours():
     ):
         assert spelled(name, te, routed) == written and global_name(written, 0, 0) == name
         assert spelled(name, te | {"transformer_impl": "local"}, routed) == name
+
+
+def test_what_megatron_reads_of_an_optimizer_and_we_do_not(tmp_path, monkeypatch):
+    """Main parameters of fp32 weights, in a flat buffer, and the state of the loss scale."""
+    scalars = {"step": 7, "grad_scaler": {"scale": 1024.0}}
+    monkeypatch.setattr(FakeOptimizer, "scalars", lambda self: scalars)
+    saved(tmp_path, distributed=True)
+    folder = tmp_path / "iter_0000005/mp_rank_00"
+    weights, optimizer = (open_file(folder / "model_optim_rng.pt")[name] for name in ("model", "optimizer"))
+    assert optimizer["grad_scaler"] == {"scale": 1024.0} and [group["step"] for group in optimizer["optimizer"]["param_groups"]] == [7, 7]
+    (buffer,) = open_file(folder / "distrib_optim.pt")[0].values()
+    head = weights["output_layer.weight"]  # the last one
+    assert torch.equal(buffer["param"][:head.numel()], head.flatten()) and buffer["numel_unpadded"] == buffer["param"].numel() == buffer["exp_avg"].numel()
 
 
 # ---- damage
@@ -233,6 +318,49 @@ def test_an_optimizer_state_of_other_parameters_is_refused(golden_copy):
     assert found.iteration == 5
     weights = open_file(golden_copy / FILE)["model"]
     assert torch.equal(model.tensors()["decoder.layers.1.mlp.router.weight"], weights["decoder.layers.1.mlp.router.weight"])
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory):
+    """Of a distributed optimizer; do not change it."""
+    folder = tmp_path_factory.mktemp("distributed")
+    saved(folder, distributed=True)
+    return folder
+
+
+def _old_experts(content):
+    content["model"]["decoder.layers.0.mlp.experts.weight1"] = torch.zeros(2, 2)
+
+
+def _turned(content):
+    state = content["optimizer"]["state"]
+    state[3]["exp_avg"] = state[3]["exp_avg"].t().contiguous()
+
+
+@pytest.mark.parametrize("edit, said", [
+    (lambda content: content.pop("args"), "holds no args"),
+    (lambda content: setattr(content["args"], "num_layers", 3), "2 decoder layers together, and its args say 3"),
+    (_old_experts, "decoder.layers.0.mlp.experts.weight1 is of the retired --moe-use-legacy-grouped-gemm"),
+    (_turned, "the exp_avg of number 3 has shape"),
+    (lambda content: content.update(optimizer=[content["optimizer"]] * 3), "a chain of 3 optimizers"),
+])
+def test_another_content_is_refused_by_name(golden_copy, edit, said):
+    change(golden_copy, edit)
+    assert said in refusal(golden_copy)
+
+
+@pytest.mark.parametrize("edit, said", [
+    (lambda buffers: buffers.pop("buckets_coalesced"), "its buckets are stored one by one"),
+    (lambda buffers: buffers.update({1: buffers[0]}), "2 buffers for 1 model chunks"),
+    (lambda buffers: [tensors.update(exp_avg=tensors["exp_avg"][:-1]) for tensors in buffers[0].values()], "exp_avg of buffer 0 has"),
+])
+def test_another_buffer_is_refused_by_name(distributed, tmp_path, edit, said):
+    shutil.copytree(distributed, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "iter_0000005/mp_rank_00/distrib_optim.pt"
+    buffers = torch.load(path, weights_only=False)
+    edit(buffers)
+    torch.save(buffers, path)
+    assert said in refusal(tmp_path)
 
 
 def test_models_from_before_megatron_core_are_refused(golden_copy):

@@ -71,6 +71,17 @@ def test_values_and_gradients(topk, selected_only, documents, relu):
         assert torch.allclose(mine, theirs, rtol=1e-8, atol=1e-10), name
 
 
+def test_half_precision_is_computed_with_as_fp32():
+    """Scores choose by their last digits, and a target of many keys is below the digits of bf16."""
+    x = {name: each.detach().bfloat16() for name, each in tensors().items()}
+    found = []
+    for q, k, iq, ik, w in ((x[name] for name in ("q", "k", "iq", "ik", "w")), (x[name].float() for name in ("q", "k", "iq", "ik", "w"))):
+        found.append(choose_keys(Index(iq, ik, w), Rule(), (Run(0, S),), TOPK, teacher=Teacher(q, k, SCALE, lambda sums: sums)))
+    (chosen, lesson), (expected, wide) = found
+    assert torch.equal(chosen.bits_BSC, expected.bits_BSC) and torch.equal(lesson.loss, wide.loss)
+    assert all(given.dtype == torch.float32 and torch.equal(given, grad) for given, grad in zip(lesson.grads, wide.grads))
+
+
 def test_queries_in_two_runs_are_those_of_the_whole():
     """As a context-parallel rank has them: its own queries, all keys, and its share of the loss."""
     x = {name: each.detach() for name, each in tensors().items()}

@@ -34,7 +34,7 @@ CASES = {
     "tp": (SEED, 2, f"{TP2} --expert-tensor-parallel-size 1"),
     "tp and sp, sparse loss": (SPARSE_LOSS, 2, f"{TP2} {SP}"),
     "cp": (SEED, 2, CP2),
-    "cp, sparse loss, per-token loss": (f"{SPARSE_LOSS} --calculate-per-token-loss", 2, CP2),
+    "cp, more chosen than a rank has, sparse loss, per-token loss": (f"{SPARSE_LOSS} --dsa-indexer-topk 9 --calculate-per-token-loss", 2, CP2),
     "pp, no latent of queries": ("--mtp-num-layers 1 --seed 4", 2, PP2),
     "ep, data ranks": (f"{INTERLEAVED} --seed 7", 2, f"{EP2} --use-distributed-optimizer"),
     "tp, sp and cp": (SEED, 4, f"{TP2} {SP} {CP2} --expert-tensor-parallel-size 1 {EP2}"),

@@ -199,6 +199,13 @@ LAYERS = {"num_experts": 4, "num_layers": 2, "moe_layer_freq": 1, "moe_shared_ex
           "add_bias_linear": False, "moe_router_enable_expert_bias": False, "untie_embeddings_and_output_weights": True}
 
 
+@pytest.mark.parametrize(("flags", "root"), [({}, 3), ({"swiglu": False}, 2), ({"swiglu": False, "squared_relu": True}, 3)])
+def test_the_scale_of_pieces_is_shared_by_the_weights_of_an_expert(flags, root):
+    """Gate, up and down of a gated one; up twice and down of squared ReLU."""
+    form = Form.of(FORM | flags)
+    assert (form.fc1, form.fc2) == pytest.approx([2 ** (1 / root)] * 2)
+
+
 def test_the_bias_of_pieces_is_divided_by_the_sum_of_weights_alone():
     whole = torch.arange(4.0)
     assert torch.equal(Form.of(FORM).fc2_bias_of(0, whole), whole)  # cut in two, weights add up to 1
