@@ -190,6 +190,11 @@ def test_parameters_of_transformer_engines_modules_stand_in_their_order():
     assert sorted(single, key=lambda name: order_of(name, name)) == [single[0], single[2], single[1], single[3]]
 
 
+def test_experts_are_cut_as_all_else_is_where_no_flag_says_otherwise():
+    assert Sizes.from_record({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": None}).etp == 4
+    assert Sizes.from_record({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}).etp == 1
+
+
 def test_whose_rate_and_decay_are_their_own():
     assert [name for name in ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight",
                               "decoder.final_layernorm.weight") if has_own_rate(name)] == ["embedding.word_embeddings.weight", "output_layer.weight"]
