@@ -118,7 +118,6 @@ class LegacyIndex(MadeIndex):
         except ValueError as error:
             raise DamagedError(f"{folder}: the recorded flags are damaged: {error}") from error
         self._boxes: dict[MetadataIndex, tuple[Tensor, Path]] = {}
-        self._objects: dict[str, Any] = {}
         self._whole: set[Path] = set()
         self.state_problem: str | None = None
         """Why the optimizer state cannot be read, where the weights can."""
@@ -163,10 +162,6 @@ class LegacyIndex(MadeIndex):
     def files(self) -> list[Path]:
         """The files that hold its tensors."""
         return sorted({path for _, path in self._boxes.values()})
-
-    def object(self, key: str) -> Any:
-        """A non-tensor entry."""
-        return self._objects[key]
 
     def _verify(self, path: Path) -> None:
         """Compare a file with the checksums that it holds, once."""
@@ -213,8 +208,8 @@ class LegacyIndex(MadeIndex):
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 self.state_problem = f"the optimizer state in {place.path.parent} has not the form of Megatron-LM's: {error!r}"
         key = object_key("rng_state", (place.pp, place.tp), (self._sizes.pp, self._sizes.tp))
-        if content.get("rng_state") is not None and key not in self._objects:
-            self._objects[key] = content["rng_state"]
+        if content.get("rng_state") is not None and key not in self.objects:
+            self.objects[key] = content["rng_state"]
             self.state_dict_metadata[key] = BytesStorageMetadata()
 
     def _add(self, name: str, value: Tensor, prefix: str, place: Place, path: Path, takes: Mapping[str, bool]) -> None:

@@ -1,5 +1,6 @@
 """Folders of another kind seen as checkpoints of ours: an index that is made up, and boxes that are made when they are asked for."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,21 @@ Located = tuple[str, tuple[int, ...], tuple[int, ...]]
 """As KeyScheme.locate gives it: a tensor's key, its coordinates on the leading axes, and how long these are."""
 
 
-class MadeIndex(Metadata):
+class MadeIndex(Metadata, ABC):
     """An index whose boxes are made when they are asked for. Where they are said to be stored gives the order of reading only.
 
-    common: what the non-tensor part of such a checkpoint would be; empty where there is none.
+    common: what the non-tensor part of such a checkpoint would be; empty where there is none. objects: the non-tensor entries, by key.
     """
 
     def __init__(self) -> None:
         super().__init__({})
         self.storage_data = {}
         self.common: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
 
+    @abstractmethod
     def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """The tensor of one box. Raises: CheckpointError."""
-        raise NotImplementedError
-
-    def object(self, key: str) -> Any:
-        """A non-tensor entry."""
-        raise NotImplementedError
 
 
 def empty_index() -> Metadata:

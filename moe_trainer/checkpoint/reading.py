@@ -34,7 +34,7 @@ def read_object(folder: Path, index: Metadata, key: str) -> Any:
     Raises: DamagedError when its file is missing or damaged.
     """
     if isinstance(index, MadeIndex):
-        return index.object(key)
+        return index.objects[key]
     place = MetadataIndex(key)
     try:
         return load_object(_read_entry(folder, index, place))[0]

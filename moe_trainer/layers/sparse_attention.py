@@ -135,8 +135,7 @@ class SparseAttention(ContextParallelAttention):
         return y_SBH if lesson is None else self._attach(y_SBH, lesson.loss, lesson.grads, index, grad_scale)
 
     def _all_rows(self, x: Tensor) -> Tensor:
-        """Of this context rank, without a gradient."""
-        x = x.detach()
+        """Of this context rank. x: without a gradient, as the caller gives it."""
         return gather_rows(x, self.tp)[0] if self.gathers_rows else x
 
     def _attach(self, y_SBH: Tensor, loss: Tensor, grads: Index, index: Index, grad_scale: float | Tensor) -> Tensor:

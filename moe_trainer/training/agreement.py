@@ -53,6 +53,19 @@ def agree(run: Run, state: TrainState, started: float, exit_signal: ExitSignal |
 
 
 @contextmanager
+def sent_by_all(gathered: Iterator[object]) -> Iterator[None]:
+    """Rank 0 writes what is gathered in the enclosed step, with its own policy for errors; whatever becomes of the file, the gathering is completed.
+
+    gathered: collective over the world (model/weights.py): what the step leaves of it is passed over, so that every rank has sent what it holds.
+    """
+    try:
+        yield
+    finally:
+        for _ in gathered:
+            pass
+
+
+@contextmanager
 def written_by_all(run: Run, what: str = "") -> Iterator[None]:
     """Ranks write files in the enclosed step; what one of them cannot write ends all. Collective over the world, as long as the step's own
     communication is completed whatever fails in it.

@@ -21,7 +21,7 @@ from moe_trainer.report.dump import TRACE, dump_gradients, dump_routing
 from moe_trainer.report.routing_trace import TracedRouter, layer_of
 from moe_trainer.report.tensor_recorder import TensorRecorder
 from moe_trainer.run import Run
-from moe_trainer.training.agreement import written_by_all
+from moe_trainer.training.agreement import sent_by_all, written_by_all
 from moe_trainer.training.export import write_weights
 
 _RECORDED = frozenset({"activations", "dgrads", "tokens_per_expert", TRACE})
@@ -103,11 +103,10 @@ class StepDumps:
 
     def _write_whole(self, what: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
         dumps = self._run.dumps
-        if self._run.ps.world.rank == 0:
-            with dumps.going_on(f"--save-{what}-interval"):
-                write_weights(tensors, str(dumps.whole_file(what, self._iteration)))
-        for _ in tensors:
-            pass  # the other ranks send theirs, whether or not they could be written
+        with sent_by_all(tensors):
+            if self._run.ps.world.rank == 0:
+                with dumps.going_on(f"--save-{what}-interval"):
+                    write_weights(tensors, str(dumps.whole_file(what, self._iteration)))
 
     def _write_tensors(self, tokens: float) -> None:
         run, dumps, ps = self._run, self._run.dumps, self._run.ps
@@ -164,13 +163,9 @@ def write_step(run: Run, iteration: int, records: Mapping[str, Sequence[Mapping[
             dump_routing(directory, iteration, run.runtime.place.rank, {_label(name): record for name, record in records.items()})
     run.grads.gather()
     gradients = gather_named(run.chunks, run.ps, gradient_of)
-    with written_by_all(run, "--dump-step"):
-        try:
-            if run.runtime.place.rank == 0:
-                dump_gradients(directory, iteration, gradients, 1.0 / run.optimizer.loss_scale)
-        finally:
-            for _ in gradients:  # this rank's part of the gathering
-                pass
+    with written_by_all(run, "--dump-step"), sent_by_all(gradients):
+        if run.runtime.place.rank == 0:
+            dump_gradients(directory, iteration, gradients, 1.0 / run.optimizer.loss_scale)
 
 
 def _label(name: str) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.run import Run
-from moe_trainer.training.agreement import written_by_all
+from moe_trainer.training.agreement import sent_by_all, written_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +37,9 @@ def export_weights(run: Run, path: str) -> None:
     run.optimizer.wait_params()
     weights = export_named_weights(run.chunks, run.ps)
     with written_by_all(run, f"--export-weights {path}"):
-        try:
+        with sent_by_all(weights):
             if run.ps.world.rank == 0:
                 logger.info("%d tensors written to %s", write_weights(weights, path), path)
-        finally:
-            for _ in weights:
-                pass  # every rank sends what it holds, whether or not it can be written
 
 
 def write_weights(weights: Iterable[tuple[str, Tensor]], path: str) -> int:

@@ -31,6 +31,7 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, gather_named, gradient_of
 from moe_trainer.parallel import collectives
 from moe_trainer.run import Run, TrainState, layers_of
+from moe_trainer.training.agreement import sent_by_all
 from moe_trainer.training.export import write_weights
 from moe_trainer.training.judgement import beginning_of
 from moe_trainer.training.step import StepResult, train_step
@@ -184,11 +185,10 @@ class _Writing:
 
     def _whole(self, name: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Have rank 0 write tensors of the whole model; the others send theirs, whatever becomes of the file."""
-        if self.run.ps.world.rank == 0 and self.problem is None:
-            self.files.append(name)
-            self._try(lambda: write_weights(tensors, os.fspath(self.beside / name)))
-        for _ in tensors:
-            pass
+        with sent_by_all(tensors):
+            if self.run.ps.world.rank == 0 and self.problem is None:
+                self.files.append(name)
+                self._try(lambda: write_weights(tensors, os.fspath(self.beside / name)))
 
     def _try(self, write: Any) -> Any:
         try:

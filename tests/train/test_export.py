@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from moe_trainer.training.agreement import sent_by_all
 from moe_trainer.training.export import write_weights
 
 
@@ -47,3 +48,12 @@ def test_a_failure_leaves_what_was_there(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         write_weights(breaks(), str(path))
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_is_left_of_a_gathering_is_completed_when_the_file_fails():
+    sent = []
+    gathered = (sent.append(number) or number for number in range(4))
+    with pytest.raises(OSError, match="full"), sent_by_all(gathered):
+        assert next(gathered) == 0
+        raise OSError("full")
+    assert sent == [0, 1, 2, 3]
