@@ -36,6 +36,9 @@ SHAPE = (
 WHERE_NOT_GIVEN = ("seq_length",)
 """Taken only if the command line (or recipe) does not say: a run may train on with longer sequences."""
 
+CONVERSION = ("bf16", "fp16", "optimizer")
+"""Taken for --ckpt-convert-format where the command line does not say: what is stored of a parameter."""
+
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "special_tokens")
 """Taken too, unless --no-use-tokenizer-model-from-checkpoint-args."""
 
@@ -82,7 +85,8 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
     shape = tuple(dest for dest in SHAPE if not settings.moe_use_upcycling or not dest.startswith(("num_experts", "moe_", "finermoe_")))
     names = shape + (TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ())
     names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
-    names += tuple(dest for dest in WHERE_NOT_GIVEN if not settings.given(dest))
+    not_given = WHERE_NOT_GIVEN + (CONVERSION if settings.ckpt_convert_format is not None else ())
+    names += tuple(dest for dest in not_given if not settings.given(dest))
     for dest in names:
         value = recorded.get(dest)
         if dest not in OPTIONS or dest not in recorded or value == settings.values[dest]:

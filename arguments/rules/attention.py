@@ -111,15 +111,13 @@ def no_position_embedding_is_meant(s: Settings, _f: Facts) -> Iterator[Violation
 def qk_clip_numbers(s: Settings, _f: Facts) -> Iterator[Violation]:
     if not s.qk_clip:
         return
-    if not 0 < s.qk_clip_alpha < 1:
+    if s.qk_clip_alpha in (0, 1):  # beyond them: numbers.py
         yield broken(
             s,
             f"{say(s, 'qk_clip_alpha')} must be above 0 and below 1 with {s.flag('qk_clip')}.",
             "qk_clip_alpha",
             "qk_clip",
         )
-    if s.qk_clip_threshold <= 0:
-        yield broken(s, f"{say(s, 'qk_clip_threshold')} must be above 0.", "qk_clip_threshold", "qk_clip")
 
 
 def logits_are_seen_and_follow_weights(s: Settings, _f: Facts) -> Iterator[Violation]:

@@ -111,6 +111,12 @@ KINDER = (
         "takes the variables for the user's choice",
         "that is what they are for",
     ),
+    Difference(
+        "conversion_without_training",
+        "asks for --lr, --micro-batch-size and the length of training with --ckpt-convert-format too",
+        "needs none of them, and takes the schedules from the checkpoint",
+        "a conversion trains nothing",
+    ),
 )
 
 EARLIER = (
@@ -257,8 +263,28 @@ def tensor_parallel_experts_without_sequence_parallel(s: Settings, f: Facts) -> 
         )
 
 
+def conversion_without_training(s: Settings, _f: Facts) -> None:
+    """What only training needs stands for nothing here; the schedules that are written are the checkpoint's."""
+    if s.ckpt_convert_format is None:
+        return
+    why = "a conversion trains nothing"
+    if s.micro_batch_size is None:
+        s.set_derived("micro_batch_size", 1, why)
+    if s.seq_length is None and s.max_position_embeddings is not None:
+        s.set_derived("seq_length", s.max_position_embeddings, why)
+    if s.override_opt_param_scheduler:
+        return  # then the flags' schedules are written
+    s.set_derived("skip_train", True, why)
+    s.set_derived("use_checkpoint_opt_param_scheduler", True, why)
+    if s.lr is None:
+        s.set_derived("lr", max(0.0, s.min_lr, s.lr_warmup_init), why)
+    if s.train_iters is None and s.train_samples is None:
+        s.set_derived("train_iters", 1 + max(0, s.lr_warmup_iters), why)
+
+
 RESOLVE = (
     old_batch_size,
+    conversion_without_training,
     old_model_parallel_size,
     old_checkpoint_activations,
     native_cross_entropy,

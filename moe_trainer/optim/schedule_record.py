@@ -43,9 +43,9 @@ def resume_schedules(lr: LrSchedule, weight_decay: WeightDecaySchedule, saved: M
     fields = [(lr, _LR_FIELDS), (weight_decay, _WEIGHT_DECAY_FIELDS)]
     differing = [(name, getattr(owner, field), saved[name]) for owner, names in fields for name, field in names.items()
                  if name in saved and saved[name] != getattr(owner, field)]
-    if weight_decay.style == saved.get("wd_incr_style") == "constant":
-        differing = [entry for entry in differing if entry[0] != "wd_incr_steps"]
     if not use_saved:
+        if weight_decay.style == saved.get("wd_incr_style") == "constant":
+            differing = [entry for entry in differing if entry[0] != "wd_incr_steps"]
         if differing:
             told = "; ".join(f"{_FLAGS[name]} is {ours} here and {theirs} in the checkpoint ({name})"
                              for name, ours, theirs in differing)

@@ -328,6 +328,8 @@ BROKEN = (
     ("--mtp-num-layers 1 --position-embedding-type learned_absolute", "", "--mtp-num-layers"),
     ("--no-position-embedding --position-embedding-type learned_absolute", "", "--no-position-embedding"),
     ("--qk-clip --qk-clip-alpha 1.5", "", "--qk-clip-alpha"),
+    ("--qk-clip --qk-clip-alpha 1", "", "--qk-clip-alpha"),
+    ("--qk-clip --qk-clip-threshold -1", "", "--qk-clip-threshold"),
     ("--qk-clip --qk-layernorm", "", "--qk-layernorm"),
     ("--qk-clip --qk-l2-norm", "", "--qk-l2-norm"),
     ("--qk-clip --use-torch-fsdp2", "", "--use-torch-fsdp2"),

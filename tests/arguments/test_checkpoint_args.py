@@ -88,3 +88,15 @@ def test_the_mapping_of_a_checkpoint_is_judged_like_a_typed_one():
     recorded = {"num_layers": 4, "pipeline_model_parallel_size": 2}
     with pytest.raises(ArgumentError, match="3"):
         parse_args([*LINE, "--use-mp-args-from-checkpoint-args"], 3, checkpoint=recorded)
+
+
+def test_a_conversion_needs_nothing_of_training():
+    recorded = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64, "seq_length": 32, "bf16": True,
+                "optimizer": "sgd", "lr": 1.0}
+    line = "--load x --use-checkpoint-args --ckpt-convert-format torch_dist --ckpt-convert-save y --lr-warmup-iters 5"
+    args = parse_args(line.split(), 1, checkpoint=recorded)
+    assert args.training.skip_train and args.optimizer.use_checkpoint_opt_param_scheduler
+    assert args.precision.bf16 and args.optimizer.optimizer == "sgd" and args.data.seq_length == 32
+    assert not parse_args([*line.split(), "--fp16"], 1, checkpoint={**recorded, "bf16": False}).precision.bf16
+    with pytest.raises(ArgumentError, match="--lr is missing"):
+        parse_args([*line.split(), "--override-opt_param-scheduler"], 1, checkpoint=recorded)

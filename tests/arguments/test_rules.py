@@ -31,6 +31,12 @@ def test_sound_lines_pass(line):
     assert not violations
 
 
+def test_a_number_out_of_range_is_told_once():
+    for dest, value in (("qk_clip_threshold", "-1"), ("qk_clip_alpha", "2"), ("qk_clip_alpha", "-1"), ("qk_clip_alpha", "0")):
+        _, violations = findings(changed(f"--qk-clip {OPTIONS[dest].on[0]} {value}", ""), 8)
+        assert len(violations) == 1, "; ".join(map(str, violations))
+
+
 def test_every_rule_speaks_somewhere():
     """A rule that no broken line breaks is dead, or untested."""
     silent = {rule for area in rules.AREAS for rule in area.CHECKS}

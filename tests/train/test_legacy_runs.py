@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from train.test_resume import outputs
 from train.tiny import MOCK, TINY
 
+from moe_trainer.checkpoint.common_state import read as read_common
 from moe_trainer.checkpoint.index import detect_format, read_index
 from moe_trainer.checkpoint.logical import logical_tensors, read_logical
 
@@ -59,6 +60,20 @@ def test_golden_checkpoints_are_converted_both_ways(shared, tmp_path):
     assert expected.keys() <= found.keys()
     for name, tensor in expected.items():
         assert torch.equal(read_logical(one, indices[0], tensor), read_logical(other, indices[1], found[name])), name
+
+
+def test_a_conversion_needs_what_it_converts_and_nothing_of_training(shared, tmp_path):
+    cwd = golden_workspace(shared, tmp_path)
+    source = shared / "golden/ckpt/a2_torch"
+    finished = run(["--load", str(source), "--use-checkpoint-args", "--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path / "to"),
+                    "--distributed-backend", "gloo"], cwd, 1)
+    assert finished.returncode == 0, finished.stderr
+    given, made = (read_index(path / "iter_0000005") for path in (source, tmp_path / "to/torch_dist"))
+    schedules = [read_common(path / "iter_0000005", index)["opt_param_scheduler"]
+                 for path, index in ((source, given), (tmp_path / "to/torch_dist", made))]
+    assert schedules[0] == schedules[1] and schedules[0]["max_lr"] == 0.001
+    states = [{tensor.name for tensor in logical_tensors(index) if tensor.name.startswith("optimizer.")} for index in (given, made)]
+    assert states[0] and states[0] <= states[1]
 
 
 def test_nothing_is_converted_where_nothing_is(tmp_path):
