@@ -20,6 +20,7 @@ Exit code: 0, or 2 where no plan can be made of the flags, or no mapping fits.
 from __future__ import annotations
 
 import argparse
+import difflib
 import signal
 import sys
 from dataclasses import replace
@@ -27,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.tokens import FIELDS
 from moe_trainer.planner.calibrate import Calibration, Error, median
 from moe_trainer.planner.dry_run import DEFAULT_HARDWARE, run_dry_run
 from moe_trainer.planner.hardware import find_hardware
@@ -36,6 +38,7 @@ from moe_trainer.planner.plan import make_plan
 from moe_trainer.planner.search import HEADROOM, search, search_formats
 from moe_trainer.planner.search_text import search_lines
 
+OPTIONS_OF_SEARCH = ("--gpus", "--best", "--headroom", "--formats", "--hardware", "--world-size")
 RECORD = Path(__file__).resolve().parent / "bench_results" / "planner.md"
 FAR_OFF = (
     "The form of the model, what is taken for granted where a source is silent, and which runs are fitted were chosen with all runs in sight: the",
@@ -67,12 +70,16 @@ def main(words: list[str]) -> int:
 
 def _search(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="plan.py search", add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpus", "--world-size", type=int, required=True)
+    parser.add_argument("--gpus", "--world-size", type=int)
     parser.add_argument("--hardware", default=DEFAULT_HARDWARE)
     parser.add_argument("--best", type=int, default=10)
     parser.add_argument("--headroom", type=float, default=HEADROOM)
     parser.add_argument("--formats", type=lambda text: tuple(dict.fromkeys(text.split(","))))
     options, flags = parser.parse_known_args(words)
+    for word, meant in misspelled(flags):
+        parser.error(f"{word}: this flag is unknown; did you mean {meant}?")
+    if options.gpus is None:
+        parser.error("--gpus N is missing: the number of devices to search for")
     if options.gpus < 1 or options.best < 1 or not options.headroom >= 1:
         parser.error("--gpus and --best are at least 1, --headroom too")
     try:
@@ -86,6 +93,13 @@ def _search(words: list[str]) -> int:
         return 2
     print("\n".join(search_lines(outcome, options.gpus, options.hardware)))
     return 0 if outcome.found else 2
+
+
+def misspelled(flags: list[str]) -> list[tuple[str, str]]:
+    """Words that no flag of the trainer is, and the option of search that they nearly are; what is like none is left to the trainer's parser."""
+    words = (flag.partition("=")[0] for flag in flags if flag.startswith("--"))
+    near = ((word, difflib.get_close_matches(word, OPTIONS_OF_SEARCH, n=1, cutoff=0.75)) for word in words if word not in FIELDS)
+    return [(word, close[0]) for word, close in near if close]
 
 
 def _calibrate(words: list[str]) -> int:

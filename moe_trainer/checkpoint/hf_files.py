@@ -88,6 +88,11 @@ class Folder:
         for tensor, file in (index or {}).items():
             if tensor not in self._places or self._places[tensor].path.name != file:
                 raise DamagedError(f"{tensor}: {folder / INDEX} says that it is in {file}, and it is not")
+        unlisted = sorted(self._places.keys() - index.keys()) if index is not None else []
+        if unlisted:
+            more = f" and {len(unlisted) - 1} more" if len(unlisted) > 1 else ""
+            raise DamagedError(f"{unlisted[0]}{more}: in {self._places[unlisted[0]].path}, and {folder / INDEX} does not list them: which of the two is "
+                               "right? Add them to weight_map, or take them out of the file")
         self._scales = {name for name in self._places if name.endswith(SCALE) and (of := self._places.get(name.removesuffix(SCALE))) is not None
                         and of.dtype in _EIGHT_BITS}
         self._packed = {name.removesuffix(BLOCKS) for name, place in self._places.items()

@@ -102,6 +102,14 @@ def test_a_tensor_in_two_files_or_in_another_than_the_index_says_is_named(source
             Folder(source)
 
 
+def test_tensors_that_a_listed_file_has_and_the_index_lacks_are_named(source):
+    table = dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")
+    for absent, said in (([NAME], NAME), (sorted(table)[:3], f"{sorted(table)[0]} and 2 more")):
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: table[name] for name in table if name not in absent}}))
+        with pytest.raises(DamagedError, match=f"^{said}: in .*model.safetensors, and .*index.json does not list"):
+            Folder(source)
+
+
 def test_a_bias_of_the_choice_stays_fp32_beside_weights_of_16_bits(tmp_path):
     make("deepseek_v3").bfloat16().save_pretrained(tmp_path / "hf")
     model = open_model(tmp_path / "hf")

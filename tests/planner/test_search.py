@@ -164,6 +164,9 @@ def test_no_machine_is_told_what_it_lacks():
     ("search --preset mixtral_tiny --mock-data --gpus 4 --formats bf16,fp9", 2, "fp9"),
     ("search --preset mixtral_tiny --mock-data --gpus 4 --hardware b200 --formats bf16,mxfp8 --best 2", 0, "mxfp8"),
     ("search --preset no_such --mock-data --gpus 8", 2, "no_such"), ("search --preset mixtral_tiny --gpus 0", 2, "--gpus"),
+    ("search --preset mixtral_tiny --gpus 8 --headrom 1", 2, "did you mean --headroom?"),
+    ("search --preset mixtral_tiny --gpu=8", 2, "did you mean --gpus?"), ("search --preset mixtral_tiny", 2, "--gpus N is missing"),
+    ("search --preset mixtral_tiny --gpus 8 --num-layer 3", 2, "did you mean --num-layers"),
     ("--preset mixtral_tiny --mock-data --world-size 4", 0, "tokens/s/GPU"), ("", 2, "search FLAGS"),
 ])
 def test_the_script(words, code, says):
