@@ -133,8 +133,8 @@ class HFIndex(MadeIndex):
         self.common = {"args": argparse.Namespace(**record), "iteration": 0}
         scheme = KeyScheme.from_record(record)
         for link in model.links:
-            place = model.source.place(link.theirs[0].name)
-            box = enter_box(self, scheme.locate(link.ours), link.shape, model.dtype_of(link), place.path.name, place.start, place.num_bytes)
+            stored = model.source.tensor(link.theirs[0].name)
+            box = enter_box(self, scheme.locate(link.ours), link.shape, model.dtype_of(link), stored.path.name, stored.start, stored.num_bytes)
             self._made[box] = link
 
     def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:

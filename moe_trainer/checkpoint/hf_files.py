@@ -40,7 +40,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredTensor:
     """One tensor in one file. start: of its elements, in bytes from the beginning of the file."""
 
     path: Path
@@ -78,7 +78,7 @@ class Folder:
     def __init__(self, folder: Path):
         """Raises: DamagedError when a file is missing, cut off, or contradicts the index; the message names a tensor."""
         self.folder = folder
-        self._places: dict[str, Place] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         index = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else None
         if (folder / INDEX).is_file() and not (isinstance(index, dict) and index and all(isinstance(name, str) for name in index.values())):
             raise DamagedError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
@@ -86,17 +86,17 @@ class Folder:
         for name in files:
             self._read_table(folder / name, index)
         for tensor, file in (index or {}).items():
-            if tensor not in self._places or self._places[tensor].path.name != file:
+            if tensor not in self._tensors or self._tensors[tensor].path.name != file:
                 raise DamagedError(f"{tensor}: {folder / INDEX} says that it is in {file}, and it is not")
-        unlisted = sorted(self._places.keys() - index.keys()) if index is not None else []
+        unlisted = sorted(self._tensors.keys() - index.keys()) if index is not None else []
         if unlisted:
             more = f" and {len(unlisted) - 1} more" if len(unlisted) > 1 else ""
-            raise DamagedError(f"{unlisted[0]}{more}: in {self._places[unlisted[0]].path}, and {folder / INDEX} does not list them: which of the two is "
+            raise DamagedError(f"{unlisted[0]}{more}: in {self._tensors[unlisted[0]].path}, and {folder / INDEX} does not list them: which of the two is "
                                "right? Add them to weight_map, or take them out of the file")
-        self._scales = {name for name in self._places if name.endswith(SCALE) and (of := self._places.get(name.removesuffix(SCALE))) is not None
+        self._scales = {name for name in self._tensors if name.endswith(SCALE) and (of := self._tensors.get(name.removesuffix(SCALE))) is not None
                         and of.dtype in _EIGHT_BITS}
-        self._packed = {name.removesuffix(BLOCKS) for name, place in self._places.items()
-                        if name.endswith(BLOCKS) and place.dtype == torch.uint8 and len(place.shape) == 4}
+        self._packed = {name.removesuffix(BLOCKS) for name, stored in self._tensors.items()
+                        if name.endswith(BLOCKS) and stored.dtype == torch.uint8 and len(stored.shape) == 4}
 
     def _read_table(self, path: Path, index: dict[str, str] | None) -> None:
         inside = next((tensor for tensor, file in (index or {}).items() if file == path.name), None)
@@ -119,50 +119,50 @@ class Folder:
         base, found = 8 + length, []
         for name, entry in table.items():
             if name != "__metadata__":
-                found.append((self._place(path, name, entry, base, size), name))
+                found.append((self._tensor(path, name, entry, base, size), name))
                 self._add(name, found[-1][0])
         end, before = base, "the table"  # the format knows neither gaps nor bytes of two tensors
-        for place, name in sorted(found, key=lambda pair: (pair[0].start, pair[0].num_bytes)):
-            if place.start != end:
-                raise DamagedError(f"{path} is damaged: {name} begins at byte {place.start}, and {before} ends at {end}")
-            end, before = place.start + place.num_bytes, name
+        for stored, name in sorted(found, key=lambda pair: (pair[0].start, pair[0].num_bytes)):
+            if stored.start != end:
+                raise DamagedError(f"{path} is damaged: {name} begins at byte {stored.start}, and {before} ends at {end}")
+            end, before = stored.start + stored.num_bytes, name
 
-    def _place(self, path: Path, name: str, entry: Any, base: int, size: int) -> Place:
+    def _tensor(self, path: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:
         try:
             dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
             if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
                 raise ValueError("whole numbers are needed")
-            place = Place(path, dtype, shape, base + begin)
+            stored = StoredTensor(path, dtype, shape, base + begin)
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{path} is damaged: {name} is described by {entry!r}") from error
-        if end - begin != place.num_bytes:
-            raise DamagedError(f"{path} is damaged: {name} has {end - begin} bytes, and {list(shape)} {entry['dtype']} needs {place.num_bytes}")
-        if place.start + place.num_bytes > size:
-            raise DamagedError(f"{path} is damaged: {name} ends at byte {place.start + place.num_bytes}, and the file has {size}: it was cut off")
-        return place
+        if end - begin != stored.num_bytes:
+            raise DamagedError(f"{path} is damaged: {name} has {end - begin} bytes, and {list(shape)} {entry['dtype']} needs {stored.num_bytes}")
+        if stored.start + stored.num_bytes > size:
+            raise DamagedError(f"{path} is damaged: {name} ends at byte {stored.start + stored.num_bytes}, and the file has {size}: it was cut off")
+        return stored
 
-    def _add(self, name: str, place: Place) -> None:
-        if name in self._places:
-            raise DamagedError(f"{name} is in {self._places[name].path} and in {place.path}")
-        self._places[name] = place
+    def _add(self, name: str, stored: StoredTensor) -> None:
+        if name in self._tensors:
+            raise DamagedError(f"{name} is in {self._tensors[name].path} and in {stored.path}")
+        self._tensors[name] = stored
 
     @property
     def names(self) -> list[str]:
         parts = {name + end for name in self._packed for end in (BLOCKS, BLOCK_SCALES)}
-        return [name for name in self._places if name not in self._scales and name not in parts] + sorted(self._packed)
+        return [name for name in self._tensors if name not in self._scales and name not in parts] + sorted(self._packed)
 
     @property
     def files(self) -> list[Path]:
-        return sorted({place.path for place in self._places.values()})
+        return sorted({stored.path for stored in self._tensors.values()})
 
     def __contains__(self, name: str) -> bool:
-        return name in self._packed or (name in self._places and name not in self._scales)
+        return name in self._packed or (name in self._tensors and name not in self._scales)
 
-    def place(self, name: str) -> Place:
-        return self._places[name + BLOCKS if name in self._packed else name]
+    def tensor(self, name: str) -> StoredTensor:
+        return self._tensors[name + BLOCKS if name in self._packed else name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        shape = self.place(name).shape
+        shape = self.tensor(name).shape
         if name not in self._packed:
             return shape
         experts, rows, groups, size = shape
@@ -172,7 +172,7 @@ class Folder:
         """What `read` gives: bf16 for weights in 8 or 4 bits."""
         if name in self._packed:
             return torch.bfloat16
-        dtype = self._places[name].dtype
+        dtype = self._tensors[name].dtype
         return torch.bfloat16 if dtype in _EIGHT_BITS else dtype
 
     def read(self, name: str, index: int | None = None) -> Tensor:
@@ -182,17 +182,17 @@ class Folder:
         """
         if name in self._packed:
             return self._unpacked(name, index)
-        place = self._places[name]
-        value = read_values(place, index)
-        if place.dtype in _EIGHT_BITS:
+        stored = self._tensors[name]
+        value = read_values(stored, index)
+        if stored.dtype in _EIGHT_BITS:
             value = self._scaled(name, value, index)
         if value.is_floating_point() and not math.isfinite(value.sum(dtype=torch.float64 if value.dtype == torch.float64 else torch.float32)):
             if not torch.isfinite(value).all():
-                raise DamagedError(f"{place.path} is damaged: {name} holds numbers that are not finite")
+                raise DamagedError(f"{stored.path} is damaged: {name} holds numbers that are not finite")
         return value
 
     def _unpacked(self, name: str, index: int | None) -> Tensor:
-        blocks, scales = self.place(name), self._places.get(name + BLOCK_SCALES)
+        blocks, scales = self.tensor(name), self._tensors.get(name + BLOCK_SCALES)
         if scales is None:
             raise CheckpointError(f"{name + BLOCKS} is stored in 4 bits, and {name + BLOCK_SCALES}, its scales, are missing")
         if scales.shape != blocks.shape[:3] or scales.dtype != torch.uint8:
@@ -204,9 +204,9 @@ class Folder:
         return torch.stack(values) if index is None else values[0]
 
     def _scaled(self, name: str, value: Tensor, index: int | None) -> Tensor:
-        if name + SCALE not in self._places:
+        if name + SCALE not in self._tensors:
             raise CheckpointError(f"{name} is stored in 8 bits, and {name + SCALE}, its scales, are missing")
-        scales = read_values(self._places[name + SCALE], index).float()
+        scales = read_values(self._tensors[name + SCALE], index).float()
         try:
             return dequantize(value, scales)
         except ValueError as error:
@@ -243,25 +243,25 @@ def dequantize_four_bits(blocks: Tensor, scales: Tensor) -> Tensor:
     return out.flatten(1)
 
 
-def read_values(place: Place, index: int | None = None) -> Tensor:
+def read_values(stored: StoredTensor, index: int | None = None) -> Tensor:
     """The elements as they are stored."""
-    shape, start = place.shape, place.start
+    shape, start = stored.shape, stored.start
     if index is not None:
         shape = shape[1:]
-        start += index * math.prod(shape) * place.dtype.itemsize
-    raw = torch.empty(math.prod(shape) * place.dtype.itemsize, dtype=torch.uint8)
+        start += index * math.prod(shape) * stored.dtype.itemsize
+    raw = torch.empty(math.prod(shape) * stored.dtype.itemsize, dtype=torch.uint8)
     view = memoryview(raw.numpy())
-    with open(place.path, "rb", buffering=0) as file:
+    with open(stored.path, "rb", buffering=0) as file:
         file.seek(start)
         filled = 0
         while filled < len(view):
             count = file.readinto(view[filled:])
             if not count:
-                raise DamagedError(f"{place.path} is damaged: it ends {len(view) - filled} bytes early")
+                raise DamagedError(f"{stored.path} is damaged: it ends {len(view) - filled} bytes early")
             filled += count
         if hasattr(os, "posix_fadvise"):  # read once: it must not push other files out of the cache
             os.posix_fadvise(file.fileno(), start, len(view), os.POSIX_FADV_DONTNEED)
-    return raw.view(place.dtype).view(shape)
+    return raw.view(stored.dtype).view(shape)
 
 
 def table_of(entries: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:

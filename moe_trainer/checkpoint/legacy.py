@@ -50,7 +50,7 @@ def is_folder(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankFile:
     """One file and where its rank stood."""
 
     path: Path
@@ -87,20 +87,20 @@ def record_of(folder: Path) -> dict[str, Any]:
     return plain(content["args"])
 
 
-def places(folder: Path, sizes: Sizes) -> list[Place]:
+def rank_files(folder: Path, sizes: Sizes) -> list[RankFile]:
     """All files, those of the first expert-parallel place first.
 
     Raises: DamagedError naming a file without which the model has gaps.
     """
-    found = [Place(path, tp, pp, ep) for ep in range(sizes.ep) for pp in range(sizes.pp) for tp in range(sizes.tp)
+    found = [RankFile(path, tp, pp, ep) for ep in range(sizes.ep) for pp in range(sizes.pp) for tp in range(sizes.tp)
              if (path := folder / sizes.folder(tp, pp, ep) / MODEL_FILE).is_file()]
     for pp in range(sizes.pp):
         for tp in range(sizes.tp):
-            if not any((place.tp, place.pp) == (tp, pp) for place in found):
+            if not any((file.tp, file.pp) == (tp, pp) for file in found):
                 raise DamagedError(f"{folder / sizes.folder(tp, pp, 0) / MODEL_FILE} is missing")
         for ep in range(sizes.ep):
             for etp in range(sizes.etp):
-                if not any((place.tp % sizes.etp, place.pp, place.ep) == (etp, pp, ep) for place in found):
+                if not any((file.tp % sizes.etp, file.pp, file.ep) == (etp, pp, ep) for file in found):
                     raise DamagedError(f"{folder / sizes.folder(etp, pp, ep) / MODEL_FILE} is missing")
     return found
 
@@ -121,19 +121,19 @@ class LegacyIndex(MadeIndex):
         self._whole: set[Path] = set()
         self.state_problem: str | None = None
         """Why the optimizer state cannot be read, where the weights can."""
-        files = places(folder, self._sizes)
-        contents = [open_file(place.path) for place in files]
+        files = rank_files(folder, self._sizes)
+        contents = [open_file(file.path) for file in files]
         self.common = {key: value for key, value in contents[0].items() if not key.startswith("model")}
         if not isinstance(self.common.get("optimizer"), (dict, list)):
             self.common.pop("optimizer", None)
         firsts = self._first_layers(files, contents)
         dense, expert = set(), set()
-        for place, content in zip(files, contents, strict=True):
-            takes = {"dense": (place.tp, place.pp) not in dense,
-                     "expert": (place.tp % self._sizes.etp, place.pp, place.ep) not in expert}
-            dense.add((place.tp, place.pp))
-            expert.add((place.tp % self._sizes.etp, place.pp, place.ep))
-            self._add_file(place, content, firsts, takes)
+        for file, content in zip(files, contents, strict=True):
+            takes = {"dense": (file.tp, file.pp) not in dense,
+                     "expert": (file.tp % self._sizes.etp, file.pp, file.ep) not in expert}
+            dense.add((file.tp, file.pp))
+            expert.add((file.tp % self._sizes.etp, file.pp, file.ep))
+            self._add_file(file, content, firsts, takes)
         if self.state_problem is not None:
             for key in [key for key in self.state_dict_metadata if key.startswith("optimizer.")]:
                 del self.state_dict_metadata[key]
@@ -175,12 +175,12 @@ class LegacyIndex(MadeIndex):
                 raise DamagedError(f"{path} is damaged: the checksum of {changed} is wrong")
             self._whole.add(path)
 
-    def _first_layers(self, files: Sequence[Place], contents: Sequence[Mapping]) -> dict[tuple[int, int], int]:
+    def _first_layers(self, files: Sequence[RankFile], contents: Sequence[Mapping]) -> dict[tuple[int, int], int]:
         """The global number of the first layer of each (stage, model chunk): chunks follow one another before stages do."""
         counts = {}
-        for place, content in zip(files, contents, strict=True):
-            for number, chunk in enumerate(_chunks(place, content)):
-                counts.setdefault((number, place.pp), layers_of(list(chunk)))
+        for file, content in zip(files, contents, strict=True):
+            for number, chunk in enumerate(_chunks(file, content)):
+                counts.setdefault((number, file.pp), layers_of(list(chunk)))
         firsts, total = {}, 0
         for number, pp in sorted(counts):
             firsts[pp, number] = total
@@ -189,32 +189,32 @@ class LegacyIndex(MadeIndex):
             raise DamagedError(f"{self._folder}: its files have {total} decoder layers together, and its args say {self.record['num_layers']}")
         return firsts
 
-    def _add_file(self, place: Place, content: Mapping, firsts: Mapping, takes: Mapping[str, bool]) -> None:
+    def _add_file(self, file: RankFile, content: Mapping, firsts: Mapping, takes: Mapping[str, bool]) -> None:
         """Enter what no earlier file had."""
         chunks = []
-        for number, chunk in enumerate(_chunks(place, content)):
-            first_expert = place.ep * self._sizes.local_experts
-            named = {global_name(name, firsts[place.pp, number], first_expert): value for name, value in chunk.items()
+        for number, chunk in enumerate(_chunks(file, content)):
+            first_expert = file.ep * self._sizes.local_experts
+            named = {global_name(name, firsts[file.pp, number], first_expert): value for name, value in chunk.items()
                      if isinstance(value, Tensor) and not name.endswith("_extra_state")}
             chunks.append(named)
             for name, value in named.items():
-                self._add(name, value, "", place, place.path, takes)
+                self._add(name, value, "", file, file.path, takes)
         if content.get("optimizer") is not None:
             try:
-                for state, name, value, path in self._states(place, content["optimizer"], chunks):
-                    self._add(name, value, f"optimizer.state.{state}.", place, path, takes)
+                for state, name, value, path in self._states(file, content["optimizer"], chunks):
+                    self._add(name, value, f"optimizer.state.{state}.", file, path, takes)
             except CheckpointError as error:
                 self.state_problem = str(error)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                self.state_problem = f"the optimizer state in {place.path.parent} has not the form of Megatron-LM's: {error!r}"
-        key = object_key("rng_state", (place.pp, place.tp), (self._sizes.pp, self._sizes.tp))
+                self.state_problem = f"the optimizer state in {file.path.parent} has not the form of Megatron-LM's: {error!r}"
+        key = object_key("rng_state", (file.pp, file.tp), (self._sizes.pp, self._sizes.tp))
         if content.get("rng_state") is not None and key not in self.objects:
             self.objects[key] = content["rng_state"]
             self.state_dict_metadata[key] = BytesStorageMetadata()
 
-    def _add(self, name: str, value: Tensor, prefix: str, place: Place, path: Path, takes: Mapping[str, bool]) -> None:
+    def _add(self, name: str, value: Tensor, prefix: str, file: RankFile, path: Path, takes: Mapping[str, bool]) -> None:
         expert = EXPERT in name
-        count, rank = (self._sizes.etp, place.tp % self._sizes.etp) if expert else (self._sizes.tp, place.tp)
+        count, rank = (self._sizes.etp, file.tp % self._sizes.etp) if expert else (self._sizes.tp, file.tp)
         if name.endswith((".experts.weight1", ".experts.weight2")):
             raise CheckpointError(f"{path}: {name} is of the retired --moe-use-legacy-grouped-gemm; convert it with an older Megatron-LM")
         if not takes["expert" if expert else "dense"]:
@@ -237,7 +237,7 @@ class LegacyIndex(MadeIndex):
                             full, first)
             self._boxes[box] = piece, path
 
-    def _states(self, place: Place, optimizer: Any, chunks: list[dict[str, Tensor]]) -> Iterator[tuple[str, str, Tensor, Path]]:
+    def _states(self, file: RankFile, optimizer: Any, chunks: list[dict[str, Tensor]]) -> Iterator[tuple[str, str, Tensor, Path]]:
         """(state, name, values, file) of all optimizer states of a file."""
         chain = optimizer if isinstance(optimizer, list) else [optimizer]
         trained = [{name: value for name, value in chunk.items() if not name.endswith(BUFFERS)} for chunk in chunks]
@@ -246,18 +246,18 @@ class LegacyIndex(MadeIndex):
         elif len(chain) == 1:
             owned = [trained]
         else:
-            raise CheckpointError(f"{place.path}: its optimizer state is a chain of {len(chain)} optimizers, of which no more than the one of "
+            raise CheckpointError(f"{file.path}: its optimizer state is a chain of {len(chain)} optimizers, of which no more than the one of "
                                   "experts beside that of the other parameters is known")
         if self.record.get("use_distributed_optimizer"):
-            buffers = open_file(place.state_path)
+            buffers = open_file(file.state_path)
             buffers = buffers if isinstance(buffers, list) else [buffers]
             for number, (one, mine) in enumerate(zip(buffers, owned)):
-                yield from self._buffer_states(place, one, mine, number)
+                yield from self._buffer_states(file, one, mine, number)
             return
         for one, mine in zip(chain, owned):
-            yield from self._numbered_states(place, one, {name: value for chunk in mine for name, value in chunk.items()})
+            yield from self._numbered_states(file, one, {name: value for chunk in mine for name, value in chunk.items()})
 
-    def _numbered_states(self, place: Place, optimizer: Mapping, params: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor, Path]]:
+    def _numbered_states(self, file: RankFile, optimizer: Mapping, params: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor, Path]]:
         """The states of an optimizer that knows its parameters by number; half-precision ones have main parameters beside it."""
         inner = optimizer.get("optimizer", optimizer)
         mains = optimizer.get("fp32_from_fp16_params")
@@ -267,38 +267,38 @@ class LegacyIndex(MadeIndex):
                 names = sorted(names, key=lambda name: params[name].dtype == torch.float32)
                 half = [name for name in names if params[name].dtype != torch.float32]
                 for name, value in zip(half, mains[group_number], strict=True):
-                    yield "fp32_param", name, value, place.path
+                    yield "fp32_param", name, value, file.path
             if len(names) != len(group["params"]):
-                raise CheckpointError(f"{place.path}: a parameter group of its optimizer has {len(group['params'])} parameters, and {len(names)} of "
+                raise CheckpointError(f"{file.path}: a parameter group of its optimizer has {len(group['params'])} parameters, and {len(names)} of "
                                       "the model belong to it")
             for number, name in zip(group["params"], names, strict=True):
                 for state, value in inner["state"].get(number, {}).items():
                     if state in STATES and isinstance(value, Tensor):
                         if value.shape != params[name].shape:
-                            raise CheckpointError(f"{place.path}: the {state} of number {number} has shape {tuple(value.shape)}, and {name}, whose it should "
+                            raise CheckpointError(f"{file.path}: the {state} of number {number} has shape {tuple(value.shape)}, and {name}, whose it should "
                                                   f"be, {tuple(params[name].shape)}")
-                        yield state, name, value, place.path
+                        yield state, name, value, file.path
 
-    def _buffer_states(self, place: Place, buffers: Mapping, chunks: list[dict[str, Tensor]], chain_number: int
+    def _buffer_states(self, file: RankFile, buffers: Mapping, chunks: list[dict[str, Tensor]], chain_number: int
                        ) -> Iterator[tuple[str, str, Tensor, Path]]:
         """The states of a distributed optimizer: flat buffers, one per model chunk."""
         if not buffers.get("buckets_coalesced"):
-            raise CheckpointError(f"{place.state_path}: its buckets are stored one by one, as Megatron-LM did before 2024; load and save it there once")
+            raise CheckpointError(f"{file.state_path}: its buckets are stored one by one, as Megatron-LM did before 2024; load and save it there once")
         chunks = [chunk for chunk in chunks if chunk]
         numbers = sorted(number for number in buffers if isinstance(number, int))
         if len(numbers) != len(chunks) or any(len(buffers[number]) != 1 for number in numbers):
-            raise CheckpointError(f"{place.state_path}: {len(numbers)} buffers for {len(chunks)} model chunks, or buffers of several types")
+            raise CheckpointError(f"{file.state_path}: {len(numbers)} buffers for {len(chunks)} model chunks, or buffers of several types")
         for number, chunk in zip(numbers, chunks, strict=True):
             (tensors,) = buffers[number].values()
             found = list(buffer_places([(name, value.numel()) for name, value in chunk.items()],
-                                       *bucketing(self.record, self._sizes, place.pp, number, chain_number == 1)))
+                                       *bucketing(self.record, self._sizes, file.pp, number, chain_number == 1)))
             needed = max(first + numel for _, first, numel in found)
             for state, whole in ((name, value) for name, value in tensors.items() if isinstance(value, Tensor)):
                 if whole.numel() != needed:
-                    raise CheckpointError(f"{place.state_path}: {state} of buffer {number} has {whole.numel()} elements, and the parameters in buckets as "
+                    raise CheckpointError(f"{file.state_path}: {state} of buffer {number} has {whole.numel()} elements, and the parameters in buckets as "
                                           f"the flags of the checkpoint make them {needed}")
                 for name, first, numel in found:
-                    yield "fp32_param" if state == "param" else state, name, whole[first:first + numel].view(chunk[name].shape), place.state_path
+                    yield "fp32_param" if state == "param" else state, name, whole[first:first + numel].view(chunk[name].shape), file.state_path
 
     def _check_covered(self) -> None:
         for key, entry in self.state_dict_metadata.items():
@@ -331,7 +331,7 @@ def _belongs(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any]
     return record.get("decoupled_lr") is None or bool(group.get("is_decoupled_lr")) == has_own_rate(name)
 
 
-def _chunks(place: Place, content: Mapping) -> list[Mapping[str, Any]]:
+def _chunks(file: RankFile, content: Mapping) -> list[Mapping[str, Any]]:
     """The model chunks of a file."""
     if "model" in content:
         found = [content["model"]]
@@ -340,5 +340,5 @@ def _chunks(place: Place, content: Mapping) -> list[Mapping[str, Any]]:
         while f"model{len(found)}" in content:
             found.append(content[f"model{len(found)}"])
     if not found or any("language_model" in chunk for chunk in found):
-        raise CheckpointError(f"{place.path} holds no model of Megatron-Core: convert it with the Megatron-LM that wrote it")
+        raise CheckpointError(f"{file.path} holds no model of Megatron-Core: convert it with the Megatron-LM that wrote it")
     return found

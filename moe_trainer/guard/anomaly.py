@@ -37,7 +37,7 @@ Rows = Callable[[nn.Module, tuple], tuple[Sequence[str], Sequence[int]] | None]
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class Fault:
     """Something that is not finite. Smaller means earlier. microbatch: from 1; 0 before the first one, BEHIND after the last."""
 
     microbatch: int
@@ -102,25 +102,25 @@ class Search:
     def __init__(self, chunks: Sequence[Chunk], microbatch: Callable[[], int | None], rows: Rows = lambda module, args: None):
         """microbatch: the one that the calling thread works on, from 1."""
         self._chunks, self._microbatch, self._rows = chunks, microbatch, rows
-        self._first: dict[tuple[int, int], Place] = {}
+        self._first: dict[tuple[int, int], Fault] = {}
         self._open: dict[tuple[int, int], list[_Call]] = {}  # by thread and module
         self._backward = threading.local()  # microbatch: the one whose gradients this thread computes
 
-    def earliest(self) -> Place | None:
+    def earliest(self) -> Fault | None:
         """What this rank saw first."""
         return min(self._first.values(), default=None)
 
-    def note(self, place: Place) -> None:
+    def note(self, fault: Fault) -> None:
         """Something seen elsewhere, which counts if nothing was seen in that microbatch and direction."""
-        self._first.setdefault((place.microbatch, place.direction), place)
+        self._first.setdefault((fault.microbatch, fault.direction), fault)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look at the weights, then at everything that runs inside."""
         for chunk in self._chunks:
-            place = weight_at_fault(chunk)
-            if place is not None:
-                self.note(place)
+            fault = weight_at_fault(chunk)
+            if fault is not None:
+                self.note(fault)
         handles = [handle for chunk in self._chunks for handle in self._attach(chunk)]
         try:
             yield
@@ -150,7 +150,7 @@ class Search:
         for x in _tensors(output):
             fault = _fault(x, call.rows)
             if fault is not None:
-                self.note(Place(call.microbatch, FORWARD, node.chunk, node.behind, f"{fault[0]} in the results of {node.name}{fault[1]}"))
+                self.note(Fault(call.microbatch, FORWARD, node.chunk, node.behind, f"{fault[0]} in the results of {node.name}{fault[1]}"))
             if _has_grad(x):
                 x.register_hook(functools.partial(self._output_grad, node, call))
 
@@ -174,16 +174,16 @@ class Search:
             self._note_backward(node, getattr(self._backward, "microbatch", 1), f"{_kind(grad)} in the gradient of {name}")
 
     def _note_backward(self, node: _Node, microbatch: int, what: str) -> None:
-        self.note(Place(microbatch, BACKWARD, -node.chunk, -node.before, what))
+        self.note(Fault(microbatch, BACKWARD, -node.chunk, -node.before, what))
 
 
-def weight_at_fault(chunk: Chunk) -> Place | None:
+def weight_at_fault(chunk: Chunk) -> Fault | None:
     """The first weight of a chunk, in order of use, that is not finite before anything has run. Weights kept in 8 bits are not looked at."""
     for position, param in enumerate(chunk.module.parameters()):
         values = getattr(param, "_local_tensor", param.detach())  # of a sharded one this rank's part
         name = None if is_stored(param) else _slice_at_fault(param, values)
         if name is not None:
-            return Place(0, FORWARD, chunk.number, position, f"weight {name} is {_kind(values)} before the iteration")
+            return Fault(0, FORWARD, chunk.number, position, f"weight {name} is {_kind(values)} before the iteration")
     return None
 
 

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class Devices:
     """Where numbers are stored (pinned: in host memory that a device can reach itself), and where the update runs.
 
     apart: that they travel between the two even if both are the same device, as on a CPU that plays both parts.
@@ -48,13 +48,13 @@ class Kept:
     parameters, which stay zero. keep_positive: see formats.encode.
     """
 
-    def __init__(self, start: int, stop: int, fmt: Format, spans: Sequence[Span], place: Place, keep_positive: bool = False):
+    def __init__(self, start: int, stop: int, fmt: Format, spans: Sequence[Span], devices: Devices, keep_positive: bool = False):
         self._keep_positive = keep_positive
-        self.start, self.stop, self.format, self.place = start, stop, fmt, place
-        self.flat = torch.zeros(stop - start, dtype=fmt.dtype, device=place.storage, pin_memory=place.pinned)
+        self.start, self.stop, self.format, self.devices = start, stop, fmt, devices
+        self.flat = torch.zeros(stop - start, dtype=fmt.dtype, device=devices.storage, pin_memory=devices.pinned)
         self.scales = None
         if fmt.scaled:
-            self.scales = torch.ones(len(spans), dtype=torch.float32, device=place.storage, pin_memory=place.pinned)
+            self.scales = torch.ones(len(spans), dtype=torch.float32, device=devices.storage, pin_memory=devices.pinned)
         self._spans = spans
         self._starts = [first for first, _ in spans]
         self._staged: Tensor | None = None
@@ -71,8 +71,8 @@ class Kept:
 
     def open(self, start: int, stop: int) -> Tensor:
         """The fp32 values of a range inside one span (without scales: of any range), to be changed in place and then closed."""
-        stored = self.place.fetch(self._at(start, stop))
-        return stored if self.is_plain else decode(stored, None if self.scales is None else self.place.fetch(self._scale_at(start)))
+        stored = self.devices.fetch(self._at(start, stop))
+        return stored if self.is_plain else decode(stored, None if self.scales is None else self.devices.fetch(self._scale_at(start)))
 
     def close(self, start: int, stop: int, values: Tensor) -> None:
         """Keep the values of a span."""
@@ -113,7 +113,7 @@ class Kept:
         if self._staged is None:
             return []
         staged, self._staged = self._staged, None
-        return [(first, last, moved(staged[first - self.start:last - self.start], self.place.storage)) for first, last in self._spans]
+        return [(first, last, moved(staged[first - self.start:last - self.start], self.devices.storage)) for first, last in self._spans]
 
     def _at(self, start: int, stop: int) -> Tensor:
         assert self.start <= start and stop <= self.stop, f"[{start}, {stop}) is outside [{self.start}, {self.stop})"
@@ -127,11 +127,11 @@ class Kept:
 
     def _gather(self, start: int, stop: int) -> Tensor:
         """Decode span by span; zeros between them."""
-        found = torch.zeros(stop - start, dtype=torch.float32, device=self.place.storage)
+        found = torch.zeros(stop - start, dtype=torch.float32, device=self.devices.storage)
         for first, last in self._overlapping(start, stop):
             low, high = max(first, start), min(last, stop)
             if low < high:
-                found[low - start:high - start] = moved(self.open(low, high), self.place.storage)
+                found[low - start:high - start] = moved(self.open(low, high), self.devices.storage)
         return found
 
 
@@ -141,12 +141,12 @@ class Remainders(Kept):
     model: the model's own elements of a range of the flat state (inside one span); whoever closes a span writes there what `close_main` returns.
     """
 
-    def __init__(self, start: int, stop: int, spans: Sequence[Span], place: Place, model: Callable[[int, int], Tensor]):
-        super().__init__(start, stop, Format(torch.int16), spans, place)
+    def __init__(self, start: int, stop: int, spans: Sequence[Span], devices: Devices, model: Callable[[int, int], Tensor]):
+        super().__init__(start, stop, Format(torch.int16), spans, devices)
         self._model = model
 
     def open(self, start: int, stop: int) -> Tensor:
-        low = self.place.fetch(self._at(start, stop))
+        low = self.devices.fetch(self._at(start, stop))
         return join(moved(self._model(start, stop), low.device), low)
 
     def close_main(self, start: int, stop: int, values: Tensor) -> Tensor:

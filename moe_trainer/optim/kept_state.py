@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from moe_trainer.optim.flat import Slot
 from moe_trainer.optim.formats import FORMATS
-from moe_trainer.optim.kept import Kept, Place, Remainders, moved
+from moe_trainer.optim.kept import Devices, Kept, Remainders, moved
 from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.optim.state_plan import MAIN, SQUARES, StatePlan
 
@@ -70,14 +70,14 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """The state of elements [start, stop): main parameters (None: the model's are) and moments, in one place.
+    """The state of elements [start, stop): main parameters (None: the model's are) and moments, stored on one device.
 
     by_host: the host updates them although the model may be elsewhere.
     """
 
     start: int
     stop: int
-    place: Place
+    devices: Devices
     main: Kept | None
     moments: dict[str, Kept]
     by_host: bool
@@ -112,8 +112,8 @@ class Stretch:
 
     def open(self) -> tuple[Tensor, dict[str, Tensor]]:
         """fp32 main parameters and moments where the update runs, to be changed in place."""
-        place, main = self.store.place, self.store.main
-        param = moved(self.model, place.update, copy=self.store.by_host) if main is None else main.open(self.start, self.stop)
+        devices, main = self.store.devices, self.store.main
+        param = moved(self.model, devices.update, copy=self.store.by_host) if main is None else main.open(self.start, self.stop)
         return param, {name: kept.open(self.start, self.stop) for name, kept in self.store.moments.items()}
 
     def close(self, param: Tensor, moments: dict[str, Tensor]) -> Tensor:
@@ -191,15 +191,15 @@ class KeptState(ABC):
         self.stores, self.stretches = tuple(stores), tuple(stretches)
 
     def _store(self, plan: StatePlan, start: int, stop: int, cuts: Sequence[Run], is_host: bool, dtype: torch.dtype) -> Store:
-        place, spans, by_host = plan.place(self.device, is_host), [(run.start, run.stop) for run in cuts], is_host and plan.host_update
-        moments = {name: Kept(start, stop, FORMATS[fmt], spans, place, name == SQUARES) for name, fmt in plan.moments.items()}
+        devices, spans, by_host = plan.devices(self.device, is_host), [(run.start, run.stop) for run in cuts], is_host and plan.host_update
+        moments = {name: Kept(start, stop, FORMATS[fmt], spans, devices, name == SQUARES) for name, fmt in plan.moments.items()}
         if dtype == torch.float32:
             main = None
         elif plan.remainders and dtype == torch.bfloat16 and not by_host:  # the host has no model to join them with
-            main = Remainders(start, stop, spans, place, self.model_at)
+            main = Remainders(start, stop, spans, devices, self.model_at)
         else:
-            main = Kept(start, stop, FORMATS[plan.main], spans, place)
-        return Store(start, stop, place, main, moments, by_host)
+            main = Kept(start, stop, FORMATS[plan.main], spans, devices)
+        return Store(start, stop, devices, main, moments, by_host)
 
     @torch.no_grad()
     def copy_model_to_main(self) -> None:

@@ -253,7 +253,7 @@ class Optimizer:
 
     def _settle(self) -> None:
         """Wait for state that is still on its way to the host."""
-        if self._device.type == "cuda" and any(store.place.storage.type == "cpu" for state in self._states for store in state.stores):
+        if self._device.type == "cuda" and any(store.devices.storage.type == "cpu" for state in self._states for store in state.stores):
             torch.cuda.synchronize(self._device)
 
     def _describe_group(self, group: ParamGroup) -> dict:

@@ -8,7 +8,7 @@ import torch
 
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.formats import FORMATS
-from moe_trainer.optim.kept import Place
+from moe_trainer.optim.kept import Devices
 
 # moments that each update rule keeps, under their checkpoint names
 MOMENTS = MappingProxyType({
@@ -42,12 +42,12 @@ class StatePlan:
         """Whether a scale belongs to elements of one parameter, so that the update goes parameter by parameter."""
         return any(FORMATS[name].scaled for name in (*self.moments.values(), self.main))
 
-    def place(self, device: torch.device, on_host: bool) -> Place:
+    def devices(self, device: torch.device, on_host: bool) -> Devices:
         """Where a part of the state lies."""
         if not on_host:
-            return Place(device, device)
+            return Devices(device, device)
         host = torch.device("cpu")
-        return Place(host, host if self.host_update else device, not self.host_update, self.pinned and device.type == "cuda")
+        return Devices(host, host if self.host_update else device, not self.host_update, self.pinned and device.type == "cuda")
 
 
 def rule_of(settings: OptimizerArgs, matrices: bool = False) -> str:

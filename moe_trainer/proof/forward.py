@@ -18,7 +18,7 @@ from moe_trainer.parallel.params import info_of
 from moe_trainer.proof.topology import Topology
 from moe_trainer.run import Run
 
-Place = tuple[int, int, int]
+Coordinates = tuple[int, int, int]
 """Data, context and tensor rank."""
 
 
@@ -27,25 +27,25 @@ class Watch:
     """Sums of outputs: (data, context, tensor rank) -> name of the part -> [2, H] fp64. Switch it off after the first step."""
 
     on: bool = True
-    sums: dict[Place, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    sums: dict[Coordinates, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
-    def add(self, place: Place, name: str, rows: Tensor) -> None:
+    def add(self, at: Coordinates, name: str, rows: Tensor) -> None:
         """Add some rows of an output."""
         flat = rows.detach().double().reshape(-1, rows.shape[-1])
         mine = torch.stack([flat.sum(0), flat.square().sum(0)]).cpu()
-        self.sums[place][name] = self.sums[place].get(name, 0) + mine
+        self.sums[at][name] = self.sums[at].get(name, 0) + mine
 
 
 def watch_rank(run: Run) -> Watch:
     """Watch the outputs of this rank's layers. With sequence parallelism a tensor rank has rows of its own."""
     ps = run.ps
-    place = (ps.dp.rank, ps.cp.rank, ps.tp.rank if run.args.parallel.sequence_parallel else 0)
+    at = (ps.dp.rank, ps.cp.rank, ps.tp.rank if run.args.parallel.sequence_parallel else 0)
     watch = Watch()
     for name, part in _parts(run):
         def add(_module: nn.Module, _inputs: tuple, y: Tensor, name: str = name) -> None:
             if watch.on and not any(chunk.activations.replaying for chunk in run.chunks):
-                watch.add(place, name, y)
+                watch.add(at, name, y)
 
         part.register_forward_hook(add)
     return watch

@@ -23,8 +23,8 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of, unique_params
 from moe_trainer.parallel.shards import whole
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.place import Place as ProcessPlace
-from moe_trainer.proof.forward import Place, Watch, watch_rank
+from moe_trainer.place import Place
+from moe_trainer.proof.forward import Coordinates, Watch, watch_rank
 from moe_trainer.proof.text import batches, tokenizer
 from moe_trainer.run import Run, TrainState, build_run
 from moe_trainer.training.step import run_microbatches, shared_sums, train_step
@@ -59,13 +59,13 @@ class Outcome:
     per_layer: list[dict[str, list[float]]] = field(default_factory=list)
     pieces: list[list[Piece]] = field(default_factory=list)
     evaluation: float | None = None
-    forward: list[dict[Place, dict[str, Tensor]]] = field(default_factory=list)
+    forward: list[dict[Coordinates, dict[str, Tensor]]] = field(default_factory=list)
     shaken: dict[str, float] = field(default_factory=dict)
 
 
 def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: int = 0, seed: int = 0, device: str = "cpu") -> Run:
     """Build a run whose batches need no files; `skip` leaves out those of the first steps. Collective."""
-    place = ProcessPlace(rank, ps.world.size, rank, None, None, "proof")
+    place = Place(rank, ps.world.size, rank, None, None, "proof")
     run = build_run(args, Runtime(place, torch.device(device), ps), tokenizer(args))
     return replace(run, train_batches=iter(batches(args, ps, skip, steps, seed)))
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moe_trainer.guard.anomaly import BEHIND, FORWARD, Chunk, Place, Rows, Search, gradients_at_fault
+from moe_trainer.guard.anomaly import BEHIND, FORWARD, Chunk, Fault, Rows, Search, gradients_at_fault
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import stages
 from moe_trainer.moe.experts import Experts
@@ -18,7 +18,7 @@ from moe_trainer.parallel.params import info_of
 from moe_trainer.run import Run, TrainState
 
 
-def find_place(run: Run, state: TrainState, again: Callable[[], list[Tensor]]) -> tuple[Place | None, str]:
+def find_fault(run: Run, state: TrainState, again: Callable[[], list[Tensor]]) -> str:
     """The first number that is not finite, and the rank that has it. again: repeats the iteration, without graphs, and gives its sums.
 
     Collective.
@@ -30,16 +30,16 @@ def find_place(run: Run, state: TrainState, again: Callable[[], list[Tensor]]) -
         sums = again()
     for index, pair in enumerate(sums, start=1):
         if not torch.isfinite(pair[0]):
-            search.note(Place(index, FORWARD, chunks[-1].number, BEHIND, "the loss is not finite, and all modules' results are"))
+            search.note(Fault(index, FORWARD, chunks[-1].number, BEHIND, "the loss is not finite, and all modules' results are"))
     mine = search.earliest()
     if mine is None and (names := gradients_at_fault(run.grads.owned_views())):
-        mine = Place(BEHIND, 1, 0, 0, f"the sum of the gradients of {', '.join(names[:3])} is not finite, and each of them is")
+        mine = Fault(BEHIND, 1, 0, 0, f"the sum of the gradients of {', '.join(names[:3])} is not finite, and each of them is")
     told = collectives.all_gather_object((mine, _whose(run, state, mine)), ps.world)
-    places = [(place, whose) for place, whose in told if place is not None]
-    if not places:
-        return None, "nothing that is not finite was found in it"
-    place = min(place for place, _ in places)
-    return place, f"{place.text}, on {' and '.join(whose for found, whose in places if found == place)}"
+    faults = [(fault, whose) for fault, whose in told if fault is not None]
+    if not faults:
+        return "nothing that is not finite was found in it"
+    fault = min(fault for fault, _ in faults)
+    return f"{fault.text}, on {' and '.join(whose for found, whose in faults if found == fault)}"
 
 
 def device_of(run: Run) -> str:
@@ -56,13 +56,13 @@ def global_name(chunk: Transformer, path: str) -> str:
     return ".".join(words) if path else ("output_layer and loss" if chunk.layout.has_loss else "the pipeline stage")
 
 
-def _whose(run: Run, state: TrainState, place: Place | None) -> str:
+def _whose(run: Run, state: TrainState, fault: Fault | None) -> str:
     ps = run.ps
     text = f"rank {ps.world.rank} ({device_of(run)}; tp {ps.tp.rank}, cp {ps.cp.rank}, pp {ps.pp.rank}, ep {ps.ep.rank}, dp {ps.dp.rank})"
-    if place is None or not 0 < place.microbatch < BEHIND:
+    if fault is None or not 0 < fault.microbatch < BEHIND:
         return text
     size = run.args.training.micro_batch_size
-    start = state.consumed_train_samples + ((place.microbatch - 1) * ps.dp.size + ps.dp.rank) * size
+    start = state.consumed_train_samples + ((fault.microbatch - 1) * ps.dp.size + ps.dp.rank) * size
     return f"{text}, samples {start} to {start + size - 1} of the run"
 
 

@@ -43,7 +43,6 @@ from arguments import Arguments
 from moe_trainer.checkpoint.random_state import capture, restore, streams_of
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import user_input
-from moe_trainer.guard.anomaly import Place
 from moe_trainer.guard.beginning import Beginning
 from moe_trainer.guard.rejection import (
     MOST_IN_A_ROW,
@@ -64,7 +63,7 @@ from moe_trainer.model.mtp import forget_mtp_metrics
 from moe_trainer.moe.balancing import forget_iteration
 from moe_trainer.parallel import collectives
 from moe_trainer.run import Run, TrainState, as_rank_0_sees_it, print_rank_0
-from moe_trainer.training.fault_place import device_of, find_place, global_name
+from moe_trainer.training.fault_place import device_of, find_fault, global_name
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +223,7 @@ class _Case:
         if reason is None:
             return Judgement(first)
         if self.run.args.training.rerun_mode != "validate_results":
-            return self._conclude(first, reason, None, "")
+            return self._conclude(first, reason, "")
         _track(self.run, self.number, "initial_run", reason.text)
         self._say(f"iteration {self.number}: {reason.text}; it is repeated")
         before = self._fingerprint(first)
@@ -239,8 +238,8 @@ class _Case:
             _track(self.run, self.number, "first_rerun_not_reproducible", text)
             raise ResultRejected(text, NOT_VALID)
         _track(self.run, self.number, "first_rerun_reproducible", reason.text)
-        place, text = find_place(self.run, self.state, lambda: self.again(True).sums) if reason.kind == "nan" else (None, "")
-        return self._conclude(second, reason, place, text)
+        where = find_fault(self.run, self.state, lambda: self.again(True).sums) if reason.kind == "nan" else ""
+        return self._conclude(second, reason, where)
 
     def _reason(self, attempt: Attempt) -> tuple[Attempt, Reason | None]:
         """What is wrong with an evaluation by the first rank that has something to say, and the evaluation with its true norm. Collective."""
@@ -279,7 +278,7 @@ class _Case:
         self._say(f"{text}. The run goes on with the repeated result")
         _track(self.run, self.number, "first_rerun_not_reproducible", text)
 
-    def _conclude(self, attempt: Attempt, reason: Reason, place: Place | None, where: str) -> Judgement:
+    def _conclude(self, attempt: Attempt, reason: Reason, where: str) -> Judgement:
         """The result is what this model and these data give, as far as is known."""
         training, state = self.run.args.training, self.state
         action = training.on_nan if reason.kind == "nan" else training.on_loss_spike

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_trainer.guard.anomaly import BACKWARD, FORWARD, Chunk, Place, Search, gradients_at_fault, weight_at_fault
+from moe_trainer.guard.anomaly import BACKWARD, FORWARD, Chunk, Fault, Search, gradients_at_fault, weight_at_fault
 from moe_trainer.parallel.params import ParamInfo
 
 NAN, INF = float("nan"), float("inf")
@@ -139,20 +139,20 @@ def test_rows_tell_the_part_and_those_behind_all_parts_mean_nothing():
 
 
 def test_ranks_agree_on_the_one_that_was_there_first():
-    def place(microbatch, direction, chunk, position):
-        return Place(microbatch, direction, chunk, position, "")
+    def fault(microbatch, direction, chunk, position):
+        return Fault(microbatch, direction, chunk, position, "")
 
-    forward, backward = place(1, FORWARD, 3, 9), place(1, BACKWARD, -3, -9)
-    assert min(place(2, FORWARD, 0, 0), forward) is forward
+    forward, backward = fault(1, FORWARD, 3, 9), fault(1, BACKWARD, -3, -9)
+    assert min(fault(2, FORWARD, 0, 0), forward) is forward
     assert min(backward, forward) is forward
-    assert min(place(1, FORWARD, 2, 50), forward).chunk == 2, "an earlier stage sends it on"
-    assert min(place(1, BACKWARD, -2, -1), backward) is backward, "in backward the later stage does"
-    assert min(place(0, FORWARD, 7, 7), forward).microbatch == 0, "a weight was there before"
+    assert min(fault(1, FORWARD, 2, 50), forward).chunk == 2, "an earlier stage sends it on"
+    assert min(fault(1, BACKWARD, -2, -1), backward) is backward, "in backward the later stage does"
+    assert min(fault(0, FORWARD, 7, 7), forward).microbatch == 0, "a weight was there before"
     # position in a model: a child before its parent in both directions
     model = Model()
     model.blocks[1].second.forward_plant = NAN
     child = look(model)
-    sent = place(1, FORWARD, 0, 0)
+    sent = fault(1, FORWARD, 0, 0)
     assert sent < child
     # whole searches on two stages
     for plant, first in (("forward_plant", 0), ("backward_plant", 1)):

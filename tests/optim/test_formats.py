@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_trainer.optim.formats import FORMATS, decode, encode, join, scale_for, split
-from moe_trainer.optim.kept import Kept, Place
+from moe_trainer.optim.kept import Devices, Kept
 
 CPU = torch.device("cpu")
 SCALED = ("fp16", "fp8")
@@ -98,7 +98,7 @@ def test_remainders_lose_nothing():
 def test_kept_spans(name, apart):
     """Spans with a gap; ranges that begin and end inside of them; loading in fp32."""
     spans = [(10, 40), (48, 112), (112, 130)]
-    kept = Kept(8, 130, FORMATS[name], spans, Place(CPU, CPU, apart))
+    kept = Kept(8, 130, FORMATS[name], spans, Devices(CPU, CPU, apart))
     assert kept.num_bytes == 122 * FORMATS[name].bytes + (12 if name in SCALED else 0)
     expected = torch.zeros(130)
     for (start, stop), gain in zip(spans, (1.0, 1e6, 1e-6)):
@@ -123,6 +123,6 @@ def test_kept_spans(name, apart):
 
 @pytest.mark.parametrize("name", SCALED)
 def test_a_part_of_a_span_cannot_be_closed(name):
-    kept = Kept(0, 20, FORMATS[name], [(0, 20)], Place(CPU, CPU))
+    kept = Kept(0, 20, FORMATS[name], [(0, 20)], Devices(CPU, CPU))
     with pytest.raises(AssertionError, match="no span"):
         kept.close(0, 10, torch.ones(10))
