@@ -1,11 +1,13 @@
-"""torchrun, with the exit code of the ranks: torchrun itself says 1 whatever theirs was, and 75 asks to be started again.
+"""torchrun, with the exit code of the ranks: torchrun itself says 1 whatever theirs was, and 75 asks to be started again. And with their
+last words: where a user can mend it, what to mend stands last, and not above torchrun's own report.
 
     python scripts/torchrun.py TORCHRUN_OPTIONS pretrain_moe.py FLAGS
 """
 
 import sys
+from collections.abc import Mapping
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
 AGAIN = 75
@@ -24,8 +26,18 @@ def exit_code(codes: set[int]) -> int:
     return own[0] if own else 128 + killed[0]
 
 
+def last_words(failures: Mapping[int, ProcessFailure], code: int) -> str | None:
+    """What the first rank that left with the job's code wrote of the reason (pretrain_moe.py does for what a user can mend). None: nothing."""
+    told = (failure.message for _, failure in sorted(failures.items()) if failure.exitcode == code)
+    return next((message["message"] for message in told if isinstance(message, dict) and "message" in message), None)
+
+
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except ChildFailedError as error:
-        sys.exit(exit_code({failure.exitcode for failure in error.failures.values()}))
+        code = exit_code({failure.exitcode for failure in error.failures.values()})
+        reason = last_words(error.failures, code)
+        if reason is not None:
+            print(f"the run has ended with exit code {code}: {reason}", file=sys.stderr, flush=True)
+        sys.exit(code)

@@ -81,5 +81,6 @@ def test_under_a_launcher_one_rank_tells_it(launcher, tmp_path):
     assert ended.stderr.count("pretrain_moe.py: 1 problem with the arguments:") == 1, ended.stderr
     if "scripts" in launcher[0]:
         assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+        assert ended.stderr.endswith("the run has ended with exit code 2: 1 problem with the arguments:\n  - --lr abc: the value must be a number\n")
     else:  # its own traceback and code 1 cannot be helped; its report, which stands last, gives the reason
         assert "--lr abc: the value must be a number" in ended.stderr[ended.stderr.index("Root Cause"):], ended.stderr
