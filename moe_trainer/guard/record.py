@@ -13,7 +13,7 @@ been damaged afterwards, which `Record.open` finds (sizes and digests of all fil
 
 Traces do not depend on the mapping. Of a layer's output every token keeps 8 projections on fixed random signs and its norm, computed in
 fp64 and kept in fp32 (36 bytes); a difference between two outputs shows in the projections with its own norm (on average: the signs are
-independent), so that a relative distance can be told without the output itself. A rank writes the rows that it holds, and which positions
+independent), so that a relative distance can be told without the output itself. Of a choice of experts there is also how clear it was. A rank writes the rows that it holds, and which positions
 of which samples they are; readers put them together in the order of the global batch. Kept outputs, rejected: H / 9 times the size.
 """
 
@@ -39,7 +39,7 @@ _OWN_HASH = "blake2b"
 HEAD, WEIGHTS, GRADIENTS = "record.json", "weights.safetensors", "gradients.safetensors"
 SIGNS = 8
 """Projections of a token."""
-SAMPLES, TRACE, CHOICE, BATCH, SCALING = "samples", "trace/", "choice/", "batch/", "scaling/"
+SAMPLES, TRACE, CHOICE, MARGIN, BATCH, SCALING = "samples", "trace/", "choice/", "margin/", "batch/", "scaling/"
 _POSITIONS = "positions/"
 _CHUNK = 2**24
 

@@ -36,6 +36,7 @@ from moe_trainer.moe.balancing import (
     scores_and_counts,
 )
 from moe_trainer.moe.finermoe import choose_slices
+from moe_trainer.moe.margin import choice_margin, in_best_groups
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
@@ -78,12 +79,7 @@ def group_limited_topk(scores_TE: Tensor, topk: int, num_groups: int, group_topk
     A group's score is the sum of its top (topk // group_topk) scores.
     Source: DeepSeek-V2, section 2.1.3; DeepSeek-V3, section 2.1.2.
     """
-    scores_TGM = scores_TE.view(scores_TE.shape[0], num_groups, -1)
-    group_scores_TG = scores_TGM.topk(topk // group_topk, dim=-1)[0].sum(-1)
-    best_TG = group_scores_TG.topk(group_topk, dim=-1, sorted=False)[1]
-    outside_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, best_TG, False)
-    masked_TE = scores_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(1)
-    return masked_TE.topk(topk, dim=-1)[1]
+    return in_best_groups(scores_TE, topk, num_groups, group_topk)[1].topk(topk, dim=-1)[1]
 
 
 Once = Callable[[Callable[[], Tensor]], Tensor]
@@ -348,6 +344,13 @@ class TopKRouter(nn.Module):
             once=self.activations.once,
             grid=self.grid,
         )
+
+    def margin(self, logits_TE: Tensor) -> Tensor | None:
+        """`choice_margin` of a microbatch's tokens; None where a choice is no order of a token's own scores."""
+        moe = self.moe
+        if self.grid is not None or moe.moe_router_load_balancing_type == "sinkhorn":
+            return None
+        return choice_margin(logits_TE, self.topk, moe.moe_router_score_function, moe.moe_router_num_groups, moe.moe_router_group_topk, self.expert_bias)
 
     def _losses(self, logits_TE: Tensor, shape: torch.Size) -> Tensor:
         """Count the losses; returns their gradient."""

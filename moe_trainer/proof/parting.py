@@ -6,8 +6,12 @@ follows usually follows from it.
 
 Distances are relative. Of a token's output: the norm of the difference, estimated from its projections (guard/record.py), over the norm of
 the output, or a tenth of the mean norm where the output is small. Of a gradient: norm of the difference over its norm. Of choices: the
-share of tokens whose experts differ, which may be none; where their logits agree within the tolerance it was a near tie, and rounding
-decided.
+share of tokens whose experts differ, which may be none.
+
+Near ties are no parting. A token whose experts differ had one if its logits agree within the tolerance and the chosen led by no more than
+rounding of that size can turn (`_TURNS` deviations of a logit's difference): then rounding decided. What that token puts out in this layer,
+and in later ones all that may attend to it, is not judged but counted. Losses and gradients are of all tokens: if they part behind near ties, that is said. Records without
+margins (older ones, Sinkhorn's and FineRMoE's choices) know no near ties.
 """
 
 from __future__ import annotations
@@ -23,10 +27,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moe_trainer.guard.record import CHOICE, GRADIENTS, SIGNS, TRACE, Record
+from moe_trainer.guard.record import CHOICE, GRADIENTS, MARGIN, SIGNS, TRACE, Record
 from moe_trainer.proof.compare import execution_order
 
 _SMALL = 0.1
+_TURNS = 6.0
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)(?:\.(.*))?$")
 _INSIDE = ("embedding", "self_attention", "mlp.router.logits", "mlp.router", "mlp.router.probs", "mlp")
 
@@ -65,13 +70,17 @@ def coarser(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """One quantity of both records: how far it is apart (`size`), what is allowed, and where: first, and how many are."""
+    """One quantity of both records: how far it is apart (`size`), what is allowed, and where: first, and how many are.
+
+    ties: of choices, the tokens for which rounding chose.
+    """
 
     kind: str
     name: str
     size: float
     allowed: float
     where: str = ""
+    ties: int = 0
 
     @property
     def parts(self) -> bool:
@@ -98,18 +107,29 @@ def _forward(one: Record, other: Record, allowed: Tolerances) -> Iterator[Part]:
     mine, theirs = ({*record.names(TRACE)} for record in (one, other))
     chosen = {*one.names(CHOICE)} & {*other.names(CHOICE)}
     logits: dict[str, Tensor] = {}
+    tied = torch.zeros(one.head["samples"], one.head["seq_length"], dtype=torch.bool)
+    layer = None
     for name in sorted(mine | theirs | chosen, key=place_of):
+        if layer != (layer := place_of(name)[:2]):
+            tied = tied.long().cummax(1)[0].bool()  # those behind it attend to it
         if name in chosen:
-            yield _choices(one, other, name, logits.pop(name, None), allowed)
+            near = _near_ties(one, other, name, logits.pop(name, None), allowed)
+            yield _choices(one, other, name, near, tied)
+            tied |= near
             continue
         kind = "token losses" if name == "loss" else "output"
         if name not in mine & theirs:
             yield Part(kind, name, math.inf, allowed.output, f"only in {(one if name in mine else other).folder}")
             continue
         apart = distances(one.joined(f"{TRACE}{name}"), other.joined(f"{TRACE}{name}"))
+        behind = int((tied & (apart > allowed.output)).sum())
+        apart = apart.masked_fill(tied, 0.0)
         if name.endswith(".router.logits"):
             logits[name.removesuffix(".logits")] = apart
-        yield Part(kind, name, apart.max().item(), allowed.output, _tokens(one, apart > allowed.output))
+        where = _tokens(one, apart > allowed.output)
+        if behind:
+            where += f"{'; ' if where else ''}not judged, behind near ties: {behind} tokens"
+        yield Part(kind, name, apart.max().item(), allowed.output, where)
 
 
 def place_of(name: str) -> tuple:
@@ -135,15 +155,31 @@ def distances(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(same, 0.0, apart.nan_to_num(nan=math.inf))
 
 
-def _choices(one: Record, other: Record, name: str, logits: Tensor | None, allowed: Tolerances) -> Part:
-    """Tokens for which a router has chosen other experts."""
-    differ = (one.joined(f"{CHOICE}{name}") != other.joined(f"{CHOICE}{name}")).any(-1)
-    where = _tokens(one, differ)
-    if bool(differ.any()) and logits is not None:
-        ties = int((differ & (logits <= allowed.output)).sum())
-        dropped = one.head["dropped_tokens"] or other.head["dropped_tokens"]
-        where += f"; for {ties} of them the logits agree within {allowed.output:.0e}: {'dropped otherwise, or near ties' if dropped else 'near ties'}"
-    return Part("chosen experts", name, differ.double().mean().item(), 0.0, where)
+def _differ(one: Record, other: Record, name: str) -> Tensor:
+    """Tokens [samples, S] for which a router has chosen other experts."""
+    return (one.joined(f"{CHOICE}{name}") != other.joined(f"{CHOICE}{name}")).any(-1)
+
+
+def _near_ties(one: Record, other: Record, name: str, logits: Tensor | None, allowed: Tolerances) -> Tensor:
+    """Of those, the ones for which rounding chose. logits: how far the router's are apart."""
+    differ = _differ(one, other, name)
+    margins = [record.joined(f"{MARGIN}{name}")[..., 0].double() for record in (one, other) if name in record.names(MARGIN)]
+    if logits is None or not margins or not bool(differ.any()):
+        return torch.zeros_like(differ)
+    margin = torch.stack(margins).amin(0)
+    return differ & (logits <= allowed.output) & (margin <= _TURNS * logits + torch.finfo(torch.float32).eps)
+
+
+def _choices(one: Record, other: Record, name: str, near: Tensor, tied: Tensor) -> Part:
+    """Tokens for which a router has chosen other experts. near: near ties; tied: tokens that had some before."""
+    differ = _differ(one, other, name) & ~tied
+    ties, others = int((differ & near).sum()), differ & ~near
+    where = _tokens(one, others)
+    if bool(others.any()) and (one.head["dropped_tokens"] or other.head["dropped_tokens"]):
+        where += "; dropped otherwise, or a fault"
+    if ties:
+        where += f"{'; ' if where else ''}near ties: {ties} of {differ.numel()} tokens"
+    return Part("chosen experts", name, others.double().mean().item(), 0.0, where, ties)
 
 
 def _tokens(record: Record, which: Tensor) -> str:

@@ -12,6 +12,7 @@ from moe_trainer.proof.parting import TOLERANCES, Part, arithmetic_of, coarser
 _MOST = 12
 """Rows of one kind that are shown of those that part."""
 _WIDTH = 84  # of a name
+_OF_ALL_TOKENS = frozenset({"loss", "gradient", "gradient norm"})
 
 
 def run_in_words(head: Mapping[str, Any]) -> str:
@@ -42,6 +43,10 @@ def head_lines(one: Record, other: Record, notes: Sequence[str]) -> Iterator[str
 def first_lines(parts: Sequence[Part], again: Mapping[tuple[str, str], float] | None) -> Iterator[str]:
     """The first quantity that parts. again: what the recorded flags, run again here, give by (kind, name); None if they were not run."""
     first = next((part for part in parts if part.parts), None)
+    ties = [part for part in parts if part.ties]
+    if ties:
+        yield (f"near ties of the routing: {sum(part.ties for part in ties)} tokens, first in {ties[0].name}: rounding chose other experts for them; "
+               "what follows from that is not judged")
     if first is None:
         worst = max((part.size for part in parts), default=0.0)
         yield f"equal: {len(parts)} quantities within their tolerances" + ("" if worst else ", bit for bit as far as is recorded")
@@ -50,6 +55,8 @@ def first_lines(parts: Sequence[Part], again: Mapping[tuple[str, str], float] | 
     yield f"  apart by {first.size:.3g} (allowed {first.allowed:.0e})" + (f"; {first.where}" if first.where else "")
     if again is not None:
         yield f"  the recorded flags again, on this machine: {again.get((first.kind, first.name), 0.0):.3g}"
+    if any(parts.index(part) < parts.index(first) for part in ties):
+        yield "  near ties come before it, and may be all of the reason" if first.kind in _OF_ALL_TOKENS else "  near ties come before it, of other tokens"
     count = sum(part.parts for part in parts)
     yield f"  it is the first of {count} of {len(parts)} quantities that part; those before it are equal"
 

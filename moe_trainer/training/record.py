@@ -29,6 +29,7 @@ from moe_trainer.guard import record
 from moe_trainer.guard.beginning import Beginning
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, gather_named, gradient_of
+from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel import collectives
 from moe_trainer.run import Run, TrainState, layers_of
 from moe_trainer.training.agreement import sent_by_all
@@ -222,7 +223,7 @@ class Witness:
                 self._watch(chunk, layer.self_attention, [f"{each}.self_attention" for each in passes])
                 self._watch(chunk, layer.mlp, [f"{each}.mlp" for each in passes])
                 if layer.is_moe:
-                    layer.mlp.router.recorder = _Routes(self, [f"{each}.mlp.router" for each in passes], layer.mlp.router.recorder)
+                    layer.mlp.router.recorder = _Routes(self, [f"{each}.mlp.router" for each in passes], layer.mlp.router)
             if chunk.decoder.final_layernorm is not None:
                 self._watch(chunk, chunk.decoder.final_layernorm, ["decoder.final_layernorm"])
             for depth, layer in enumerate([] if chunk.mtp is None else chunk.mtp.layers):
@@ -290,8 +291,8 @@ class Witness:
 class _Routes:
     """Stands where a router's list of microbatches would: keeps their traces and choices, and hands them on."""
 
-    def __init__(self, witness: Witness, names: Sequence[str], further: list | None):
-        self.witness, self.names, self.further = witness, names, further
+    def __init__(self, witness: Witness, names: Sequence[str], router: TopKRouter):
+        self.witness, self.names, self.router, self.further = witness, names, router, router.recorder
 
     def append(self, route: Mapping[str, Tensor]) -> None:
         """Take a microbatch: logits, probs and map, [T, E] with token s * B + b."""
@@ -302,6 +303,9 @@ class _Routes:
             witness.trace(f"{name}.{what}", route[what].reshape(-1, micro, route[what].shape[-1]))
         chosen = route["map"].reshape(-1, micro, route["map"].shape[-1])
         witness.add(name, record.pack(chosen), record.CHOICE)
+        margin_T = self.router.margin(route["logits"])
+        if margin_T is not None:
+            witness.add(name, margin_T.reshape(-1, micro, 1), record.MARGIN)
         if self.further is not None:
             self.further.append(route)
 

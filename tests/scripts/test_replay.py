@@ -18,6 +18,7 @@ from moe_trainer.guard import record, rejection
 from moe_trainer.guard.record import Record
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.moe.layer import MoELayer
+from moe_trainer.moe.router import TopKRouter
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "replay.py"
 MODEL = (
@@ -158,7 +159,27 @@ def test_what_a_mapping_drops_is_said(tmp_path, replay):
     folder = recorded(tmp_path, "--moe-expert-capacity-factor", "1.0", "--tensor-model-parallel-size", "2", "--sequence-parallel", ranks=2)
     code, out, err = replay(folder, "--one-process")
     assert code == 1 and "cannot be equal: --moe-expert-capacity-factor: a capacity counts the tokens of one rank" in out, out + err
-    assert "the first tensor that parts: chosen experts of decoder.layers.1.mlp.router" in out and "dropped otherwise, or near ties" in out
+    assert "the first tensor that parts: chosen experts of decoder.layers.1.mlp.router" in out and "dropped otherwise, or a fault" in out
+
+
+MANY_TOKENS = "--bf16 --num-experts 8 --seq-length 64 --max-position-embeddings 64 --global-batch-size 16".split()
+
+
+def test_a_near_tie_is_no_fault_and_a_fault_no_near_tie(tmp_path, replay, monkeypatch):
+    folder = recorded(tmp_path, *MANY_TOKENS)
+    _, out, err = replay(folder, "--fp32")
+    assert "near ties of the routing: " in out and "not judged, behind near ties" in out, out + err
+    assert "chosen experts: 2, 0 part" in out and "that parts: chosen experts" not in out, out
+    right = TopKRouter._route
+
+    def wrong(self, logits_TE):
+        probs_TE, routing_TE = right(self, logits_TE)
+        return probs_TE, routing_TE.index_put((torch.tensor(5),), routing_TE[5].roll(3))
+
+    monkeypatch.setattr(TopKRouter, "_route", wrong)
+    code, out, err = replay(folder)
+    assert code == 1 and "the first tensor that parts: chosen experts of decoder.layers.1.mlp.router\n" in out, out + err
+    assert "tokens, first in decoder.layers.1" not in out and "token 2; 8 of 1024 tokens" in out, out
 
 
 EVEN = "--num-layers 4 --moe-layer-freq 1 "
