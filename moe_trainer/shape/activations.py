@@ -98,7 +98,8 @@ class _Layer:
         yield from self._dropout("self_attention")
         yield from self.norm("mlp_norm", "pre_mlp_layernorm", self.rows, self.hidden, self.residual)
         region = "moe" if self.is_moe else "mlp"
-        if not discards:
+        # routed experts read this rank's rows, a copy; all of them are read by shared experts and by a region that runs again
+        if not discards and (not self.is_moe or self.own == self.rows or region in self.parts or self.moe.moe_shared_expert_intermediate_size):
             yield Kept("pre_mlp.normed", (self.rows, self.hidden), self.size)
         if region in self.parts:
             yield from self.tape() if self.is_moe else ()

@@ -180,6 +180,8 @@ def test_the_list_on_two_ranks():
     cases = [(latent, mapping, how) for mapping in RANKS.values() for how in hows]
     cases.append((latent, RANKS["tp2"], f"{hows[-1]} --distribute-saved-activations"))
     cases += [(f"{DELTA} --moe-shared-expert-intermediate-size 40", mapping, how) for mapping in RANKS.values() for how in ("", f"{SELECTIVE} gdn_norm_out layernorm")]
+    cases += [("", mapping, how) for mapping in (RANKS["tp2"], RANKS["tp2 sp"], f"{RANKS['tp2']} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2")
+              for how in ("", f"{SELECTIVE} layernorm", f"{SELECTIVE} moe")]
     gathered = f"{RANKS['cp2 ring']} --cp-comm-type allgather"
     cases += [(f"{latent} {SPARSE}", mapping, how) for mapping in (RANKS["tp2 sp"], RANKS["tp2"], gathered) for how in hows[:3]]
     for results in run_ranks(_on_ranks, 2, cases, timeout=120.0):
