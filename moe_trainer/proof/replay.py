@@ -30,7 +30,7 @@ from moe_trainer.guard.record import Record
 from moe_trainer.initialize import Runtime, make_groups, set_arithmetic, set_seeds
 from moe_trainer.place import Place
 from moe_trainer.proof import low_precision
-from moe_trainer.proof.shrink import NOT_IN_REFERENCE
+from moe_trainer.proof.carried import NOT_IN_REFERENCE
 from moe_trainer.run import Run, TrainState, build_run
 from moe_trainer.training.record import AXES, record_iteration
 

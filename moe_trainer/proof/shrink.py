@@ -16,7 +16,6 @@ import os
 from collections.abc import Iterable
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from arguments.container import OPTIONS
 from arguments.parse import understand
@@ -24,8 +23,9 @@ from arguments.rules.facts import as_list, gather
 from arguments.rules.layout_grammar import read_layout
 from arguments.settings import Settings, Violation
 from arguments.spelling import flags_of
-from arguments.standing import LATER, PART_OF, standing_of
+from arguments.standing import LATER, PART_OF
 from moe_trainer.proof import low_precision, sizes
+from moe_trainer.proof.carried import NOISE, NOT_IN_REFERENCE, carried
 from moe_trainer.proof.mapping import NAMES, Mapping, Wanted, shrink_mapping
 
 STEPS = 3
@@ -34,64 +34,6 @@ LARGE_EPSILON = 1e-2
 VOCAB = 120
 
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-
-# destinations that are set anew, or that only make sense beside the user's own sizes
-_REPLACED = frozenset(
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
-    "max_position_embeddings make_vocab_size_divisible_by window_size q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
-    "v_head_dim mtp_num_layers init_method_std embedding_init_method_std hidden_dropout attention_dropout num_experts moe_layer_freq "
-    "moe_latent_size finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion finermoe_output_expansion "
-    "moe_use_upcycling moe_upcycling_granularity moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk "
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "expert_tensor_parallel_size sequence_parallel decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-    "pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
-    "microbatch_group_size_per_vp_stage account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split mtp_standalone "
-    "cp_comm_type hierarchical_context_parallel_sizes num_distributed_optimizer_instances ddp_bucket_size micro_batch_size "
-    "global_batch_size train_iters train_samples lr min_lr lr_decay_style adam_eps decoupled_lr decoupled_min_lr seq_length "
-    "recompute_num_layers overlap_p2p_comm align_param_gather overlap_moe_expert_parallel_comm delay_wgrad_compute "
-    "linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
-    "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff "
-    "no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl pipeline_schedule".split()
-)
-_KEPT_TRAINING = frozenset(
-    "calculate_per_token_loss recompute_granularity recompute_method recompute_modules distribute_saved_activations seed "
-    "fine_grained_activation_offloading offload_modules activation_offload_fraction delta_offload_bytes_across_pp_ranks "
-    "fine_grained_offloading_max_inflight_offloads".split()
-)
-_KEPT_OPTIMIZER = frozenset(
-    "optimizer adam_beta1 adam_beta2 sgd_momentum clip_grad weight_decay apply_wd_to_qk_layernorm use_precision_aware_optimizer exp_avg_dtype "
-    "exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d chunked_optimizer_state_offload "
-    "optimizer_state_offload_fraction lion_beta1 lion_beta2 muon_momentum muon_nesterov muon_split_qkv muon_scale_mode "
-    "muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_scalar_optimizer".split()
-)
-_KEPT_DATA = frozenset(
-    "reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking create_attention_mask_in_dataloader".split()
-)
-_KEPT = MappingProxyType({"training": _KEPT_TRAINING, "optimizer": _KEPT_OPTIMIZER, "data": _KEPT_DATA, "output": ("ckpt_format",),
-                          "precision": ("fp4", "logit_dtype", *low_precision.KEPT)})
-_MACHINE = frozenset(
-    "distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init local_rank world_size on_missing_backend "
-    "triton_kernels "
-    "fake_process_group pipeline_model_parallel_comm_backend grad_reduce_in_bf16 ddp_pad_buckets_for_high_nccl_busbw "
-    "megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype fp32_residual_connection".split()
-)
-NOT_IN_REFERENCE = frozenset(
-    "recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations bf16 ckpt_format "
-    "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_offload_fraction cpu_offloading_num_layers "
-    "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads "
-    "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d chunked_optimizer_state_offload "
-    "optimizer_state_offload_fraction moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm "
-    "moe_expert_rank_capacity_factor moe_clone_hot_experts moe_paged_stash moe_paged_stash_page_size "
-    "moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu fp8_param_gather".split()
-)
-_NOISE = MappingProxyType({
-    "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,
-    "moe_router_force_biased": None,
-})  # fmt: skip
-# old spellings whose meaning stands in these, derived
-_FROM_OLD = frozenset("moe_router_padding_for_quantization position_embedding_type moe_flex_dispatcher_backend apply_wd_to_qk_layernorm recompute_granularity "
-                      "recompute_method recompute_num_layers recompute_modules".split())
-
 
 @dataclass(frozen=True)
 class Case:
@@ -260,7 +202,7 @@ def _choose(s: Settings, original: Mapping, ranks: int, notes: list[str]) -> lis
 
 def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str], quantized: bool = True) -> Case:
     """One small command line for one mapping."""
-    values = _carried(s) if quantized else {**_carried(s), **low_precision.NONE, **dict.fromkeys(low_precision.ROWS)}
+    values = carried(s) if quantized else {**carried(s), **low_precision.NONE, **dict.fromkeys(low_precision.ROWS)}
     values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
     layers = values["num_layers"]
     values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers) | _steady(s)
@@ -315,20 +257,6 @@ def make_case(mapping: Mapping, values: MappingOf[str, object], force_fp32: bool
     return Case(mapping, tuple(argv), tuple(reference), force_fp32)
 
 
-def _carried(s: Settings) -> dict[str, object]:
-    """The user's flags that keep their value: those that act and that are neither sizes nor outputs nor of the machine."""
-    values = {}
-    for dest, option in OPTIONS.items():
-        derived = dest in _FROM_OLD and s.source[dest] == "derived"
-        if not (s.given(dest) or derived) or dest in _REPLACED or dest in _MACHINE or dest in _NOISE:
-            continue
-        if option.section in _KEPT and dest not in _KEPT[option.section]:
-            continue
-        if standing_of(dest)[0] == "acts" and s.values[dest] != s.default(dest):
-            values[dest] = s.values[dest]
-    return values
-
-
 def _ranks(s: Settings, new: Mapping, notes: list[str]) -> dict[str, object]:
     """The mapping's own flags, and those that need one of its dimensions."""
     values = dict(zip(_SIZES, (new.tp, new.cp, new.pp, new.ep)))
@@ -371,7 +299,7 @@ def _patterns(s: Settings, values: MappingOf[str, object], layers: int) -> dict[
 
 def _steady(s: Settings) -> dict[str, object]:
     """Random data, no noise, initial weights and a learning rate at which a mistake shows within three steps."""
-    values = {dest: value for dest, value in _NOISE.items() if dest.endswith("dropout")}
+    values = {dest: value for dest, value in NOISE.items() if dest.endswith("dropout")}
     if s.decoupled_lr is not None:
         values["decoupled_lr"] = 2 * LEARNING_RATE
     if s.experimental_attention_variant == "gdn":
@@ -398,7 +326,7 @@ def _note_changes(s: Settings, notes: list[str]) -> None:
         notes.append(f"{s.shown('dsa_indexer_loss_coeff')}: 1, so that indexers move within three steps as the model does")
     if s.given("embedding_init_method_std"):
         notes.append(f"{s.flag('embedding_init_method_std')}: embeddings begin like all other weights")
-    noise = [s.shown(dest) for dest, still in _NOISE.items() if s.values[dest] not in (still, 0.0, None, False)]
+    noise = [s.shown(dest) for dest, still in NOISE.items() if s.values[dest] not in (still, 0.0, None, False)]
     if noise:
         notes.append(f"{', '.join(noise)}: off, since random numbers are drawn per rank")
     if s.values["cuda_graph_impl"] != "none":
