@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from moe_trainer.shape.activations import budget_rows
+from moe_trainer.shape.feed_forward_kept import budget_rows
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,9 @@ from moe_trainer.planner.links import kept_share
 from moe_trainer.planner.params import Held, LayerParams
 from moe_trainer.planner.state import stage_states
 from moe_trainer.shape import deferral
-from moe_trainer.shape.activations import INDEX, WIDE, Kept, chunk_activations, layer_activations
+from moe_trainer.shape.activations import chunk_activations, layer_activations
 from moe_trainer.shape.full_sharding import strategy_of
+from moe_trainer.shape.kept import INDEX, WIDE, Kept
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
 from moe_trainer.shape.library_products import quantised_by_library

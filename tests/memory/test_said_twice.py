@@ -5,13 +5,13 @@ import torch
 
 from moe_trainer.memory.offload import Offload
 from moe_trainer.ops import attention
-from moe_trainer.shape import activations
+from moe_trainer.shape import attention_kept
 from moe_trainer.shape.parts import is_offloaded
 
 
 def test_limits_of_attention():
-    assert activations.BLOCKED_MAX_LENGTH == attention.BLOCKED_MAX_LENGTH
-    assert activations.QUERY_BLOCK == attention.QUERY_BLOCK
+    assert attention_kept.BLOCKED_MAX_LENGTH == attention.BLOCKED_MAX_LENGTH
+    assert attention_kept.QUERY_BLOCK == attention.QUERY_BLOCK
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.3, 1 / 3, 0.5, 0.7, 0.9, 1.0])
