@@ -7,17 +7,19 @@ a mount namespace that belongs to one case and goes with it; hosts are network n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,10 +79,11 @@ def term(_: object) -> None:
 
 
 def storm(_: object) -> None:
-    """A hundred SIGTERM, a few milliseconds apart, from outside."""
-    subprocess.Popen(["sh", "-c", f"for i in $(seq 100); do kill -TERM {os.getpid()}; sleep 0.003; done"],
-                     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(0.1)
+    """A hundred SIGTERM, a few milliseconds apart, from outside; the rank goes on when the first has come."""
+    once = f"kill -TERM {os.getpid()} || exit"
+    sender = subprocess.Popen(["sh", "-c", f"{once}; echo sent; exec >/dev/null; for i in $(seq 99); do sleep 0.003; {once}; done"],
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    sender.stdout.readline()
 
 
 def fill(_: object) -> None:
@@ -238,7 +241,12 @@ def run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike, 
 
     hosts: network namespaces of the ranks, of which the first has the address 10.77.0.1. Raises: TimeoutError.
     """
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1" if hosts else "127.0.0.1", "MASTER_PORT": str(_free_port()),
+    with reserved_port() as port:
+        return _run_ranks(argv, folder, world, strikes, hosts, patience, port)
+
+
+def _run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike, ...], hosts: tuple[str, ...], patience: float, port: int) -> Ended:
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1" if hosts else "127.0.0.1", "MASTER_PORT": str(port),
               "OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "eth0"} if hosts else {})}
     context = multiprocessing.get_context("fork")
     logs = [(folder / f"out{rank}", folder / f"err{rank}") for rank in range(world)]
@@ -292,12 +300,17 @@ def _main(argv: list[str], folder: Path, env: dict[str, str], strikes: tuple[Str
     os._exit(code)
 
 
-def _free_port() -> int:
-    import socket
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port of this host for the store of a job, which is free and given to nobody else for as long as the context lasts.
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    A socket is bound to it that never listens: the system passes it over when it gives out ports, and the store may listen there
+    all the same, since both say SO_REUSEADDR.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 # ---- disks and hosts

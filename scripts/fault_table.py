@@ -252,9 +252,10 @@ def run_faults(faults: list[Fault], folder: Path, jobs: int = 1, tell=print) -> 
             number, fault = waiting.pop(0)
             running[number] = run_apart(fault, folder / f"case{number}", folder / f"undisturbed{fault.world}")
         for number, (process, pipe) in list(running.items()):
+            ended = not process.is_alive()  # asked first: what it sent before its end is in the pipe then
             if pipe.poll(0.05):
                 rows[number] = pipe.recv()
-            elif not process.is_alive():
+            elif ended:
                 rows[number] = Row(faults[number], problems=[f"the case died with {process.exitcode}"])
             if number in rows:
                 process.join()

@@ -5,23 +5,26 @@ exit code, without the three seconds of CPU in which every interpreter imports t
 begin interpreters of their own, which forked ranks cannot stand for: imports, interpreter shutdown, string hashes that differ by rank.
 """
 
+import contextlib
 import gc
 import json
 import logging
 import multiprocessing
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from scripts.fault_ranks import reserved_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -44,11 +47,15 @@ def environment(**extra: str) -> dict[str, str]:
     return env
 
 
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+@contextlib.contextmanager
+def rank_variables(world_size: int) -> Iterator[list[dict[str, str]]]:
+    """torchrun's variables for the ranks of one job on this machine, by rank; the port is theirs as long as the context lasts."""
+    if world_size == 1:
+        yield [{}]
+        return
+    with reserved_port() as port:
+        common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        yield [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(world_size)]
 
 
 def start(argv: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen:
@@ -59,18 +66,15 @@ def start(argv: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen:
     )
 
 
-def run(argv: list[str], cwd: Path, world_size: int = 1, timeout: float = 300.0, apart: bool = False, **env: str) -> Finished:
+def run(argv: list[str], cwd: Path, world_size: int = 1, timeout: float = 600.0, apart: bool = False, **env: str) -> Finished:
     """Run `pretrain_moe.py argv` on `world_size` ranks; returns the first failing rank's result, else all output.
 
     The ranks have torchrun's variables, without torchrun itself, which costs seconds a time. apart: each is a command of its own; so it
     is where there is a GPU, which a forked process could not use.
     """
-    if world_size == 1:
-        envs = [environment(**env)]
-    else:
-        common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        envs = [environment(RANK=str(rank), LOCAL_RANK=str(rank), **common, **env) for rank in range(world_size)]
-    results = (_commands if apart or torch.cuda.is_available() else _forks)(argv, cwd, envs, timeout)
+    with rank_variables(world_size) as ranks:
+        envs = [environment(**variables, **env) for variables in ranks]
+        results = (_commands if apart or torch.cuda.is_available() else _forks)(argv, cwd, envs, timeout)
     failed = [result for result in results if result.returncode != 0]
     if failed and failed[0].returncode == 2:  # any of the ranks that find the same wrong says so
         return Finished(2, failed[0].stdout, "".join(result.stderr for result in failed if result.returncode == 2))
@@ -140,13 +144,14 @@ def _fork_main(argv: list[str], cwd: Path, env: dict[str, str], out: Path, err: 
     os._exit(code)
 
 
-def torchrun(argv: list[str], cwd: Path, world_size: int, timeout: float = 300.0) -> Finished:
+def torchrun(argv: list[str], cwd: Path, world_size: int, timeout: float = 600.0) -> Finished:
     """Run `torchrun --nproc-per-node world_size pretrain_moe.py argv`, as a user does."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--master-port", str(free_port())]
-    done = subprocess.run(
-        [*launcher, str(REPOSITORY / "pretrain_moe.py"), *argv],
-        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False,
-    )
+    with reserved_port() as port:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--master-port", str(port)]
+        done = subprocess.run(
+            [*launcher, str(REPOSITORY / "pretrain_moe.py"), *argv],
+            cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False,
+        )
     return Finished(done.returncode, done.stdout, done.stderr)
 
 

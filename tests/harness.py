@@ -25,7 +25,7 @@ class RanksFailed(AssertionError):
     """Some ranks raised, died or did not finish; the message carries every rank's traceback."""
 
 
-def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 120.0) -> list:
+def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 600.0) -> list:
     """Call `fn(rank, n, *args)` on n forked ranks with torch.distributed (gloo) initialized.
 
     Each rank uses one thread. The parent must not have used CUDA nor more than one OpenMP thread before.
@@ -47,6 +47,14 @@ def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 120.0) -> list:
     return [value for _, value in outcomes]
 
 
+def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Ask again and again. Raises: AssertionError where it is not true within `seconds`, which are for busy machines."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited in vain for {seconds:.0f} s"
+        time.sleep(0.01)
+
+
 def _join(ranks: list, timeout: float) -> set[int]:
     """Wait for all; once one has failed give the others a moment. Returns the ranks that had to be stopped."""
     deadline = time.monotonic() + timeout
@@ -54,7 +62,7 @@ def _join(ranks: list, timeout: float) -> set[int]:
     while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
         if not failed and any(process.exitcode not in (None, 0) for process in ranks):
             failed = True
-            deadline = min(deadline, time.monotonic() + 15.0)
+            deadline = min(deadline, time.monotonic() + 60.0)
         time.sleep(0.005)
     late = {rank for rank, process in enumerate(ranks) if process.is_alive()}
     for rank in late:

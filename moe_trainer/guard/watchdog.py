@@ -36,6 +36,7 @@ _READ_ALL = 64  # world size up to which everybody's note is read; above, the st
 _FIRST_ENDS = 8  # the first to end read those of their call's group, the rest what these first ones say
 _POSTS_PER_SECOND = 500  # of all ranks together
 _TICK = 0.5  # seconds: how soon a changed timeout is noticed
+_STANDSTILL = 2.0  # seconds without a posting that a busy machine may cost a living rank
 
 
 class Watchdog:
@@ -64,6 +65,16 @@ class Watchdog:
     def period(self) -> float:
         """Seconds between two postings. One store serves all ranks, so that many of them post more seldom."""
         return max(min(5.0, max(0.2, self.timeout / 60.0)), self._world_size / _POSTS_PER_SECOND)
+
+    @property
+    def standstill(self) -> float:
+        """Seconds without a new posting after which a rank is said to give no sign of life."""
+        return max(self._pause, _STANDSTILL)
+
+    @property
+    def _pause(self) -> float:
+        """Seconds between the first two looks at what the others post: time for two postings."""
+        return 2.2 * self.period
 
     @property
     def grace(self) -> float:
@@ -120,8 +131,8 @@ class Watchdog:
 
     def _linger(self) -> None:
         """Rank 0 may keep the store: it stays until the others have read it, for as long as that may take them."""
-        # they notice the end (two postings apart at most), wait out the grace, and look twice
-        deadline = time.monotonic() + self.grace + 6 * self.period + 2 * _TICK
+        # they notice the end (two postings apart at most), wait out the grace, and look at the notes
+        deadline = time.monotonic() + self.grace + 4 * self.period + self.standstill + 2 * _TICK
         try:
             self._bulletin.leave()
             while self._trace.rank == 0 and time.monotonic() < deadline and self._bulletin.have_left() < self._world_size:
@@ -192,7 +203,7 @@ class Watchdog:
     # ---- the others
 
     def _peers(self) -> str:
-        """What the other ranks are doing, in two looks at the notice board: who moves is alive."""
+        """What the other ranks are doing, from the first and the last of several looks at the notice board: who moves is alive."""
         me = self._trace.rank
         try:
             ranks = set(range(self._world_size))
@@ -201,33 +212,40 @@ class Watchdog:
                 if self._place_among_ends <= _FIRST_ENDS and self._trace.failed is not None:
                     ranks |= set(self._trace.failed.ranks)
             ranks.discard(me)
-            first = self._bulletin.read(ranks)
-            pause = 2.2 * self.period
-            time.sleep(pause)
+            first, began = self._bulletin.read(ranks), time.monotonic()
+            time.sleep(self._pause)
             second = self._bulletin.read(ranks)
+            while time.monotonic() - began < self.standstill and not all(_moves(first.get(rank), second.get(rank)) for rank in ranks):
+                time.sleep(self.period)
+                second = self._bulletin.read(ranks)
         except StoreGoneError as error:
             return f"  the others cannot be asked: the job's store (kept by rank 0, or by its launcher) is gone ({error})"
         mine = _key(self._trace.failed) if self._trace.failed is not None else ""
-        return describe(mine, sorted(ranks), first, second, pause)
+        return describe(mine, sorted(ranks), first, second)
 
 
 def _key(call: Call) -> str:
     return f"{call.operation} {call.group} {call.ranks} {call.number}"
 
 
-def describe(mine: str, ranks: list[int], first: Mapping[int, Note], second: Mapping[int, Note], pause: float) -> str:
+def _moves(first: Note | None, second: Note | None) -> bool:
+    """Whether nothing more is to be learnt of a rank: it has said that it ends, or posted anew."""
+    return second is not None and (second.state in ("ended", "failed") or first is not None and first.beat != second.beat)
+
+
+def describe(mine: str, ranks: list[int], first: Mapping[int, Note], second: Mapping[int, Note]) -> str:
     """What the ranks were doing, the guilty first, ranks in the same place on one line.
 
-    mine: the call that this rank waits in, as in Note.call. first, second: notes of two looks, `pause` seconds apart.
+    mine: the call that this rank waits in, as in Note.call. first, second: notes of two looks.
     """
     lines: dict[tuple[int, str], list[int]] = {}
     for rank in ranks:
-        lines.setdefault(_verdict(mine, first.get(rank), second.get(rank), pause), []).append(rank)
+        lines.setdefault(_verdict(mine, first.get(rank), second.get(rank)), []).append(rank)
     return "\n".join(f"  rank{'s' if len(those) > 1 else ''} {shown_ranks(those)}: {text}"
                      for (_, text), those in sorted(lines.items(), key=lambda item: item[0][0]))
 
 
-def _verdict(mine: str, first: Note | None, second: Note | None, pause: float) -> tuple[int, str]:
+def _verdict(mine: str, first: Note | None, second: Note | None) -> tuple[int, str]:
     """(order of guilt, what is known of a rank)."""
     if second is None:
         return 1, "nothing is known (it never got as far as its first note)"

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -376,6 +375,23 @@ def test_a_target_that_is_there_and_a_source_that_has_changed_are_refused(tmp_pa
     assert "belongs to another conversion" in capfd.readouterr().err
 
 
+KILLED = """
+import os, signal, sys
+from moe_trainer.checkpoint import hf_job
+from scripts import convert
+
+flush_file = hf_job.flush_file
+
+def deadly(path):
+    if len(list(path.parent.glob(".*.done"))) == 3:  # the fourth file has its bytes, and not yet its name
+        os.kill(os.getpid(), signal.SIGKILL)
+    flush_file(path)
+
+hf_job.flush_file = deadly
+convert.main(sys.argv[1:])
+"""
+
+
 @pytest.mark.parametrize("to", ["ours", "hf"])
 def test_a_conversion_that_is_killed_goes_on(to, tmp_path):
     make("qwen3_moe", num_hidden_layers=12, mlp_only_layers=[], hidden_size=64).save_pretrained(tmp_path / "hf")
@@ -384,16 +400,12 @@ def test_a_conversion_that_is_killed_goes_on(to, tmp_path):
     if to == "hf":
         source = tmp_path / "whole"
         assert run_convert(source, tmp_path / "whole_hf", "--max-shard-size", SMALL) == 0
-    command = [sys.executable, str(REPOSITORY / "scripts" / "convert.py"), str(source), str(tmp_path / "out"), "--max-shard-size", SMALL]
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), "--max-shard-size", SMALL]
     under_way = tmp_path / "out" / "release.converting" if to == "ours" else tmp_path / "out.converting"
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 120
-    while len(list(under_way.glob(".*.done"))) < 3 and time.monotonic() < deadline and process.poll() is None:
-        pass
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    killed = subprocess.run(command, env=environment(PYTHONPATH=str(REPOSITORY)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout
     done = {path.name for path in under_way.glob(".*.done")}
-    assert len(done) >= 3 and not list(tmp_path.glob("out/**/metadata.json")) + list(tmp_path.glob("out*/config.json"))
+    assert len(done) == 3 and list(under_way.glob("*.part-*")) and not list(tmp_path.glob("out/**/metadata.json")) + list(tmp_path.glob("out*/config.json"))
     (under_way / "rest.part-host-1").write_bytes(b"x")
     kept = {path: path.stat().st_mtime_ns for path in under_way.iterdir() if f".{path.name}.done" in done}
     assert run_convert(source, tmp_path / "out", "--max-shard-size", SMALL, "--workers", "2") == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import environment, free_port
+from commands import environment, rank_variables
 from train.tiny import MOCK, TINY
 
 from tests.guard import mishap as script
@@ -83,10 +83,9 @@ def ends(processes: list, victim: int, patience: float = 240.0) -> list[float]:
 
 def mishap(folder: Path, kind: str, victim: int, n: int = 2, start=Forked, mapping: str = EXPERTS) -> dict[int, str]:
     """Let it happen; returns what each other rank said about it."""
-    common = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [start([kind, str(victim), "9", *JOB, *mapping.split()], folder, {"RANK": str(rank), "LOCAL_RANK": str(rank), **common})
-                 for rank in range(n)]
-    spread = ends(processes, victim)
+    with rank_variables(n) as ranks:
+        processes = [start([kind, str(victim), "9", *JOB, *mapping.split()], folder, variables) for variables in ranks]
+        spread = ends(processes, victim)
     said = {}
     for rank, process in enumerate(processes):
         text = (folder / f"err{rank}").read_text()

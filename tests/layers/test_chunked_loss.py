@@ -100,7 +100,7 @@ def test_whole_models(monkeypatch):
     expected = [one_process(kind) for kind, _ in CASES]
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 6)
-    found = run_ranks(train_ranks, 2, [[*argv_of(kind), *flags.split()] for kind, flags in CASES], timeout=300.0)
+    found = run_ranks(train_ranks, 2, [[*argv_of(kind), *flags.split()] for kind, flags in CASES])
     for (kind, flags), reference, outcome in zip(CASES, expected, found[0], strict=True):
         differences = compare(reference, outcome)
         assert not differences, f"{kind} {flags}: " + "\n".join(map(str, differences[:5]))

@@ -152,7 +152,7 @@ LAYOUTS = (
 
 
 def test_every_dimension_equals_one_process():
-    found = run_ranks(train_ranks, 4, [_argv(kind, CLIP, flags) for _, kind, flags in LAYOUTS], timeout=300.0)
+    found = run_ranks(train_ranks, 4, [_argv(kind, CLIP, flags) for _, kind, flags in LAYOUTS])
     for (_, kind, flags), outcome in zip(LAYOUTS, found[0], strict=True):
         more = "--optimizer muon --muon-fp32-matmul-prec high" if "muon" in flags else ""
         differences = compare(one_process(kind, more), outcome)

@@ -85,7 +85,7 @@ def test_two_ranks_are_one_process_with_the_local_kit(double, kind, model, mappi
     sys.modules[PYTORCH].double = double
     one = train([*argv_of(kind), *model.split()], 0, ParallelState.single(), 1)
     assert not double.recorded.calls
-    (outcomes, called), _ = run_ranks(forked, 2, [with_te(kind, f"{model} {mapping}")], 1, timeout=300.0)
+    (outcomes, called), _ = run_ranks(forked, 2, [with_te(kind, f"{model} {mapping}")], 1)
     assert told(compare(one, outcomes[0])) == []
     assert "DotProductAttention.forward" in called and ("Linear.forward" in called) is ("zero-bubble" not in mapping)
 
@@ -97,7 +97,7 @@ def test_context_parallel_attention_is_one_process(double, monkeypatch, kind):
     monkeypatch.setattr(te_layers, "attention_problem", lambda *_: None)
     model = f"{GROUPS} 2"
     one = train([*argv_of("plain"), *model.split()], 0, ParallelState.single(), 1)
-    (outcomes, called), _ = run_ranks(forked, 2, [with_te("plain", f"{model} {CP2} --cp-comm-type {kind}")], 1, timeout=300.0)
+    (outcomes, called), _ = run_ranks(forked, 2, [with_te("plain", f"{model} {CP2} --cp-comm-type {kind}")], 1)
     assert told(compare(one, outcomes[0])) == []
     assert {"DotProductAttention.set_context_parallel_group", "DotProductAttention.forward"} <= called
 

@@ -201,7 +201,7 @@ def ranks(rank, n, argv):
 def test_two_ranks_are_one_process(double, mapping):
     sys.modules[PYTORCH].double = double
     one = train([*argv_of("plain"), *WIDE.split()], 0, ParallelState.single(), 1)
-    (outcome, called), _ = run_ranks(ranks, 2, fused(mapping), timeout=300.0)
+    (outcome, called), _ = run_ranks(ranks, 2, fused(mapping))
     assert [str(difference) for difference in compare(one, outcome)] == []
     assert "GroupedLinear.forward" in called and ("GroupedLinear.backward_dw" in called) is ("zero-bubble" in mapping)
 

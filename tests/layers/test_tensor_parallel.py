@@ -221,7 +221,7 @@ def _on_ranks(rank, n, sp):
 
 @functools.cache
 def _ranks(n: int, sp: bool) -> list[dict]:
-    return run_ranks(_on_ranks, n, sp, timeout=120.0)
+    return run_ranks(_on_ranks, n, sp)
 
 
 def _close(ours: Tensor, theirs: Tensor, what: str) -> None:
@@ -279,7 +279,7 @@ def _deferred(rank, n, sp):
 
 @pytest.mark.parametrize(("n", "sp"), [(1, False), (2, False), (2, True)])
 def test_weight_gradients_that_wait_are_the_same(n, sp):
-    reports = run_ranks(_deferred, n, sp, timeout=120.0)
+    reports = run_ranks(_deferred, n, sp)
     for name, case in CASES.items():
         _assert_equal(case, [report[name] for report in reports], _run(case, ParallelState.single(), False), sp)
 

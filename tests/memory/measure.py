@@ -1,8 +1,10 @@
 """What a forward pass leaves behind: the storages that were made in it and are still alive, whoever keeps them."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -50,13 +52,22 @@ class Left:
     tensors: list[tuple[int, tuple[int, ...], torch.dtype]]
 
 
+def others_idle() -> bool:
+    """Whether no other thread of this process has anything to do, after a moment in which it could have begun."""
+    time.sleep(0.01)
+    others = [task / "stat" for task in Path("/proc/self/task").iterdir() if int(task.name) != threading.get_native_id()]
+    return not any(path.read_text().rpartition(")")[2].split()[0] == "R" for path in others)
+
+
 def left_behind(forward: Callable[[], Tensor], copies: CountedCopies | None = None) -> tuple[Left, Tensor]:
     """Run forward; returns what it left, but for its result, and the result."""
     births = _Births()
     with births:
         result = forward()
     if dist.is_initialized():
-        time.sleep(0.2)  # gloo's threads let go of what they have sent and received a moment later
+        time.sleep(0.2)  # gloo's threads let go of what they have sent and received a moment later:
+        while not all(others_idle() for _ in range(3)):  # on a busy machine, when they get a processor
+            time.sleep(0.05)
     own = result.untyped_storage()._cdata
     hosts = {reference.cdata for reference in (copies.hosts if copies is not None else ()) if not reference.expired()}
     alive = {address: entry for address, entry in births.found.items() if not entry[0].expired() and address != own}

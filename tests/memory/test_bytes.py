@@ -184,7 +184,7 @@ def test_the_list_on_two_ranks():
               for how in ("", f"{SELECTIVE} layernorm", f"{SELECTIVE} moe")]
     gathered = f"{RANKS['cp2 ring']} --cp-comm-type allgather"
     cases += [(f"{latent} {SPARSE}", mapping, how) for mapping in (RANKS["tp2 sp"], RANKS["tp2"], gathered) for how in hows[:3]]
-    for results in run_ranks(_on_ranks, 2, cases, timeout=120.0):
+    for results in run_ranks(_on_ranks, 2, cases):
         for case, (listed, left, tensors, entries) in zip(cases, results, strict=True):
             what = f"{case}: {listed} listed, {left} left"
             assert math.isclose(listed, left, rel_tol=0.02), "\n".join([what, *map(str, tensors), *map(str, entries)])

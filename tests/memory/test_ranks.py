@@ -42,7 +42,7 @@ CASES = {
 def test_two_ranks(case):
     kind, mapping, hows = CASES[case]
     argvs = [[*argv_of(kind), *f"{mapping} {SMALL} {how}".split()] for how in ("", *hows)]
-    (plain, *others), _ = run_ranks(_train, 2, argvs, timeout=400.0)
+    (plain, *others), _ = run_ranks(_train, 2, argvs)
     for how, other in zip(hows, others, strict=True):
         for name in ("losses", "grad_norms", "dropped", "per_layer", "evaluation"):
             assert getattr(plain, name) == getattr(other, name), (how, name)

@@ -342,7 +342,7 @@ def test_whole_models_train_like_one_process(recorded, version, how):
     argv = [*argv_of("accumulation"), "--moe-shared-expert-intermediate-size", "16"]
     spread = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "flex"]
     expected = train(argv, 0, ParallelState.single(), 2)
-    outcome = run_ranks(_train_with, 2, recorded, version, [*argv, *spread, *how.split()], timeout=300.0)[0]
+    outcome = run_ranks(_train_with, 2, recorded, version, [*argv, *spread, *how.split()])[0]
     differences = compare(expected, outcome)
     assert not differences, "\n".join(map(str, differences[:8]))
 

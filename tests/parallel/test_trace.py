@@ -1,16 +1,18 @@
 """The record of what a rank waits for: names, places and errors."""
 
-import time
+import re
 from datetime import timedelta
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_ranks, wait_until
 
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.p2p import Receive, exchange
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.trace import CommunicationError, Trace, communicate, is_communication_failure
+
+TIMEOUT = 2.0
 
 
 def test_a_call_is_open_until_it_is_done_and_knows_its_place():
@@ -75,10 +77,10 @@ def test_a_call_on_the_gpu_is_open_until_the_gpu_has_done_it():
     assert trace.oldest() is None
 
 
-def one_leaves_the_other_alone(rank, n, kind):
-    ps = ParallelState.create(n, rank, timeout=timedelta(seconds=1))
+def one_leaves_the_other_alone(rank, n, kind, word):
+    ps = ParallelState.create(n, rank, timeout=timedelta(seconds=TIMEOUT))
     if rank == 0:
-        time.sleep(3)
+        wait_until(word.exists)
         return None
     x = torch.ones(4)
     with pytest.raises(CommunicationError) as raised:
@@ -90,12 +92,13 @@ def one_leaves_the_other_alone(rank, n, kind):
             collectives.all_gather_object("x", ps.dp)
         else:
             collectives.barrier(ps.dp)
+    word.touch()
     return str(raised.value)
 
 
 @pytest.mark.parametrize(("kind", "told"), [("wait", "all_reduce"), ("message", "receive from rank 0"), ("barrier", "barrier"),
                                             ("object", "all_gather_object")])
-def test_a_rank_that_waits_in_vain_says_where(kind, told):
-    _, message = run_ranks(one_leaves_the_other_alone, 2, kind)
+def test_a_rank_that_waits_in_vain_says_where(tmp_path, kind, told):
+    _, message = run_ranks(one_leaves_the_other_alone, 2, kind, tmp_path / "word")
     assert message.startswith(f"{told} number 1 of group dp (ranks 0 1) in one_leaves_the_other_alone")
-    assert "failed after 1." in message and "Timed out" in message
+    assert TIMEOUT <= float(re.search(r"failed after ([\d.]+) s", message)[1]) < 10 * TIMEOUT and "Timed out" in message

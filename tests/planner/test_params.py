@@ -69,7 +69,7 @@ def _built(rank, n, cases):
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_every_rank_holds_what_is_told(n):
     cases = [(kind, flags) for ranks, kind, flags in CASES if ranks == n]
-    for results in run_ranks(_built, n, cases, timeout=120.0):
+    for results in run_ranks(_built, n, cases):
         for (kind, flags), (stage, held, state) in zip(cases, results, strict=True):
             args = parse_args(_argv(kind, flags), n)
             params = LayerParams(args, vocab_rows_from_flags(args))

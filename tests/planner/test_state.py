@@ -38,7 +38,7 @@ def _stored(rank, n):
 
 
 def test_weights_in_8_bits_of_every_rank():
-    for results in run_ranks(_stored, 4, timeout=120.0):
+    for results in run_ranks(_stored, 4):
         for (kind, flags), (stage, held) in zip(CASES, results, strict=True):
             args = parse_args([*argv_of(kind), *flags.split()], 4)
             plain = without_vectors(args, vocab_rows_from_flags(args))

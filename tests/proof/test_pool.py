@@ -44,11 +44,11 @@ def test_groups_of_any_size_meet_in_one_pool():
     ("how", "said"), [("raise", "KeyError: 'lost'"), ("die", "died with exit code 7"), ("sleep", "did not answer within the time limit")]
 )
 def test_a_rank_that_fails_is_named_and_the_next_job_runs(how, said):
-    with Pool(3, timeout_s=4.0) as pool:
+    with Pool(3, timeout_s=8.0) as pool:
         began = time.monotonic()
         with pytest.raises(RanksFailed) as error:
             pool.run(misbehave, 3, how)
-        assert said in error.value.by_rank[1] and time.monotonic() - began < 30
+        assert said in error.value.by_rank[1] and time.monotonic() - began < 50
         assert pool.run(total, 3, 0) == 3.0
 
 

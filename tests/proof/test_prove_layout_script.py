@@ -18,7 +18,7 @@ SMALL = (
 def prove_layout(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     env = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "scripts" / "prove_layout.py"), *words]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_a_command_line_is_proven_and_the_report_written(tmp_path):

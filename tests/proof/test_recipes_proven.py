@@ -26,7 +26,7 @@ TEN = {
 
 def assert_proven(recipe: dict) -> None:
     shrunk = shrink(recipe["argv"], recipe["world_size"])
-    with Pool(max(case.pool_size for case in shrunk.cases), timeout_s=300.0) as pool:
+    with Pool(max(case.pool_size for case in shrunk.cases), timeout_s=600.0) as pool:
         for case in shrunk.cases:
             verdict = prove(pool, case)
             assert verdict.equal, (str(case.mapping), verdict.failure[-2000:], *map(str, verdict.differences[:4]))

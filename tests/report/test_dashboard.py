@@ -132,9 +132,9 @@ def test_the_page_of_a_long_run_of_a_large_model_stays_small(tmp_path):
         board.take({"iteration": iteration, "lm loss": 1.23456789, "routing": large})
         if iteration == 3000:
             break
-    begin = time.perf_counter()
+    begin = time.process_time()  # of this process: the machine may be busy
     board.write()
-    assert time.perf_counter() - begin < 20.0
+    assert time.process_time() - begin < 20.0
     assert (tmp_path / "dashboard.html").stat().st_size < 6e6
     data = embedded(tmp_path / "dashboard.html")
     assert data["loads"][-1]["iteration"] == data["layers"][-1]["iteration"] == data["records"][-1]["iteration"] == 3000

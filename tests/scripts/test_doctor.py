@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import environment, free_port
+from commands import environment, rank_variables
 
 from moe_trainer.guard import self_test
 from moe_trainer.parallel import collectives
@@ -101,13 +101,13 @@ def test_an_environment_that_makes_no_sense(doctor, monkeypatch, capsys):
 
 def test_the_ranks_of_a_launcher_test_each_other_and_compare_what_they_have(tmp_path):
     """Rank 1's node has a DeepEP that rank 0's has not."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     (tmp_path / "deep_ep").mkdir()
     (tmp_path / "deep_ep" / "__init__.py").write_text("class Buffer: pass\n")
-    ranks = [subprocess.Popen([sys.executable, str(SCRIPT), "--json"], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **common, **more))
-             for rank, more in enumerate(({}, {"PYTHONPATH": str(tmp_path)}))]
-    (out, err), (other, _) = [process.communicate(timeout=300) for process in ranks]
+    with rank_variables(2) as variables:
+        ranks = [subprocess.Popen([sys.executable, str(SCRIPT), "--json"], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                  env=environment(**each, **more))
+                 for each, more in zip(variables, ({}, {"PYTHONPATH": str(tmp_path)}), strict=True)]
+        (out, err), (other, _) = [process.communicate(timeout=600) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], err
     told = json.loads(out)
     assert other == "" and told["self_test"]["world_size"] == 2 and told["self_test"]["problems"] == []

@@ -52,7 +52,7 @@ class Job:
             (self.bin / f"{name}.calls").unlink(missing_ok=True)
         slurm = dict(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-3]", SLURM_JOB_NUM_NODES="3", SLURM_RESTART_COUNT=str(number))
         return subprocess.run(["bash", str(self.file)], cwd=self.folder, env={**self.env, **slurm, **env}, capture_output=True, text=True,
-                              check=False, timeout=60)
+                              check=False, timeout=600)
 
     @property
     def requeued(self):

@@ -169,16 +169,16 @@ def test_torchruns_ranks_save_and_the_same_command_goes_on(tmp_path):
     metrics = tmp_path / "out" / "checkpoints" / "metrics.jsonl"
     launcher = subprocess.Popen(["bash", str(SCRIPTS / "launch.sh"), *line], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.stat().st_size) and launcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     os.kill(launcher.pid, signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=120)
+    output, _ = launcher.communicate(timeout=600)
     assert launcher.returncode == 75, output[-3000:]
     done = len(read_metrics(metrics))
     assert "receiving SIGUSR1" in output
     again = subprocess.run(["bash", str(SCRIPTS / "launch.sh"), *line, "--exit-interval", str(done + 1)], cwd=tmp_path, env=env,
-                           capture_output=True, text=True, timeout=180, check=False)
+                           capture_output=True, text=True, timeout=600, check=False)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert [record["iteration"] for record in read_metrics(metrics)] == list(range(1, done + 2))
     assert len(list((tmp_path / "out" / "logs").rglob("std*.log"))) >= 4

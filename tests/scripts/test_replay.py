@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import environment, free_port, run
+from commands import environment, rank_variables, run
 from safetensors.torch import load_file, save_file
 
 import moe_trainer.proof.replay  # noqa: F401 - imported while a test captures, libraries would keep that test's streams
@@ -220,10 +220,10 @@ def test_a_run_in_8_bits_comes_again_to_the_bit(flags, tmp_path, replay):
 
 @pytest.mark.slow
 def test_ranks_of_a_launcher_do_it_together(one_rank):
-    port = free_port()
-    ranks = [subprocess.Popen([sys.executable, SCRIPT, one_rank, "--tensor-model-parallel-size", "2"], stdout=subprocess.PIPE, text=True, env=environment(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))) for rank in range(2)]
-    told = [process.communicate(timeout=200)[0] for process in ranks]
+    command = [sys.executable, SCRIPT, one_rank, "--tensor-model-parallel-size", "2"]
+    with rank_variables(2) as variables:
+        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(**each)) for each in variables]
+        told = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0] and "quantities within their tolerances" in told[0], told
 
 

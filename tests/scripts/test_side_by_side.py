@@ -33,7 +33,7 @@ def suite(tmp_path):
         ran.write_text("")
         env = {**os.environ, "MOE_TRAINER_TEST_PROCESSES": str(processes), "RUN": str(ran)}
         done = subprocess.run([sys.executable, str(TESTS / "side_by_side.py"), "-q", *argv], cwd=tmp_path, env=env, capture_output=True,
-                              text=True, timeout=120, check=False)
+                              text=True, timeout=600, check=False)
         pairs = [line.rsplit(" ", 1) for line in ran.read_text().splitlines()]
         processes_of = {str(Path(path).relative_to(tmp_path / "tests")): pid for path, pid in pairs}
         assert len(processes_of) == len(pairs), "a test was run twice"

@@ -92,7 +92,7 @@ def test_the_tensors_of_a_run(n, monkeypatch):
     monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", 1024)  # a share of the state moves in whole stretches
     cases = [flags for ranks, flags in CASES if ranks == n]
     argvs = [[*MODEL, *flags.split()] for flags in cases]
-    found = run_ranks(_measured, n, argvs, timeout=300.0)
+    found = run_ranks(_measured, n, argvs)
     for number, (flags, argv) in enumerate(zip(cases, argvs)):
         args = parse_args(argv, n)
         _, (dense, expert), stored = found[0][number]

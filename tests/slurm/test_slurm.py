@@ -94,7 +94,7 @@ def cluster(shared, tmp_path_factory):
     # to a file: the daemons keep their output open, a pipe would never end
     with open(folder.parent / "up.log", "w") as log:
         up = subprocess.run(["bash", str(tools / "slurm_up.sh"), "-n", "2", "-c", "2", "-g", "0", "-d", str(folder)], env=environ, check=False,
-                            stdout=log, stderr=log, timeout=90)
+                            stdout=log, stderr=log, timeout=300)
     try:
         if up.returncode != 0:
             pytest.skip(f"SLURM does not come up here: {(folder.parent / 'up.log').read_text()[-500:]}")
@@ -142,7 +142,7 @@ def quickstart(tmp_path_factory):
     prefix = str(folder / "text")
     for command in (["quickstart_text.py", str(folder), "--megabytes", "2", "--vocab-size", "4096"],
                     ["preprocess_data.py", "--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--append-eod", *tokenizer]):
-        subprocess.run([sys.executable, str(SCRIPTS / command[0]), *command[1:]], env=environment(), check=True, capture_output=True, timeout=120)
+        subprocess.run([sys.executable, str(SCRIPTS / command[0]), *command[1:]], env=environment(), check=True, capture_output=True, timeout=600)
     return f"{prefix}_text_document", ["--split", "90,5,5", *tokenizer, "--micro-batch-size", "8", "--train-iters", "14",
             "--lr-decay-iters", "14", "--log-interval", "1", "--eval-interval", "6", "--eval-iters", "1", "--save-interval", "1000",
             "--distributed-backend", "gloo"]

@@ -4,11 +4,12 @@ import subprocess
 import sys
 
 import pytest
-from commands import REPOSITORY, environment, free_port, run
+from commands import REPOSITORY, environment, run
 
 import pretrain_moe
 from arguments.container import OPTIONS
 from arguments.parse import understand
+from scripts.fault_ranks import reserved_port
 from tests.arguments.malformed import ANY_NUMBER, BASE, FOUND_AT_START, KINDS, Malformed, malformed
 
 SEED, EACH = 20, 20
@@ -76,8 +77,9 @@ def test_in_an_interpreter_of_its_own(line, tmp_path):
 
 @pytest.mark.parametrize("launcher", [["-m", "torch.distributed.run"], [str(REPOSITORY / "scripts" / "torchrun.py")]], ids=["torchrun", "scripts"])
 def test_under_a_launcher_one_rank_tells_it(launcher, tmp_path):
-    words = [sys.executable, *launcher, "--nproc-per-node", "2", "--master-port", str(free_port()), str(REPOSITORY / "pretrain_moe.py")]
-    ended = subprocess.run([*words, *BASE, "--lr", "abc"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    with reserved_port() as port:
+        words = [sys.executable, *launcher, "--nproc-per-node", "2", "--master-port", str(port), str(REPOSITORY / "pretrain_moe.py")]
+        ended = subprocess.run([*words, *BASE, "--lr", "abc"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600, check=False)
     assert ended.stderr.count("pretrain_moe.py: 1 problem with the arguments:") == 1, ended.stderr
     if "scripts" in launcher[0]:
         assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from commands import environment, free_port, start
+from commands import environment, rank_variables, start
 from harness import run_ranks
 from train.tiny import TINY
 
@@ -41,8 +41,8 @@ def test_without_a_store_everybody_prints(monkeypatch):
 
 def test_a_missing_file_on_two_ranks(tmp_path):
     argv = [*TINY, *"--data-path nowhere/text --split 100,0,0 --train-iters 2 --tokenizer-type NullTokenizer --vocab-size 60".split()]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [start(argv, tmp_path, environment(RANK=str(rank), LOCAL_RANK=str(rank), **common)) for rank in range(2)]
-    said = [process.communicate(timeout=120)[1] for process in ranks]
+    with rank_variables(2) as variables:
+        ranks = [start(argv, tmp_path, environment(**each)) for each in variables]
+        said = [process.communicate(timeout=600)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2], said
     assert sorted("nowhere/text" in text for text in said) == [False, True] and "Traceback" not in "".join(said), said

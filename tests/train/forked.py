@@ -17,7 +17,7 @@ def pretrain(argv: list[str], folder: Path, world_size: int = 1) -> tuple[list[d
     """Run a job in `folder`; returns the records of its metrics file and the exported weights."""
     folder.mkdir(parents=True, exist_ok=True)
     outputs = ["--metrics-file", "metrics.jsonl", "--export-weights", "final.safetensors"]
-    assert run_ranks(_rank, world_size, [*argv, *outputs], folder, timeout=180.0) == [0] * world_size
+    assert run_ranks(_rank, world_size, [*argv, *outputs], folder) == [0] * world_size
     weights = folder / "final.safetensors"
     return read_metrics(folder / "metrics.jsonl"), load_file(weights) if weights.exists() else {}
 

@@ -90,7 +90,7 @@ def train_with(argv: list[str], folder: Path, world_size: int = 1, plants: tuple
                change: Callable[[Run], None] | None = None) -> list[Ended]:
     """Run a job with what is planted in it; node: the name of the host that it believes to be on; change: does something to the run."""
     folder.mkdir(parents=True, exist_ok=True)
-    return run_ranks(_rank, world_size, [*argv, "--metrics-file", "metrics.jsonl"], folder, plants, node, change, timeout=180.0)
+    return run_ranks(_rank, world_size, [*argv, "--metrics-file", "metrics.jsonl"], folder, plants, node, change)
 
 
 def _rank(rank, n, argv, folder, plants, node, change):

@@ -82,7 +82,7 @@ def saved(tmp_path_factory):
     @functools.cache
     def make(kind):
         folder = tmp_path_factory.mktemp("saved")
-        return folder, run_ranks(train_and_save, n, [*argv_of(kind), *mapping.split()], folder, timeout=180.0)[0]
+        return folder, run_ranks(train_and_save, n, [*argv_of(kind), *mapping.split()], folder)[0]
 
     return make
 
@@ -94,7 +94,7 @@ def test_tp2_ep2_pp2_resumes_under(saved, tmp_path, name):
     kind = "plain" if "cp" in name else KIND
     folder, expected = saved(kind)
     n, mapping = RESUMED[name]
-    steps = run_ranks(load_and_save, n, [*argv_of(kind), *mapping.split()], folder, tmp_path, timeout=180.0)
+    steps = run_ranks(load_and_save, n, [*argv_of(kind), *mapping.split()], folder, tmp_path)
     assert verify_all(tmp_path / "iter_0000002").problems == []
     assert differences(folder / "iter_0000002", tmp_path / "iter_0000002") == []
     for rank in steps:

@@ -73,7 +73,7 @@ def whole(argv, topology, packed):
 def assert_agree(kind, flags, n, mapping, packed=False):
     plain = argv_of(kind)  # of four layers where each has an exchange of its own
     argv = [*(plain if "p2p allgather a2a a2a+p2p" in mapping else shallow(plain)), *flags.split()]
-    outcome, *others = run_ranks(cut, n, [*argv, *mapping.split()], packed, timeout=120.0)
+    outcome, *others = run_ranks(cut, n, [*argv, *mapping.split()], packed)
     parallel = parse_args([*argv, *mapping.split()], n).parallel
     expected = whole(argv, Topology(parallel.tensor_model_parallel_size, parallel.context_parallel_size), packed)
     differences = compare(expected, outcome)

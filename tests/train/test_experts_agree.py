@@ -53,7 +53,7 @@ def test_folded_experts_train_like_one_process(name, dispatcher):
     plain = model.replace("--moe-shared-expert-overlap", "").replace("--moe-token-dispatcher-type flex", "")
     choice = [] if "flex" in model else ["--moe-token-dispatcher-type", dispatcher]
     argv = [*shallow(argv_of(kind)), *model.split(), *mapping.split(), *choice]
-    outcome, *others = [rank[0] for rank in run_ranks(train_ranks, n, [argv], timeout=300.0)]
+    outcome, *others = [rank[0] for rank in run_ranks(train_ranks, n, [argv])]
     assert_equal(outcome, one_process(kind, plain))
     for other in others:  # every rank logs and clips alike
         assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms
@@ -62,5 +62,5 @@ def test_folded_experts_train_like_one_process(name, dispatcher):
 @pytest.mark.parametrize("name", NORMS)
 def test_M5916_gradient_norm_with_expert_and_tensor_ranks(name):
     argv = [*shallow(argv_of("plain")), *NORMS[name].split(), "--moe-token-dispatcher-type", "alltoall"]
-    for outcome in [rank[0] for rank in run_ranks(train_ranks, 4, [argv], timeout=300.0)]:
+    for outcome in [rank[0] for rank in run_ranks(train_ranks, 4, [argv])]:
         assert outcome.grad_norms == pytest.approx(one_process("plain", "").grad_norms, rel=2e-6)

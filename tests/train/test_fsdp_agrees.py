@@ -56,7 +56,7 @@ def one_process(*argv: str):
 @pytest.mark.parametrize("n", CASES)
 def test_sharded_equals_one_process(n):
     argvs = [[*model_of(kind, flags), *flags.split()] for kind, flags in CASES[n]]
-    found = run_ranks(train_ranks, n, argvs, timeout=600.0)[0]
+    found = run_ranks(train_ranks, n, argvs)[0]
     wrong = {}
     for (kind, flags), outcome in zip(CASES[n], found, strict=True):
         model = flags.split()[flags.split().index("--num-experts"):][:2] if "--num-experts" in flags else []
@@ -86,7 +86,7 @@ def crowded(rank, n, argvs):
 def test_experts_that_receive_nothing():
     experts = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
     argvs = [[*shallow(argv_of("accumulation")), *flags.split()] for flags in (experts, f"{experts} {MEGATRON}")]
-    whole, sharded = run_ranks(crowded, 4, argvs, timeout=240.0)[0]
+    whole, sharded = run_ranks(crowded, 4, argvs)[0]
     idle = [name for name in whole.grads if ".local_experts.7." in name]
     assert idle and all(not whole.grads[name].any() for name in idle)
     assert compare(whole, sharded, FP32) == []

@@ -29,7 +29,7 @@ def test_state_moves_between_sharded_and_other_layouts_unchanged(tmp_path):
     source = first
     for number, (n, flags) in enumerate(CHAIN):
         target = tmp_path / str(number)
-        found = run_ranks(load_and_save, n, [*shallow(argv_of("deepseek")), *flags.split()], source, target, timeout=120.0)[0]
+        found = run_ranks(load_and_save, n, [*shallow(argv_of("deepseek")), *flags.split()], source, target)[0]
         assert differences(first / "iter_0000002", target / "iter_0000002") == [], flags
         assert_alike(found, expected, norm=3e-6)
         source = target

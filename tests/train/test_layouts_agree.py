@@ -42,7 +42,7 @@ def assert_equal(outcome: Outcome, expected: Outcome, what: str) -> None:
 def assert_all_equal(cases, ranks: int) -> None:
     """Prove cases in one pool and tell of all that part."""
     parted = []
-    with Pool(max(ranks, 3), timeout_s=300.0) as pool:
+    with Pool(max(ranks, 3), timeout_s=600.0) as pool:
         for number, case in enumerate(cases):
             verdict = prove(pool, case)
             if not verdict.equal:
@@ -68,7 +68,7 @@ def test_every_factorisation(world):
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_every_kind_of_model_over_expert_ranks(dispatcher):
-    ranks = run_ranks(train_ranks, 4, [[*argv_of(kind), *spread(2, dispatcher)] for kind in KINDS], timeout=300.0)
+    ranks = run_ranks(train_ranks, 4, [[*argv_of(kind), *spread(2, dispatcher)] for kind in KINDS])
     for kind, outcome, *others in zip(KINDS, *ranks, strict=True):
         assert_equal(outcome, one_process(kind), f"{kind}, {dispatcher}")
         for other in others:  # every rank logs and clips alike

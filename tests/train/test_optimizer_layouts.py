@@ -47,7 +47,7 @@ def _more(flags: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("n", [2, 4])
 def test_optimizer_flags_under_every_dimension_equal_one_process(n):
     cases = [(kind, flags) for ranks, kind, flags in CASES if ranks == n]
-    found = run_ranks(train_ranks, n, [[*argv_of(kind), *flags.split()] for kind, flags in cases], timeout=300.0)
+    found = run_ranks(train_ranks, n, [[*argv_of(kind), *flags.split()] for kind, flags in cases])
     for (kind, flags), outcome, *others in zip(cases, *found, strict=True):
         differences = compare(one_process(kind, _more(flags)), outcome)
         assert not differences, f"{kind}, {flags}: {len(differences)} part, first\n" + "\n".join(map(str, differences[:8]))

@@ -42,7 +42,7 @@ def one_process(kind: str, formats: str) -> Outcome:
 @pytest.mark.parametrize("n", [2, 4])
 def test_formats_and_places_under_every_dimension_equal_one_process(n):
     cases = [case for case in CASES if case[0] == n]
-    found = run_ranks(train_ranks, n, [[*argv_of(kind), *formats.split(), *how.split()] for _, kind, formats, how in cases], timeout=500.0)
+    found = run_ranks(train_ranks, n, [[*argv_of(kind), *formats.split(), *how.split()] for _, kind, formats, how in cases])
     for (_, kind, formats, how), outcome, *others in zip(cases, *found, strict=True):
         differences = compare(one_process(kind, formats), outcome, ROUNDED)
         assert not differences, f"{kind}, {formats} {how}: {len(differences)} part, first\n" + "\n".join(map(str, differences[:8]))

@@ -30,7 +30,7 @@ def test_overlap_changes_no_number(n):
     names = [name for name, case in CASES.items() if case[0] == n]
     hows = ([], OVERLAP, DELAY, BESIDE)
     argvs = [[*argv_of(CASES[name][1]), *CASES[name][2], *how] for name in names for how in hows]
-    outcomes = iter(run_ranks(train_ranks, n, argvs, timeout=500.0)[0])
+    outcomes = iter(run_ranks(train_ranks, n, argvs)[0])
     for name in names:
         plain = next(outcomes)
         for how in hows[1:]:

@@ -80,7 +80,7 @@ def one_process(kind: str, flags: tuple[str, ...]) -> Outcome:
 @pytest.mark.parametrize("n", [2, 3, 4, 6])
 def test_stages_equal_one_process(n):
     cases = {name: case for name, case in CASES.items() if case[0] == n}
-    ranks = run_ranks(train_ranks, n, [[*argv_of(kind), *model, *flags] for _, kind, model, flags in cases.values()], timeout=400.0)
+    ranks = run_ranks(train_ranks, n, [[*argv_of(kind), *model, *flags] for _, kind, model, flags in cases.values()])
     for name, outcome, *others in zip(cases, *ranks, strict=True):
         _, kind, model, _ = CASES[name]
         differences = compare(one_process(kind, tuple(model)), outcome)

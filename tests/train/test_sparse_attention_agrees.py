@@ -89,7 +89,7 @@ def whole(argv, topology, packed, monkeypatch):
 
 
 def assert_agree(argv, n, mapping, monkeypatch, packed=False):
-    outcome, *others = run_ranks(cut, n, [*argv, *mapping.split()], packed, timeout=200.0)
+    outcome, *others = run_ranks(cut, n, [*argv, *mapping.split()], packed)
     parallel = parse_args([*argv, *mapping.split()], n).parallel
     expected = whole(argv, Topology(parallel.tensor_model_parallel_size, parallel.context_parallel_size), packed, monkeypatch)
     differences = compare(expected, outcome)

@@ -49,7 +49,7 @@ HALVES = (tuple(MODELS)[::2], tuple(MODELS)[1::2])
     *(pytest.param(4, 4, sp, half, marks=pytest.mark.slow) for sp in (True, False) for half in (0, 1))])
 def test_tensor_parallel_training_equals_one_process(n, tp, sp, half):
     names = HALVES[half]
-    ranks = run_ranks(train_ranks, n, [_argv(name, *_mapping(tp, sp)) for name in names], timeout=400.0)
+    ranks = run_ranks(train_ranks, n, [_argv(name, *_mapping(tp, sp)) for name in names])
     for name, outcome, *others in zip(names, *ranks, strict=True):
         differences = compare(one_process(name), outcome)
         assert not differences, f"{name}: {len(differences)} quantities part, first\n" + "\n".join(map(str, differences[:8]))
