@@ -149,9 +149,9 @@ def _refuse(error: ValueError, rank: str) -> int:
     if rank == "0":
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return 2
-    # A launcher ends all ranks as soon as one has left: that should be the one that says why.
+    # torchrun ends all ranks as soon as one has left: that should be the one that says why, however late a busy machine lets it begin.
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
-    time.sleep(1.0)
+    time.sleep(20.0 if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
     return 2
 
 

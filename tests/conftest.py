@@ -9,14 +9,15 @@ import numpy
 import pytest
 import torch
 import torch._dynamo  # torch imports it at the first optimizer step or checkpoint: here once, instead of in every forked rank
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from side_by_side import pytest_configure, pytest_runtestloop, pytest_terminal_summary  # noqa: F401 - hooks
 
 # Several ranks are forked from this process; a parent that has used more than one OpenMP thread would hang them.
 torch.set_num_threads(1)
 
 # No deadline per example: a busy machine is no failure. The same examples every time: a red test must be red again.
-settings.register_profile("suite", deadline=None, derandomize=True)
+# (Nor is it one that it draws examples slowly: too_slow goes by the clock.)
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 

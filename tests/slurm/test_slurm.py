@@ -31,15 +31,15 @@ class Cluster:
         self.env = {**environment(), "SLURM_CONF": str(configuration)}
 
     def __call__(self, *command):
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, check=True, timeout=300).stdout
 
     def submit(self, folder, *flags, **variables):
         recipe = folder / "tiny.yaml"
         recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
-        settings = dict(MODEL=str(recipe), NNODES="2", GPUS_PER_NODE="1", GRES="none", RUN_TIME="10:00", PYTHON=sys.executable, BIND="none",
+        settings = dict(MODEL=str(recipe), NNODES="2", GPUS_PER_NODE="1", GRES="none", RUN_TIME="60:00", PYTHON=sys.executable, BIND="none",
                         OUTPUT_PATH=str(folder / "out"), ENVIRONMENT="OMP_NUM_THREADS=1 MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo")
         done = subprocess.run(["bash", str(ROOT / "scripts" / "sbatch_train.sh"), *flags], cwd=folder, env={**self.env, **settings, **variables},
-                              capture_output=True, text=True, check=False, timeout=120)
+                              capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()[2].rstrip(":")
 
@@ -47,7 +47,7 @@ class Cluster:
         text = self("scontrol", "show", "job", "-o", job).splitlines()[0]
         return next(word.partition("=")[2] for word in text.split() if word.startswith(f"{name}="))
 
-    def wait(self, what, true, folder, seconds=300):
+    def wait(self, what, true, folder, seconds=900):
         deadline = time.monotonic() + seconds
         while not true():
             logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted((folder / "out" / "logs").rglob("*.log")))
@@ -67,7 +67,7 @@ class Cluster:
         def started():
             if self.job(job, "JobState") not in ("PENDING", "COMPLETING"):
                 return True
-            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=self.env, capture_output=True, check=False, timeout=60)
+            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=self.env, capture_output=True, check=False, timeout=300)
             time.sleep(0.5)
             return False
 
@@ -100,7 +100,7 @@ def cluster(shared, tmp_path_factory):
             pytest.skip(f"SLURM does not come up here: {(folder.parent / 'up.log').read_text()[-500:]}")
         yield preempting(folder / "slurm.conf")
     finally:
-        subprocess.run(["bash", str(tools / "slurm_down.sh"), "-d", str(folder)], env=environ, check=False, timeout=60,
+        subprocess.run(["bash", str(tools / "slurm_down.sh"), "-d", str(folder)], env=environ, check=False, timeout=300,
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 

@@ -75,11 +75,22 @@ def test_in_an_interpreter_of_its_own(line, tmp_path):
     check_refusal(line, ended.returncode, ended.stderr)
 
 
+# rank 0's interpreter takes its time
+LATE = """
+import os, time
+
+if os.environ.get("RANK") == "0":
+    time.sleep(3.0)
+"""
+
+
 @pytest.mark.parametrize("launcher", [["-m", "torch.distributed.run"], [str(REPOSITORY / "scripts" / "torchrun.py")]], ids=["torchrun", "scripts"])
 def test_under_a_launcher_one_rank_tells_it(launcher, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(LATE)
     with reserved_port() as port:
         words = [sys.executable, *launcher, "--nproc-per-node", "2", "--master-port", str(port), str(REPOSITORY / "pretrain_moe.py")]
-        ended = subprocess.run([*words, *BASE, "--lr", "abc"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+        ended = subprocess.run([*words, *BASE, "--lr", "abc"], cwd=tmp_path, env=environment(PYTHONPATH=str(tmp_path)), capture_output=True,
+                               text=True, timeout=600, check=False)
     assert ended.stderr.count("pretrain_moe.py: 1 problem with the arguments:") == 1, ended.stderr
     if "scripts" in launcher[0]:
         assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
