@@ -5,6 +5,8 @@ do, those of multi-token prediction included, with recompute and offload as the 
 feed_forward_kept.py. tests/memory/test_bytes.py measures what is alive behind a real forward pass and holds it against these lists. Which parts
 are recomputed or sent to the host: parts.py.
 
+While indexers warm up (--dsa-indexer-warmup) all else is frozen, and what only the gradients of weights read is not kept.
+
 What is counted: storages, each once, whoever keeps them (autograd's saved tensors, a node's own fields, the record of a recomputed
 region); with a view the whole storage behind it. What is not: weights, the batch, tables that a model holds anyway, and what lives
 only while an operator runs. Embedding and head are not layers; their logits are counted where the loss is (ops/cross_entropy.py).
@@ -33,8 +35,35 @@ if TYPE_CHECKING:
     from moe_trainer.shape.layout import ChunkLayout
 
 
+_FOR_WEIGHTS = frozenset({"mlp.linear_fc2.x", "shared_experts.linear_fc2.x", "core_attn.y", "pre_mlp.normed", "kv_latent"})
+"""What only the gradients of weights read, where no region that runs again begins with it."""
+_READ_BY_INDEXERS = frozenset({"normed", "q_latent", "choice"})
+
+
 def _layer(layer: LayerSizes) -> Iterator[Kept]:
     """Everything, in the order of forward."""
+    return _everything(layer) if not layer.model.dsa_indexer_warmup else _of_warmup(layer, list(_everything(layer)))
+
+
+def _of_warmup(layer: LayerSizes, entries: list[Kept]) -> Iterator[Kept]:
+    """Without what frozen weights would need, and in the first layer without attention's own, into which no gradient goes."""
+    read = set(_READ_BY_INDEXERS)
+    if "layernorm" in layer.parts:  # normed again for the indexer
+        read |= {"input_layernorm.x", "input_layernorm.statistics", "q_layernorm.x", "q_layernorm.statistics"}
+    if "core_attn" in layer.parts:
+        read |= {"q", "k", "v"}
+    inputs = {"pre_mlp.normed"} if layer.parts & ({"moe", "shared_experts"} if layer.is_moe else {"mlp"}) else set()
+    inputs |= {"kv_latent"} if "mla_up_proj" in layer.parts else set()
+    for entry in entries:
+        before = entry.part in ("attn_norm", "qkv_linear", "core_attn")
+        if entry.name in _FOR_WEIGHTS - inputs:
+            continue
+        if layer.number == 0 and before and entry.name not in read and not entry.name.startswith("indexer."):
+            continue
+        yield entry
+
+
+def _everything(layer: LayerSizes) -> Iterator[Kept]:
     discards = "layernorm" in layer.parts
     yield from layer.norm("attn_norm", "input_layernorm", layer.rows, layer.hidden, layer.residual)
     if not discards:

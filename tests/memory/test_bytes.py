@@ -11,6 +11,7 @@ from memory.one_pass import BATCH, EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, S
 
 from moe_trainer.initialize import make_groups
 from moe_trainer.layers.core_attention import Visible
+from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.place import Place
 from moe_trainer.shape.activations import chunk_activations
 
@@ -61,6 +62,9 @@ KINDS = {
         f"{GROUPED} {DELTA} --bf16 --seq-length 1100 --max-position-embeddings 1100 --micro-batch-size 1", ("all kept", "gdn_norm_out")),
     "latent": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')}", LATENT_HOWS),
     "latent, sparse": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE}", (*LATENT_HOWS, "core_attn", "layernorm", "uniform")),
+    "latent, warm-up of indexers": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE.replace('--dsa-indexer-use-sparse-loss', '--dsa-indexer-warmup')}",
+        ("all kept", "mla_up_proj", "mlp", "moe", "shared_experts", "core_attn", "layernorm", "uniform", "all parts")),
     "latent, sparse, without a loss": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE} --dsa-indexer-loss-coeff 0", ("all kept", "all parts")),
     "latent, sparse, bf16, without a rotation": (
@@ -90,7 +94,10 @@ def measured(flags: str, kind: str) -> tuple[object, object, list]:
     if chunk.activations.offload is not None:
         chunk.activations.offload._copies = copies
     length, batch = args.data.seq_length, args.training.micro_batch_size
-    x_SBH = torch.randn(length, batch, args.model.hidden_size, dtype=chunk.params_dtype, requires_grad=True)
+    warmup = args.model.dsa_indexer_warmup
+    if warmup:
+        freeze_all_but_indexers([chunk])
+    x_SBH = torch.randn(length, batch, args.model.hidden_size, dtype=chunk.params_dtype, requires_grad=not warmup)
     rope = None if chunk.rotary is None else chunk.rotary.tables(length, torch.device("cpu"))
     packed = kind == "packed documents"
     visible = Visible.of(None, torch.arange(length).expand(batch, length) // 5) if packed else None
