@@ -50,11 +50,11 @@ class Settings:
     Attributes besides the destinations: `typed` (destinations typed on the command line), `source[dest]` (one of
     SOURCES), `spelling[dest]` (the flag as typed), `why[dest]` (reason of a derived value), `notes` (one-line
     notices), `renamed` and `idle` (pairs of flag and text: what became of old spellings, why flags have no effect),
-    `recipe_env` (environment variables a recipe asks for).
+    `recipe_env` (environment variables a recipe asks for), `changes` (how often a value was written).
     Reading or writing a name that is no destination raises AttributeError.
     """
 
-    _own = ("typed", "source", "spelling", "why", "notes", "renamed", "idle", "recipe_env", "values", "_options")
+    _own = ("typed", "source", "spelling", "why", "notes", "renamed", "idle", "recipe_env", "changes", "values", "_options")
 
     def __init__(self, options: Mapping[str, Option]):
         self._options = options
@@ -67,6 +67,7 @@ class Settings:
         self.renamed: list[tuple[str, str]] = []
         self.idle: list[tuple[str, str]] = []
         self.recipe_env: dict[str, str] = {}
+        self.changes = 0
 
     def __getattr__(self, dest: str) -> object:
         try:
@@ -83,7 +84,8 @@ class Settings:
     def set_given(self, dest: str, value: object, source: str, spelling: str) -> None:
         """Record a value from a preset, a recipe or the command line."""
         self._known(dest)
-        self.values[dest], self.source[dest], self.spelling[dest] = value, source, spelling
+        self._write(dest, value, source)
+        self.spelling[dest] = spelling
         if source == "command line":
             self.typed.add(dest)
 
@@ -92,7 +94,8 @@ class Settings:
         self._known(dest)
         if self.values[dest] == value and type(self.values[dest]) is type(value):
             return
-        self.values[dest], self.source[dest], self.why[dest] = value, "derived", why
+        self._write(dest, value, "derived")
+        self.why[dest] = why
 
     def given(self, dest: str) -> bool:
         """Did a preset, a recipe or the command line set this flag (whatever a rule made of it since)?"""
@@ -128,7 +131,7 @@ class Settings:
     def forget(self, dest: str) -> None:
         """Put a flag back to its default, as if it had not been given."""
         self._known(dest)
-        self.values[dest], self.source[dest] = self._options[dest].default, "default"
+        self._write(dest, self._options[dest].default, "default")
         self.typed.discard(dest)
         self.spelling.pop(dest, None)
         self.why.pop(dest, None)
@@ -150,6 +153,10 @@ class Settings:
             *(f"{flag} is idle: {reason}" for flag, reason in self.idle),
             *self.notes,
         ]
+
+    def _write(self, dest: str, value: object, source: str) -> None:
+        self.values[dest], self.source[dest] = value, source
+        self.changes += 1
 
     def _known(self, dest: str) -> None:
         if dest not in self.values:

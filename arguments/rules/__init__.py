@@ -50,13 +50,11 @@ def resolve(s: Settings, world_size: int | None) -> None:
     if world_size is None:
         s.note("The number of ranks is not known: rules on it are left out (give --world-size N or set WORLD_SIZE).")
     command_line_wins(s)
-    for step in kinder.RESOLVE:
-        step(s, gather(s, world_size))
-    for area in AREAS:
-        for step in area.RESOLVE:
-            step(s, gather(s, world_size))
-    for step in kinder.RESOLVE_LAST:
-        step(s, gather(s, world_size))
+    facts, known = gather(s, world_size), s.changes
+    for step in (*kinder.RESOLVE, *(step for area in AREAS for step in area.RESOLVE), *kinder.RESOLVE_LAST):
+        if s.changes != known:  # few steps write anything
+            facts, known = gather(s, world_size), s.changes
+        step(s, facts)
 
 
 def check(s: Settings, world_size: int | None) -> list[Violation]:

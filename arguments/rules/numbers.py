@@ -98,7 +98,7 @@ def shares(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 def numbers_are_finite(s: Settings, _f: Facts) -> Iterator[Violation]:
     for dest, value in s.values.items():
-        if any(isinstance(item, float) and not math.isfinite(item) for item in as_list(value)):
+        if isinstance(value, float | list | tuple) and any(isinstance(item, float) and not math.isfinite(item) for item in as_list(value)):
             yield broken(s, f"{say(s, dest)} must be a finite number.", dest)
 
 
