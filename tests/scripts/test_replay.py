@@ -13,7 +13,6 @@ from commands import environment, rank_variables, run
 from safetensors.torch import load_file, save_file
 
 import moe_trainer.proof.replay  # noqa: F401 - imported while a test captures, libraries would keep that test's streams
-from moe_trainer.data.dataset import MockTokens
 from moe_trainer.guard import record, rejection
 from moe_trainer.guard.record import Record
 from moe_trainer.layers.mlp import MLP
@@ -31,20 +30,6 @@ MODEL = (
     "--save ck --save-interval 100 --record-step 2"
 ).split()
 PP2_EP2 = "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --expert-model-parallel-size 2 --use-distributed-optimizer".split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_mock_data():
-    """The first documents of the mock data: their order is drawn for all of them."""
-    whole = MockTokens.__init__
-
-    def short(self, *given):
-        whole(self, *given)
-        self.sequence_lengths = self.sequence_lengths[:3000]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MockTokens, "__init__", short)
-        yield
 
 
 @pytest.fixture(scope="module")
