@@ -5,9 +5,9 @@ a process that gets quick modules takes more of them. A room whose tests measure
 the same time. Plain processes rather than pytest-xdist, whose workers have a thread of their own: tests start ranks by fork, which could
 find that thread inside a lock.
 
-MOE_TRAINER_TEST_PROCESSES says how many processes. Where it is not set there is one more than there are cores, up to 5: a third of the
-time of a process is spent waiting (for a batch system, for time limits, for a disk, for the slowest of several ranks), and a core that
-one leaves to the others is used. A single core has a single process.
+MOE_TRAINER_TEST_PROCESSES says how many processes. Where it is not set there is one more than there are cores, up to 5: tests wait for a
+batch system, for time limits, for a disk, for the slowest of several ranks (all of guard/ is half a minute of computing), and a core
+that one process leaves is used by another. A single core has a single process.
 """
 
 import contextlib
