@@ -65,6 +65,8 @@ _ROWS = (
              "H100 with half the NVLink (DeepSeek-V3 report, 3.1); one 400 Gb/s adapter a GPU"),
     Hardware("b200", 179.1, 2250, 4500, 9000, 8.0, 900, 8, 50, 64, 148,
              "NVIDIA DGX B200 data sheet, an eighth of the system, dense; one 400 Gb/s adapter a GPU"),
+    Hardware("b300", 277.5, 2250, 4500, 13500, 8.0, 900, 8, 100, 64, 148,
+             "NVIDIA DGX B300 data sheet, an eighth of the system, dense; one 800 Gb/s adapter a GPU"),
     Hardware("gb200", 185.0, 2500, 5000, 10000, 8.0, 900, 64, 50, 225, 148,
              "NVIDIA GB200 NVL72 data sheet, a 72nd of the rack, dense; one 400 Gb/s adapter a GPU; half a Grace link of 450 GB/s"),
     Hardware("gb300", 277.5, 2500, 5000, 15000, 8.0, 900, 64, 100, 225, 148,
