@@ -76,6 +76,15 @@ class Updater:
              step_count: int) -> None:
         # a zeroed momentum buffer makes the first step no special case; without momentum the kernel refuses buffers
         buffers = [moment["momentum_buffer"] for moment in moments if self._settings.sgd_momentum]
+        if params[0].device.type == "cpu":
+            # the fused kernel rounds the last values of a stretch, which fill no vector, otherwise than those before: numbers would
+            # depend on where the ranks' shares end
+            grads = torch._foreach_add(grads, params, alpha=weight_decay) if weight_decay else grads
+            if buffers:
+                torch._foreach_mul_(buffers, self._settings.sgd_momentum)
+                torch._foreach_add_(buffers, grads)
+            torch._foreach_add_(params, buffers or grads, alpha=-lr)
+            return
         torch._fused_sgd_(params, grads, buffers, weight_decay=weight_decay, momentum=self._settings.sgd_momentum, lr=lr, dampening=0.0,
                           nesterov=False, maximize=False, is_first_step=False)
 

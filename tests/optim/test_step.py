@@ -1,6 +1,7 @@
 """The step against torch.optim on plain parameters: AdamW and SGD, groups, clipping, precision, skipped steps."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from toy import Toy, loss_of, machinery, one_step
 
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.optimizer import NonFiniteGradientError
+from moe_trainer.optim.update import Updater
 from moe_trainer.parallel.params import ParamInfo
 
 UNDECAYED = ("first.bias", "norm.weight", "norm.bias", "expert_bias")
@@ -269,3 +271,19 @@ def test_narrow_gradients_are_widened_bit_by_bit(kind, monkeypatch):
     in_parts = steps()
     assert cut[0] > 64 and cut[1] == 64
     assert at_once.keys() == in_parts.keys() and all(torch.equal(at_once[key], in_parts[key]) for key in at_once)
+
+
+def test_sgd_rounds_a_value_the_same_wherever_the_ranks_shares_end():
+    """On CPUs torch's fused kernel does not: its last values, which fill no vector, are rounded otherwise."""
+    updater = SimpleNamespace(_settings=SimpleNamespace(sgd_momentum=0.9))
+    whole = [torch.randn(1003) for _ in range(3)]
+
+    def stepped(begin, end):
+        param, grad, momentum = (values[begin:end].clone() for values in whole)
+        Updater._sgd(updater, [param], [grad], [{"momentum_buffer": momentum}], 0.1, 0.01, 1)
+        return torch.stack([param, momentum])
+
+    reference = stepped(0, 1003)
+    for begin in range(0, 40, 3):
+        for end in range(begin + 1, begin + 70):
+            assert torch.equal(stepped(begin, end), reference[:, begin:end]), (begin, end)
