@@ -48,7 +48,7 @@ def _train(rank, n, more, bf16, distributed=False, lane=None):
     norms = [one_step(model, grads, optimizer, [n * step + rank], lr=1e-2).grad_norm for step in range(4)]
     optimizer.wait_params()
     state = [(held.state_name, held.param.info.names, held.start, held.values().clone()) for held in optimizer.tensors()]
-    sizes = [(store.by_host or store.place.apart, sum(kept.num_bytes for _, kept in store.kept()))
+    sizes = [(store.by_host or store.devices.apart, sum(kept.num_bytes for _, kept in store.kept()))
              for whole in optimizer._states for store in whole.stores]
     return norms, [p.detach().float() for p in model.parameters()], state, [sum(b for a, b in sizes if a), sum(b for _, b in sizes)]
 

@@ -82,7 +82,7 @@ def _of_one_run(argv, rank, n):
         for name, kept in store.kept():
             size = sum(x.untyped_storage().nbytes() for x in (kept.flat, kept.scales) if x is not None)
             parts["main_params" if name == "fp32_param" else "moments"] += size
-            parts["host"] += size if store.by_host or store.place.apart else 0
+            parts["host"] += size if store.by_host or store.devices.apart else 0
     stored = {kind: sum(param.numel() for param in params if info_of(param).kind == kind and is_stored(param)) for kind in ("dense", "expert")}
     return parts, (counted["dense"], counted["expert"]), (stored["dense"], stored["expert"])
 
