@@ -27,6 +27,7 @@ from moe_trainer.checkpoint.legacy import bucketing, open_file
 from moe_trainer.checkpoint.legacy_names import (
     Sizes,
     buffer_places,
+    cut_of,
     decays,
     global_name,
     has_own_rate,
@@ -259,6 +260,25 @@ def test_what_megatron_reads_of_an_optimizer_and_we_do_not(tmp_path, monkeypatch
     (buffer,) = open_file(folder / "distrib_optim.pt")[0].values()
     head = weights["output_layer.weight"]  # the last one
     assert torch.equal(buffer["param"][:head.numel()], head.flatten()) and buffer["numel_unpadded"] == buffer["param"].numel() == buffer["exp_avg"].numel()
+
+
+def test_a_group_says_what_is_its_own(tmp_path):
+    saved(tmp_path / "adam", lr=1e-3, min_lr=1e-4, decoupled_lr=5e-4, decoupled_min_lr=5e-5)
+    saved(tmp_path / "sgd", optimizer="sgd", sgd_momentum=0.7)
+    adam, sgd = (open_file(tmp_path / name / "iter_0000005/mp_rank_00/model_optim_rng.pt")["optimizer"]["param_groups"] for name in ("adam", "sgd"))
+    found = [tuple(group[name] for name in ("wd_mult", "is_decoupled_lr", "lr", "max_lr", "min_lr", "weight_decay")) for group in adam]
+    assert found == [(1.0, False, 1e-3, 1e-3, 1e-4, 0.1), (0.0, False, 1e-3, 1e-3, 1e-4, 0.0), (1.0, True, 5e-4, 5e-4, 5e-5, 0.1), (0.0, True, 5e-4, 5e-4, 5e-5, 0.0)]
+    assert all(group["momentum"] == 0.7 and "betas" not in group for group in sgd)
+
+
+def test_what_has_no_known_place_is_not_written(tmp_path):
+    with pytest.raises(CheckpointError, match="several types .*buffers of their own"):
+        saved(tmp_path, distributed=True, main_params=True, dtype=torch.bfloat16, wide="router")
+    name = "decoder.layers.0.self_attention.in_proj.weight"
+    with pytest.raises(CheckpointError, match=f"{name}: how a legacy checkpoint cuts it"):
+        cut_of(name, (8, 8), {}, 2)
+    with pytest.raises(CheckpointError, match=f"{name}: its place"):
+        order_of(name, name)
 
 
 # ---- damage
