@@ -131,13 +131,13 @@ class Held:
 
 
 class FakeOptimizer:
-    """Adam's state: all that a rank's model needs, or (distributed) flat ranges of the concatenated parameters of a kind.
+    """Adam's state, or SGD's: all that a rank's model needs, or (distributed) flat ranges of the concatenated parameters of a kind.
 
     Values depend on the names of parameters only.
     """
 
     def __init__(self, model: FakeModel | list[FakeModel], ps: ParallelState, distributed: bool = False,
-                 main_params: bool = False, seed: int = 0):
+                 main_params: bool = False, seed: int = 0, sgd: bool = False):
         self.held: list[Held] = []
         self.step = 0
         self.notes: list[tuple[bool, bool]] = []
@@ -152,7 +152,8 @@ class FakeOptimizer:
                 first, last = max(low - position, 0), min(high - position, param.numel())
                 position += param.numel()
                 main = main_params and not (param.dtype == torch.float32 and any(other.dtype != torch.float32 for other in params))
-                for number, name in enumerate(("exp_avg", "exp_avg_sq", "fp32_param")[:3 if main else 2]):
+                moments = ("momentum_buffer",) if sgd else ("exp_avg", "exp_avg_sq")
+                for number, name in enumerate((*moments, *(["fp32_param"] if main else []))):
                     if first < last:
                         whole = moment(param, 1000 * seed + number).flatten()
                         self.held.append(Held(param, name, whole[first:last].clone(), first, last))

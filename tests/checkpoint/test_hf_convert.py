@@ -21,7 +21,7 @@ import arguments
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import open_model
 from moe_trainer.checkpoint.hf_config import read_config, write_config
-from moe_trainer.checkpoint.hf_files import dequantize
+from moe_trainer.checkpoint.hf_files import Folder, dequantize
 from moe_trainer.checkpoint.hf_names import copies, links
 from scripts import convert
 
@@ -173,7 +173,7 @@ def test_weights_in_eight_bits_become_what_they_stand_for(name, tmp_path):
         assert torch.equal(after[name], value.to(after[name].dtype)), name
 
 
-def test_blocks_of_eight_bits_at_odd_sizes():
+def test_blocks_of_eight_bits_at_odd_sizes(tmp_path):
     """Whole blocks and the ends of both directions, each with its own scale."""
     value, scales = torch.randn(200, 300).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
     expected = torch.empty(200, 300, dtype=torch.bfloat16)
@@ -181,6 +181,8 @@ def test_blocks_of_eight_bits_at_odd_sizes():
         place = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
         expected[place] = (value[place].float() * scales[row, column]).bfloat16()
     assert torch.equal(dequantize(value, scales), expected)
+    save_file({"stack": torch.stack([value.t().contiguous().view(200, 300), value]), "stack_scale_inv": torch.stack([scales + 1, scales])}, tmp_path / "model.safetensors")
+    assert torch.equal(Folder(tmp_path).read("stack", 1), expected)
     for wrong in (scales.t(), scales[:1], scales[:, :2]):
         with pytest.raises(ValueError, match=r"\[2, 3\] are needed"):
             dequantize(value, wrong)
@@ -340,13 +342,14 @@ def test_weights_as_one_file(tmp_path):
                        model.decoder.layers[1].self_attention.linear_qkv.bias.to(torch.bfloat16))
 
 
-def test_token_ids_and_a_tokenizer_of_another_folder_go_along(tmp_path):
+def test_an_iteration_by_its_number_and_token_ids_and_a_tokenizer_of_another_folder(tmp_path):
     make("qwen2").save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps({"eos_token_id": 7, "tokenizer_class": "Some", "hidden_size": 1}))
     (tmp_path / "other" / "special_tokens_map.json").write_text("{}")
-    assert run_convert(tmp_path / "ours", tmp_path / "back", "--config", tmp_path / "other", "--tokenizer", tmp_path / "other") == 0
+    (tmp_path / "ours" / "release").rename(tmp_path / "ours" / "iter_0000002")  # not what the tracker names
+    assert run_convert(tmp_path / "ours", tmp_path / "back", "--config", tmp_path / "other", "--tokenizer", tmp_path / "other", "--ckpt-step", "2") == 0
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (config["eos_token_id"], config["bos_token_id"], config["tokenizer_class"], config["hidden_size"]) == (7, None, "Some", 32)
     assert (tmp_path / "back" / "special_tokens_map.json").read_text() == "{}"

@@ -94,7 +94,7 @@ def record_of(ps, **more):
 def saved(folder, ps=SINGLE, distributed=False, main_params=False, dtype=torch.float32, vpp=1, wide="", **flags):
     """Save a FakeModel of seed 0 in the legacy format."""
     chunks = fake_chunks(ps, vpp, dtype=dtype) if vpp > 1 else [FakeModel(ps=ps, dtype=dtype, wide=wide)]
-    optimizer = FakeOptimizer(chunks, ps, distributed=distributed, main_params=main_params)
+    optimizer = FakeOptimizer(chunks, ps, distributed=distributed, main_params=main_params, sgd=flags.get("optimizer") == "sgd")
     optimizer.step = 7
     record = record_of(ps, use_distributed_optimizer=distributed, **flags)
     save(folder, CheckpointState(5, record, 20), chunks, optimizer, ps, SaveOptions(ckpt_format="torch"))
@@ -137,6 +137,7 @@ LAYOUTS = {
     "bf16, distributed": (2, dict(pp=2), dict(main_params=True, dtype=torch.bfloat16, distributed=True)),
     "te": (2, dict(tp=2, etp=2), dict(transformer_impl="transformer_engine", moe_grouped_gemm=True)),
     "bf16, routers in fp32": (1, {}, dict(main_params=True, dtype=torch.bfloat16, wide="router")),
+    "sgd": (1, {}, dict(optimizer="sgd")),
     "a rate of its own for embeddings": (1, {}, dict(decoupled_lr=1e-4)),
     "te, distributed": (2, dict(ep=2), dict(transformer_impl="transformer_engine", moe_grouped_gemm=True, distributed=True)),
 }
@@ -152,7 +153,8 @@ def test_what_a_layout_writes_another_reads(tmp_path, layout):
     dtype, mains = how.get("dtype", torch.float32), how.get("main_params", False)
     wide = how.get("wide", "")
     model, expected = FakeModel(seed=1, dtype=dtype, wide=wide), FakeModel(dtype=dtype, wide=wide)
-    optimizer, theirs = (FakeOptimizer(each, SINGLE, main_params=mains, seed=seed) for each, seed in ((model, 1), (expected, 0)))
+    sgd = how.get("optimizer") == "sgd"
+    optimizer, theirs = (FakeOptimizer(each, SINGLE, main_params=mains, seed=seed, sgd=sgd) for each, seed in ((model, 1), (expected, 0)))
     found = load(tmp_path, [model], optimizer, SINGLE, LoadOptions(RECORD))
     assert found.iteration == 5 and not found.from_megatron and optimizer.step == 7 and found.state.consumed_train_samples == 20
     assert_same((None, model, optimizer), (None, expected, theirs))
@@ -194,6 +196,17 @@ def test_parameters_of_transformer_engines_modules_stand_in_their_order():
 def test_experts_are_cut_as_all_else_is_where_no_flag_says_otherwise():
     assert Sizes.from_record({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": None}).etp == 4
     assert Sizes.from_record({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}).etp == 1
+
+
+@pytest.mark.parametrize("name, shape, expected", [
+    ("self_attention.linear_q_down_proj.weight", (16, 64), (None, 1)), ("self_attention.linear_q_down_proj.weight", (8, 64), (0, 1)),
+    ("self_attention.linear_kv_down_proj.weight", (12, 64), (None, 1)), ("self_attention.linear_kv_down_proj.weight", (6, 64), (0, 1)),
+    ("mlp.linear_fc1.weight", (8, 64), (0, 2)), ("mlp.linear_fc1.bias", (8,), (0, 2)), ("mlp.linear_fc2.weight", (64, 4), (1, 1)), ("mlp.linear_fc2.bias", (64,), (None, 1)),
+])
+def test_how_tensors_are_cut_among_two_ranks(name, shape, expected):
+    """Down-projections of latent attention by Megatron-LM's local modules only, which their shape tells."""
+    record = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_pos_emb_head_dim": 4, "swiglu": True}
+    assert cut_of(f"decoder.layers.0.{name}", shape, record, 2) == expected
 
 
 def test_whose_rate_and_decay_are_their_own():
