@@ -170,6 +170,20 @@ def test_parameters_stand_as_those_of_megatron_do(shared, case):
         assert [name for name in names if decays(name, len(meta["params"][name]["shape"]), {}) is (group["wd_mult"] == 1.0)] == group["params"]
 
 
+def _own_random_states(rank, size, folder):
+    ps = ParallelState.create(size, rank, tp=2, pp=2, etp=2)
+    torch.manual_seed(rank)
+    before = torch.get_rng_state()
+    saved(folder, ps)
+    torch.manual_seed(99)
+    found, _, _ = loaded(folder, ps)
+    return found.rng_loaded and torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_rank_gets_its_own_random_state_back(tmp_path):
+    assert run_ranks(_own_random_states, 4, tmp_path) == [True] * 4
+
+
 # ---- what cannot be compared with a recorded file: hand-made numbers
 
 
@@ -337,6 +351,12 @@ def change(golden_copy, edit):
     content["args"] = argparse.Namespace(**plain(content["args"]))
     edit(content)
     torch.save(content, golden_copy / FILE)
+
+
+def test_a_file_of_experts_that_is_not_there_is_named(golden_copy):
+    change(golden_copy, lambda content: setattr(content["args"], "expert_model_parallel_size", 2))
+    (golden_copy / "iter_0000005/mp_rank_00").rename(golden_copy / "iter_0000005/mp_rank_00_000")
+    assert "mp_rank_00_001/model_optim_rng.pt is missing" in refusal(golden_copy)
 
 
 def test_a_tensor_too_few_or_of_another_shape_is_named(golden_copy):
