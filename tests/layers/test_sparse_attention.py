@@ -120,13 +120,16 @@ def test_the_reported_loss_is_a_mean_over_passes_and_layers_and_begins_anew():
 
 def test_the_indexers_loss_reaches_the_indexers_alone():
     outcomes = [train(argv("--clip-grad", "0", *more), 0, ParallelState.single(), steps=1)
-                for more in ([], ["--dsa-indexer-loss-coeff", "1"], ["--dsa-indexer-loss-coeff", "1000"])]
-    without, small, large = (outcome.grads for outcome in outcomes)
+                for more in ([], ["--dsa-indexer-loss-coeff", "1"], ["--dsa-indexer-loss-coeff", "1000"],
+                             ["--dsa-indexer-loss-coeff", "1", "--calculate-per-token-loss"])]
+    without, small, large, per_token = (outcome.grads for outcome in outcomes)
     assert outcomes[2].losses[0]["indexer loss"] == pytest.approx(1000 * outcomes[1].losses[0]["indexer loss"], rel=1e-5)
     names = [name for name in small if INDEXER in name]
     assert names and all(small[name].abs().max() > 0 for name in names if "k_norm.bias" not in name)
     for name, grad in small.items():
         if INDEXER in name:
+            # of all 128 queries, divided by the 92 tokens that the loss mask leaves
+            torch.testing.assert_close(per_token[name], grad * (128 / 92), rtol=1e-4, atol=1e-4 * float(grad.abs().max()))
             torch.testing.assert_close(large[name], 1000 * grad, rtol=1e-4, atol=1e-4 * float(large[name].abs().max()))
         else:
             assert torch.equal(grad, without[name]) and torch.equal(large[name], without[name]), name
