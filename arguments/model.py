@@ -215,6 +215,8 @@ class ModelArgs:
     """Sparse attention: compute the indexer's key norm in fp32."""
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = "none"
     """Sparse attention: kernel library."""
+    dsa_attention_form: Literal["auto", "masked", "gathered"] = "auto"
+    """Sparse attention: multiply all keys and mask those not chosen, gather the chosen ones' latents, or what the shapes make cheaper. Ours."""
 
     # ---- multi-token prediction
     mtp_num_layers: int | None = None

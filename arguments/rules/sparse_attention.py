@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 from arguments.rules.facts import Facts, as_list, broken, positive, say
 from arguments.settings import Settings, Violation
+from arguments.sparse_keys import cannot_gather
 
 VARIANT, WARMUP, COEFF = "experimental_attention_variant", "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
+FORM = "dsa_attention_form"
 ALLGATHER = ("allgather", "all_gather")
 NOT_BUILT = (
     ("qk_clip", "it looks at the logits of all keys, not of the chosen ones"),
@@ -77,6 +79,20 @@ def _indexer_heads(s: Settings) -> Iterator[Violation]:
             "rotated by position.", "dsa_indexer_head_dim", "qk_pos_emb_head_dim")
 
 
+def gathering_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.dsa_attention_form != "gathered" or s.experimental_attention_variant != "dsa" or s.dsa_indexer_warmup:
+        return
+    problem = cannot_gather(s, bool(s.fp8 or s.fp4))
+    if problem is None:
+        return
+    dest, why = problem
+    if dest == "dsa_indexer_use_sparse_loss":
+        yield broken(s, f"{say(s, FORM)} with {say(s, COEFF)} needs {s.flag(dest)}: {why}.", FORM, COEFF, dest)
+        return
+    dest = "fp4" if dest == "fp8" and not s.fp8 else dest
+    yield broken(s, f"{say(s, FORM)} cannot be combined with {say(s, dest)}: {why}.", FORM, dest)
+
+
 def warmup_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
     if not s.dsa_indexer_warmup:
         return
@@ -88,4 +104,4 @@ def warmup_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 RESOLVE = (warmup_chooses_nothing, indexers_without_a_loss)
-CHECKS = (sparse_attention_fits, warmup_fits)
+CHECKS = (sparse_attention_fits, gathering_fits, warmup_fits)

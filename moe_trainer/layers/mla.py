@@ -1,6 +1,7 @@
 """Multi-head latent attention: queries and key-values pass through low-rank latents; one rotary key serves all heads.
 
-Training form: the latents are expanded to full heads. Rows of the up-projections are ordered by head: q [nope, rope],
+Training form: the latents are expanded to full heads, but where sparse attention gathers latents themselves
+(layers/latent_attention.py). Rows of the up-projections are ordered by head: q [nope, rope],
 kv [k_nope, v]. The rotary part is rotated in interleaved pairs.
 Source: DeepSeek-V2 (arXiv 2405.04434); names and orders of Megatron-Core.
 
@@ -23,6 +24,7 @@ from moe_trainer.layers.core_attention import Visible, make_sinks
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.latent_attention import LatentKeys
 from moe_trainer.layers.logit_peaks import LogitPeaks
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.layers.sparse_attention import SparseAttention
@@ -81,7 +83,7 @@ class MultiLatentAttention(nn.Module):
         if model.experimental_attention_variant == "dsa":
             self.core_attention = SparseAttention(
                 model, ps, layer_number, name=f"{name}.core_attention", head_dim=key_dim, scale=scale, activations=kit.activations,
-                queue=kit.queue, sequence_parallel=sequence_parallel, per_token_loss=per_token_loss)
+                queue=kit.queue, sequence_parallel=sequence_parallel, per_token_loss=per_token_loss, quantized=kit.precision is not None)
         else:
             self.core_attention = kit.core_attention(model, layer_number, head_dim=key_dim, scale=scale)
         self.logits = LogitPeaks(model, layer_number, scale, ps.cp)
@@ -100,23 +102,39 @@ class MultiLatentAttention(nn.Module):
         latent_SBC = self.linear_q_down_proj(x_SBH)
         return latent_SBC if self.q_layernorm is None else self.q_layernorm(latent_SBC)
 
+    def _queries(self, rope: Tables | None, q_latent: Tensor) -> Tensor:
+        """q_SBND."""
+        q = q_latent if self.linear_q_proj is not None else self.linear_q_up_proj(q_latent)
+        q_SBND = q.view(*q.shape[:2], self.num_heads, -1)
+        return q_SBND if rope is None or not self.rope else self.apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
+
+    def _to_all_heads(self, x: Tensor) -> Tensor:
+        """All rows, whose gradient is summed over the ranks' heads."""
+        return (gather_rows_from_group if self.sequence_parallel else copy_to_group)(x, self.tp)
+
+    def _rotated(self, rope: Tables | None, k_rope: Tensor) -> Tensor:
+        """The key of all heads, [S, B, 1, rope_dim], from all rows."""
+        k_rope = k_rope.unsqueeze(2)
+        return k_rope if rope is None or not self.rope else self.apply_rope(k_rope, *rope, interleaved=True)
+
     def _expand(self, rope: Tables | None, visible: Visible | None, q_latent: Tensor, latent_SBC: Tensor,
                 k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From latents to q_SBND, k_SBND and v_SBNE (see pads_values); k_rope [S, B, rope_dim] of this rank's rows."""
-        q = q_latent if self.linear_q_proj is not None else self.linear_q_up_proj(q_latent)
-        heads = (*q.shape[:2], self.num_heads)
-        q_SBND = q.view(*heads, -1)
+        q_SBND = self._queries(rope, q_latent)
+        heads = q_SBND.shape[:3]
         kv = self.linear_kv_up_proj(latent_SBC).view(*heads, -1)
         k_nope, v_SBNE = kv.split([self.nope_dim, self.value_dim], dim=-1)
-        if self.core_attention.saves_inputs and self.core_attention.pads_values(q.shape[0], visible, q.device):
+        if self.core_attention.saves_inputs and self.core_attention.pads_values(heads[0], visible, q_SBND.device):
             v_SBNE = pad_values(v_SBNE, self.nope_dim + self.rope_dim)
         v_SBNE = compact(v_SBNE)
-        to_all_heads = gather_rows_from_group if self.sequence_parallel else copy_to_group
-        k_rope = to_all_heads(k_rope, self.tp).unsqueeze(2)
-        if rope is not None and self.rope:
-            q_SBND = self.apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
-            k_rope = self.apply_rope(k_rope, *rope, interleaved=True)
+        k_rope = self._rotated(rope, self._to_all_heads(k_rope))
         return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), v_SBNE
+
+    def _leave(self, rope: Tables | None, q_latent: Tensor, latent_SBC: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """q_SBND, and latents as they are, beside their rotated key: [S, B, C + rope_dim]."""
+        all_SBC = self._to_all_heads(torch.cat([latent_SBC, k_rope], dim=-1))
+        latent_SBC, k_rope = all_SBC.split([self.kv_rank, self.rope_dim], dim=-1)
+        return self._queries(rope, q_latent), torch.cat([latent_SBC, self._rotated(rope, k_rope).squeeze(2)], dim=-1)
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor = 1.0) -> Tensor:
         """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention; grad_scale: of an indexer's loss.
@@ -128,20 +146,28 @@ class MultiLatentAttention(nn.Module):
             latent_SBC, k_rope = self.linear_kv_down_proj(x_SBH).split([self.kv_rank, self.rope_dim], dim=-1)
             if self.kv_layernorm is not None:
                 latent_SBC = self.kv_layernorm(latent_SBC)
-            (q_SBND, k_SBND, v_SBNE), inside = self.activations.discarding(
-                "mla_up_proj", functools.partial(self._expand, rope, visible), q_latent, latent_SBC, k_rope)
+            sparse = isinstance(self.core_attention, SparseAttention)
+            by_latents = sparse and self.core_attention.wants_latents(x_SBH.shape[0] * (self.tp.size if self.sequence_parallel else 1))
+            make = functools.partial(self._leave, rope) if by_latents else functools.partial(self._expand, rope, visible)
+            (q_SBND, *keys), inside = self.activations.discarding("mla_up_proj", make, q_latent, latent_SBC, k_rope)
         with inside, self.activations.offloading("core_attn"):
-            if isinstance(self.core_attention, SparseAttention):
+            if sparse:
                 read = (x_SBH.detach(), (x_SBH if self.linear_q_proj is not None else q_latent).detach())
-                y = self.activations.region("core_attn", lambda *read: self._attend(*read[:3], visible, *read[3:], rope, grad_scale),
-                                            q_SBND, k_SBND, v_SBNE, *read)
+                y = self.activations.region("core_attn", functools.partial(self._attend_sparsely, visible, rope, grad_scale), *read, q_SBND, *keys)
             else:
-                y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible, self.softmax_offset), q_SBND, k_SBND, v_SBNE)
+                y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, *keys)
         with self.activations.offloading("attn_proj"):
             return self.linear_proj(y)
 
-    def _attend(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: Visible | None, *more: object) -> Tensor:
+    def _attend(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: Visible | None) -> Tensor:
         if self.training:
             self.logits.see(q_SBND, k_SBND, visible)
         with drawing(self.stream if self.training else None, q_SBND.device):
-            return self.core_attention(q_SBND, k_SBND, v_SBNE, visible, *more)
+            return self.core_attention(q_SBND, k_SBND, v_SBNE, visible, self.softmax_offset)
+
+    def _attend_sparsely(self, visible: Visible | None, rope: Tables | None, grad_scale: float | Tensor, x_SBH: Tensor, latent: Tensor,
+                         q_SBND: Tensor, *keys: Tensor) -> Tensor:
+        """keys: k_SBND and v_SBNE, or latents alone. Without a look at the largest logits, which sparse attention is not combined with."""
+        found = LatentKeys(*keys, self.linear_kv_up_proj.weight) if len(keys) == 1 else keys
+        with drawing(self.stream if self.training else None, q_SBND.device):
+            return self.core_attention(q_SBND, found, visible, x_SBH, latent, rope, grad_scale)

@@ -11,6 +11,9 @@ quantised: the choice hangs on near ties.
 Two stages of training. Warm-up (--dsa-indexer-warmup): attention stays dense, the indexer learns to imitate it, everything else is frozen.
 Then the sparse stage. Where there are no more keys than would be chosen, attention is the dense one too.
 
+The sparse stage has two forms with the same result (shape/sparse_keys.py says which, and why): keys and values of heads, of which those not
+chosen are masked, or latents, of which the chosen ones are gathered.
+
 Tensor parallelism: every rank holds the whole indexer and computes the same with it, from rows that are gathered without a gradient
 under sequence parallelism; only the target is summed over the ranks' heads. So its gradients agree, and nobody has to sum them.
 Context parallelism: keys come to the queries, all at once (--cp-comm-type allgather), those of the indexer too. A rank's loss is its
@@ -31,6 +34,7 @@ from arguments.model import ModelArgs
 from moe_trainer.layers.context_parallel import ContextParallelAttention
 from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.init import hidden_init
+from moe_trainer.layers.latent_attention import LatentKeys, latent_attention, latents_of
 from moe_trainer.layers.linear import ReplicatedLinear
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.ring_attention import gathered_attention, ring_attention, runs_of
@@ -39,13 +43,14 @@ from moe_trainer.memory.activations import Activations
 from moe_trainer.ops.attach_loss import attach_gradients
 from moe_trainer.ops.hadamard import rotate
 from moe_trainer.ops.rope import apply_rope
-from moe_trainer.ops.sparse_attention import Index, Teacher, choose_keys
+from moe_trainer.ops.sparse_attention import HeadTeacher, Index, LatentTeacher, Teacher, choose_keys
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import gather_rows, reduce_scatter_rows
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.sequence import SequenceShard, rank_order
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.shape.sparse_keys import why_masked
 
 INDEXER = ".core_attention.indexer."
 """In the global names of indexers' parameters, and of no others."""
@@ -85,16 +90,17 @@ class Indexer(nn.Module):
 class SparseAttention(ContextParallelAttention):
     """Core attention to chosen keys. name: global name, e.g. "decoder.layers.0.self_attention.core_attention".
 
-    sequence_parallel: the indexer's inputs are this rank's rows. per_token_loss: see balancing_losses.
-    `recorder`: None, or a list that receives the choice of every pass, a bit per query and key.
+    sequence_parallel: the indexer's inputs are this rank's rows. per_token_loss: see balancing_losses. quantized: linears multiply in fewer
+    bits. `recorder`: None, or a list that receives the choice of every pass, a bit per query and key or a list of each query's keys.
     """
 
     def __init__(self, model: ModelArgs, ps: ParallelState, layer_number: int, *, name: str, head_dim: int, scale: float,
                  activations: Activations, queue: WeightGradQueue | None = None, sequence_parallel: bool = False,
-                 per_token_loss: bool = False):
+                 per_token_loss: bool = False, quantized: bool = False):
         super().__init__(model, layer_number, head_dim=head_dim, scale=scale, heads=Group.single("no heads travel"), positions=ps.cp,
                          gathered=True)
         self.tp, self.gathers_rows, self.activations = ps.tp, sequence_parallel and ps.tp.size > 1, activations
+        self.model, self.quantized = model, quantized
         self.topk = None if model.dsa_indexer_warmup else model.dsa_indexer_topk
         self.relu, self.selected_only = model.dsa_indexer_scoring_relu, model.dsa_indexer_use_sparse_loss
         self.coeff, self.per_token_loss = model.dsa_indexer_loss_coeff or 0.0, per_token_loss
@@ -103,36 +109,50 @@ class SparseAttention(ContextParallelAttention):
         # this rank's share of the loss, summed over passes, and the number of passes
         self.register_buffer("indexer_loss", torch.zeros(2, dtype=torch.float32), persistent=False)
 
-    def forward(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: Visible | None, x_SBH: Tensor, latent_SBC: Tensor,
+    def wants_latents(self, length: int) -> bool:
+        """Are keys to be LatentKeys? length: positions of this rank."""
+        heads = self.model.num_attention_heads // self.tp.size
+        return why_masked(self.model, heads, length * self.positions.size, self.quantized) is None
+
+    def forward(self, q_SBND: Tensor, keys: tuple[Tensor, Tensor] | LatentKeys, visible: Visible | None, x_SBH: Tensor, latent_SBC: Tensor,
                 rope: Tables | None, grad_scale: float | Tensor = 1.0) -> Tensor:
-        """x, latent: what the indexer reads. rope: of this rank's positions. grad_scale: factor of the indexer's loss in the gradient.
+        """keys: k_SBND and v_SBNE, or as `wants_latents` says. x, latent: what the indexer reads. rope: of this rank's positions.
+        grad_scale: factor of the indexer's loss in the gradient.
 
         Returns: [S, B, N * E]. Raises: ValueError for an explicit attention mask.
         """
         if visible is not None and visible.mask is not None:
             raise ValueError("sparse attention is not built for explicit attention masks; give document ids")
-        size, group = self.positions.size, self.positions
+        size, group, listed = self.positions.size, self.positions, isinstance(keys, LatentKeys)
         topk = self.topk if self.topk is not None and self.topk < q_SBND.shape[0] * size else None
         learns = self.training and self.coeff > 0.0 and torch.is_grad_enabled()
         if topk is None and not learns:
-            return super().forward(q_SBND, k_SBND, v_SBNE, visible)
+            return super().forward(q_SBND, *keys, visible)
         with torch.set_grad_enabled(learns):
             index = self.indexer(*(self._all_rows(x) for x in (x_SBH, latent_SBC)), rope)
-        sequence, runs = SequenceShard(group), runs_of(group.rank, size, q_SBND.shape[0])
-        rule = self.rule(visible, q_SBND.device)
-        teacher = None
-        if learns:
-            teacher = Teacher(q_SBND.detach(), sequence.full(k_SBND.detach(), 0), self.scale, lambda x: all_reduce(x, self.tp),
-                              self.selected_only)
-        selection, lesson = choose_keys(index._replace(k_KBF=sequence.full(index.k_KBF.detach(), 0)), rule, runs, topk, self.relu, teacher)
-        if self.recorder is not None and selection is not None:
-            self.recorder.append(selection.bits_BSC)
-        if selection is None:
-            y_SBH = super().forward(q_SBND, k_SBND, v_SBNE, visible)
+        runs, rule = runs_of(group.rank, size, q_SBND.shape[0]), self.rule(visible, q_SBND.device)
+        index_of_all = index._replace(k_KBF=SequenceShard(group).full(index.k_KBF.detach(), 0))
+        choice, lesson = choose_keys(index_of_all, rule, runs, topk, self.relu, self._teacher(q_SBND, keys) if learns else None, listed)
+        if self.recorder is not None and choice is not None:
+            self.recorder.append(choice if listed else choice.bits_BSC)
+        if choice is None:
+            y_SBH = super().forward(q_SBND, *keys, visible)
+        elif listed:
+            y_SBH = latent_attention(q_SBND, keys, choice, self.scale, group)
         else:
             attend = ring_attention if size == 1 else gathered_attention
-            y_SBH = attend(q_SBND, k_SBND, v_SBNE, self.scale, replace(rule, selection=selection), group)
+            y_SBH = attend(q_SBND, *keys, self.scale, replace(rule, selection=choice), group)
         return y_SBH if lesson is None else self._attach(y_SBH, lesson.loss, lesson.grads, index, grad_scale)
+
+    def _teacher(self, q_SBND: Tensor, keys: tuple[Tensor, Tensor] | LatentKeys) -> Teacher:
+        def sum_over_ranks(x: Tensor) -> Tensor:
+            return all_reduce(x, self.tp)
+
+        q_SBND = q_SBND.detach()
+        if isinstance(keys, LatentKeys):
+            return LatentTeacher(q_SBND, latents_of(*keys, q_SBND.shape[2], self.scale, self.positions), sum_over_ranks)
+        k_KBND = SequenceShard(self.positions).full(keys[0].detach(), 0)
+        return HeadTeacher(q_SBND, k_KBND, self.scale, sum_over_ranks, self.selected_only)
 
     def _all_rows(self, x: Tensor) -> Tensor:
         """Of this context rank. x: without a gradient, as the caller gives it."""

@@ -5,8 +5,8 @@ is longer: that is what makes many small experts slow. Attention's core: its own
 measured kernels; layers with a window score their window, layers of a gated DeltaNet pass a state on (both as the mean over
 the decoder's layers). Everything between products is bound by memory: in forward each kept tensor is written and read, in backward it is read,
 and a gradient of its size is written and read; tokens are permuted on their way out and back. Quantisation reads and writes the
-operands once more. Sparse attention multiplies as dense attention does (keys that are not chosen are masked), and its indexers score
-every pair of query and key besides. A layer takes at least the time in which the host launches its kernels.
+operands once more. Sparse attention multiplies as dense attention does where keys that are not chosen are masked, and the latents of chosen ones where
+they are gathered (shape/sparse_keys.py); its indexers score every pair of query and key besides. A layer takes at least the time in which the host launches its kernels.
 
 Constants: what no data sheet has. Those of `Constants` are fitted to published runs (scripts/plan.py calibrate prints the error of each
 run, and of each family of models, when it is left out of the fit); the others are measurements with source. None of them was measured
@@ -24,6 +24,7 @@ from moe_trainer.planner.links import Links, round_trip_seconds
 from moe_trainer.planner.memory import ChunkBytes
 from moe_trainer.shape.layers import is_linear, uses_window
 from moe_trainer.shape.parts import captured_parts, recomputed_parts
+from moe_trainer.shape.sparse_keys import chooses, gathers
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -45,9 +46,13 @@ class Constants:
     iteration: float = 0.02
 
 
-SCORES, LEARNING, TILES = 4, (7, 8), (7, 14)
+SCORES, LEARNING, TILES, LISTED = 4, (7, 8), (7, 14), (8, 13)
 """How often an element of [heads, queries, keys] is written or read as fp32, counted in ops/sparse_attention.py and ops/block_attention.py:
-by the index' scores; by what it learns, of its own heads and of attention's; by masked attention without a fused kernel, there and back."""
+by the index' scores; by what it learns, of its own heads and of attention's; by masked attention without a fused kernel, there and back; by
+attention to listed keys (ops/latent_attention.py), of [heads, queries, chosen keys]."""
+MOVED = (3, 7, 7)
+"""How often a row of latents is written or read for every query that chose it: forward, backward in the format of activations, and
+there in fp32, where its gradient is widened and added up."""
 LAUNCH = 30e-6
 """Seconds of the host for one kernel of an eager program, with its modules' and autograd's Python. Moonlight's published comparison of
 recompute (Megatron-Bridge, perf-activation-recompute): making heads of latents once more, some 30 kernels and next to nothing for the
@@ -111,7 +116,7 @@ class LayerTime:
         self.recomputed = recomputed_parts(args.training)
         self.gate = 2 if model.swiglu or model.quick_geglu else 1
         self.sparse = model.experimental_attention_variant == "dsa"
-        self.chooses = self.sparse and not model.dsa_indexer_warmup and model.dsa_indexer_topk < args.data.seq_length
+        self.chooses, self.gathers = chooses(model, args.data.seq_length), gathers(args)
         self.learns = self.sparse and bool(model.dsa_indexer_loss_coeff)
         self.pairs = self.tokens * args.data.seq_length / 2  # of queries and visible keys
         linear = [is_linear(model, number) for number in range(model.num_layers)]
@@ -132,6 +137,18 @@ class LayerTime:
             seconds += count * m * k * (self.size + 2) / self.memory
         return seconds
 
+    def _listed(self) -> tuple[float, float]:
+        """Forward and backward of attention to listed keys: products of narrow matrices, one pair per query, at the rate of all products."""
+        model, heads = self.model, self.model.num_attention_heads // self.tp
+        rank, width = model.kv_lora_rank, model.kv_lora_rank + model.qk_pos_emb_head_dim
+        chosen = self.tokens * model.dsa_indexer_topk
+        peak = self.hardware.peak("bf16") * self.constants.products_bf16 / (2 if self.size == 4 else 1)
+        there, back = 2.0 * chosen * heads * (width + rank) / peak, 2.0 * chosen * heads * 3 * (width + rank) / peak
+        there += chosen * (4.0 * heads * LISTED[0] + width * self.size * MOVED[0]) / self.memory
+        back += chosen * (4.0 * heads * LISTED[1] + width * (self.size * MOVED[1] + 4.0 * MOVED[2])) / self.memory
+        # queries are brought to latents once more, and so is what the weight's gradient needs
+        return there, back + self.product(self.tokens, heads * model.qk_head_dim, rank, plain=True)
+
     def _core(self) -> tuple[float, float]:
         """Forward and backward of what attends, on average over the layers."""
         there, back = self._softmax()
@@ -145,6 +162,8 @@ class LayerTime:
         return self.product(self.tokens, width, width, 4 * heads, plain=True)
 
     def _softmax(self) -> tuple[float, float]:
+        if self.gathers:
+            return self._listed()
         model, heads = self.model, self.model.num_attention_heads // self.tp
         if model.multi_latent_attention:
             widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
@@ -170,8 +189,11 @@ class LayerTime:
         matrices += self.product(self.tokens, index + width, model.hidden_size, plain=True)
         operations, elements = 2.0 * self.pairs * index * width, self.pairs * index * SCORES
         if self.learns:  # two gradients of the scores, and what attention's heads attend to
-            operations += 4.0 * self.pairs * index * width + 2.0 * self.pairs * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-            elements += self.pairs * (index * LEARNING[0] + heads * LEARNING[1])
+            keys, wide = self.pairs, model.qk_head_dim + model.qk_pos_emb_head_dim
+            if self.gathers:
+                keys, wide = self.tokens * model.dsa_indexer_topk, model.kv_lora_rank + model.qk_pos_emb_head_dim
+            operations += 4.0 * self.pairs * index * width + 2.0 * keys * heads * wide
+            elements += self.pairs * index * LEARNING[0] + keys * heads * LEARNING[1]
         peak = self.hardware.peak("bf16") / 2 * self.constants.products_bf16
         return matrices, operations / peak + 4.0 * elements / self.memory
 
@@ -255,7 +277,8 @@ class LayerTime:
         into = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim if latents else hidden
         shared = bool(self.moe.moe_shared_expert_intermediate_size)
         widths = [into, hidden] + ([hidden, hidden] if not is_moe or shared else [])
-        target = 2 * self.links.ring(int(self.pairs) * 4, 1, self.tp) if self.learns else 0.0  # of all ranks' heads
+        keys = self.tokens * model.dsa_indexer_topk if self.gathers else int(self.pairs)
+        target = 2 * self.links.ring(keys * 4, 1, self.tp) if self.learns else 0.0  # of all ranks' heads
         return target + sum(self.links.ring(self.tokens * width * self.size, 1, self.tp) for width in widths)
 
     def _context(self) -> tuple[float, float]:
@@ -267,6 +290,8 @@ class LayerTime:
             keys, queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim), heads * 192
         else:
             keys, queries = 2 * max(1, model.query_groups // self.tp) * model.kv_channels, 2 * heads * model.kv_channels
+        if self.gathers:
+            keys = model.kv_lora_rank + model.qk_pos_emb_head_dim
         kind = self.args.parallel.cp_comm_type[0]
         if kind == "a2a":
             return self.links.ring(self.tokens * (keys + queries) * self.size, self.tp, self.cp), 0.0

@@ -42,6 +42,7 @@ from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
 from moe_trainer.shape.library_products import quantised_by_library
 from moe_trainer.shape.orders import orders
 from moe_trainer.shape.parts import captured_parts, recomputed_parts
+from moe_trainer.shape.sparse_keys import gathers
 from moe_trainer.shape.state_bytes import StateBytes
 from moe_trainer.shape.timetable import BACKWARD, FORWARD, WEIGHT, Order, actions_of
 
@@ -302,14 +303,18 @@ def _buffers(args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams
 
 def learning_bytes(args: Arguments, sizes: ChunkBytes) -> float:
     """What sparse attention opens while indexers choose and learn (ops/sparse_attention.py): fp32 copies of queries, of the keys of the whole
-    sequence and of the index' queries, with the gradient of these; and four tensors of [heads, block, keys]."""
+    sequence and of the index' queries, with the gradient of these; and four tensors of [heads, block, keys]. Gathered, latents of the whole
+    sequence take the place of the copies, and their gradient in fp32 is there in backward, which learns nothing."""
     model = args.model
     if model.experimental_attention_variant != "dsa":
         return 0.0
     keys, heads = args.training.micro_batch_size * args.data.seq_length, model.num_attention_heads // sizes.tp
     learned = bool(model.dsa_indexer_loss_coeff)
     index = sizes.tokens * model.dsa_indexer_n_heads * model.dsa_indexer_head_dim
-    whole = (sizes.tokens + keys) * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) if learned else 0
+    if gathers(args):
+        whole = keys * (model.kv_lora_rank + model.qk_pos_emb_head_dim) * (1 + sizes.size / 4)
+    else:
+        whole = (sizes.tokens + keys) * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) if learned else 0
     block = min(BLOCK, QUERY_BLOCK * keys * max(model.dsa_indexer_n_heads, heads if learned else 0))
     return 4.0 * (whole + (2 if learned else 1) * index + 4 * block)
 

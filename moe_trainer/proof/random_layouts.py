@@ -133,6 +133,8 @@ def _sparse_attention(dice: random.Random, mapping: Mapping, values: dict[str, o
     stage = dice.choice(("dsa_indexer_use_sparse_loss", "dsa_indexer_warmup", None))
     if found["dsa_indexer_loss_coeff"] is not None and stage is not None:
         found[stage] = True
+    if found["dsa_indexer_loss_coeff"] is None or found.get("dsa_indexer_use_sparse_loss"):
+        found["dsa_attention_form"] = dice.choice(("gathered", "masked"))
     return found | ({"cp_comm_type": ["allgather"], "hierarchical_context_parallel_sizes": None} if mapping.cp > 1 else {})
 
 

@@ -10,6 +10,7 @@ from arguments.rules.facts import as_list, moe_pattern
 from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, Layout, read_layout
 from arguments.settings import Settings
 from moe_trainer.proof.mapping import Mapping
+from moe_trainer.shape.sparse_keys import why_masked
 
 HEAD = 8
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
@@ -123,6 +124,9 @@ def attention(s: Settings, new: Mapping) -> dict[str, object]:
     if s.experimental_attention_variant == "dsa":
         values |= {"dsa_indexer_n_heads": min(s.dsa_indexer_n_heads, 2), "dsa_indexer_head_dim": 8}
         values |= {"dsa_indexer_topk": 5 if s.dsa_indexer_topk < s.seq_length else _length(new)}
+        # what pays at the user's sizes does not at these
+        masked = why_masked(s, s.num_attention_heads // s.tensor_model_parallel_size, s.seq_length, bool(s.fp8 or s.fp4))
+        values |= {"dsa_attention_form": "masked" if masked else "gathered"}
     if s.window_size is not None:
         values["window_size"] = tuple(min(side, 5) for side in s.window_size)
     return values

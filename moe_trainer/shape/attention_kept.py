@@ -1,7 +1,8 @@
 """What attention keeps for backward, kind by kind (activations.py says what is counted).
 
 Attention keeps what its kernel keeps (ops/attention.py, layers/ring_attention.py): on a CPU, without mask and up to
-BLOCKED_MAX_LENGTH positions, the probabilities of all blocks; else queries, keys, values, output and log-sum-exp. Attention dropout on a
+BLOCKED_MAX_LENGTH positions, the probabilities of all blocks; else queries, keys, values, output and log-sum-exp. Where sparse attention gathers
+its keys (shape/sparse_keys.py), latents stand for keys and values. Attention dropout on a
 CPU and explicit masks are not counted.
 
 Shapes: N heads, G key-value heads, D and E widths of key and value; the others as in kept.py.
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moe_trainer.shape.kept import WIDE, Kept, LayerSizes
+from moe_trainer.shape.sparse_keys import chooses, gathers
 
 BLOCKED_MAX_LENGTH, QUERY_BLOCK = 512, 64  # as in ops/attention.py
 SEGMENT = 1024  # positions of a segment, as in ops/gated_delta_rule.py
@@ -61,14 +63,32 @@ def latent_attention(layer: LayerSizes) -> Iterator[Kept]:
         yield Kept("q_latent", (layer.rows, model.q_lora_rank), layer.size, "qkv_linear")
     elif "mla_up_proj" in layer.parts:
         yield Kept("q_before_rope", (layer.tokens, heads, key), layer.size, "qkv_linear")
-    yield Kept("kv_down", (layer.rows, down), layer.size, "qkv_linear")
+    gathered, discarded = gathers(layer.args), "mla_up_proj" in layer.parts and _heads_cut(layer) == 1
+    reads = not gathered or "mla_up_proj" in layer.parts  # latents that are gathered are copies of these
+    if reads or model.qk_layernorm:
+        yield Kept("kv_down", (layer.rows, down), layer.size, "qkv_linear")
     if model.qk_layernorm:
         numbers = 2 if model.normalization == "LayerNorm" else 1
         yield Kept("kv_layernorm.statistics", (layer.rows, numbers), WIDE, "qkv_linear")
-        yield Kept("kv_latent", (layer.rows, model.kv_lora_rank), layer.size, "qkv_linear")
+        if reads:
+            yield Kept("kv_latent", (layer.rows, model.kv_lora_rank), layer.size, "qkv_linear")
     if model.experimental_attention_variant == "dsa":
         yield from _choice(layer)
-    yield from _core(layer, heads, heads, key, model.v_head_dim, discarded="mla_up_proj" in layer.parts and _heads_cut(layer) == 1)
+    if gathered:
+        yield from _gathering(layer, heads, key, discarded)
+    else:
+        yield from _core(layer, heads, heads, key, model.v_head_dim, discarded)
+
+
+def _gathering(layer: LayerSizes, heads: int, key: int, discarded: bool) -> Iterator[Kept]:
+    """Attention to listed keys (layers/latent_attention.py). discarded: queries and latents are not kept."""
+    part, tokens, model = "core_attn", layer.tokens, layer.model
+    if not discarded:
+        yield Kept("q", (tokens, heads, key), layer.size, part)
+        yield Kept("kv_latents", (tokens, model.kv_lora_rank + model.qk_pos_emb_head_dim), layer.size, part)
+    if part not in layer.parts:
+        yield Kept("log_sum_exp", (tokens, heads), WIDE, part)
+    yield Kept("core_attn.y", (tokens, heads * model.v_head_dim), layer.size, "attn_proj")
 
 
 def _choice(layer: LayerSizes) -> Iterator[Kept]:
@@ -76,7 +96,9 @@ def _choice(layer: LayerSizes) -> Iterator[Kept]:
     model, tokens, part = layer.model, layer.tokens, "core_attn"
     if part in layer.parts:
         return
-    if _is_sparse(layer):
+    if gathers(layer.args):
+        yield Kept("choice", (layer.batch, layer.length, model.dsa_indexer_topk), WIDE, part)
+    elif _is_sparse(layer):
         yield Kept("choice", (layer.batch, layer.length, -(-layer.length * layer.cp // 8)), 1, part)
     if not model.dsa_indexer_loss_coeff:
         return
@@ -96,8 +118,7 @@ def _choice(layer: LayerSizes) -> Iterator[Kept]:
 
 def _is_sparse(layer: LayerSizes) -> bool:
     """Are there more keys than are chosen?"""
-    model = layer.model
-    return model.experimental_attention_variant == "dsa" and not model.dsa_indexer_warmup and model.dsa_indexer_topk < layer.length * layer.cp
+    return chooses(layer.model, layer.length * layer.cp)
 
 
 def _core(layer: LayerSizes, heads: int, groups: int, key: int, value: int, discarded: bool) -> Iterator[Kept]:

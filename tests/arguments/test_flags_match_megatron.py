@@ -13,7 +13,7 @@ OWN = {
     "preset", "validate_only", "report", "metrics_file", "init_from", "export_weights", "dump_step", "record_step", "world_size",
     "dry_run", "hardware", "auto_resume", "on_missing_backend", "triton_kernels", "print_groups", "pipeline_schedule", "moe_clone_hot_experts",
     "finermoe_intermediate_granularity", "finermoe_output_granularity", "finermoe_intermediate_expansion", "finermoe_output_expansion",
-    "on_nan", "on_loss_spike", "loss_spike_factor", "dsa_indexer_warmup",
+    "on_nan", "on_loss_spike", "loss_spike_factor", "dsa_indexer_warmup", "dsa_attention_form",
     "lion_beta1", "lion_beta2",  # recorded, though not as relevant to MoE
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip

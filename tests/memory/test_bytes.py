@@ -45,6 +45,7 @@ LATENT_HOWS = {
 }
 SPARSE = ("--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.1 "
           "--dsa-indexer-use-sparse-loss")
+GATHERED = "--dsa-attention-form gathered"
 FEW = ("all kept", "layernorm", "moe", "uniform", "offload everything")
 KINDS = {
     "heads": (GROUPED, PLAIN_HOWS),
@@ -71,6 +72,10 @@ KINDS = {
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '').replace('--q-lora-rank 12', '')} {SPARSE} --bf16 --no-dsa-indexer-rotate-activation "
         "--moe-layer-freq ([0]*3)",
         ("all kept", "mla_up_proj")),
+    "latent, gathered": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE} {GATHERED}", (*LATENT_HOWS, "core_attn", "uniform")),
+    "latent, gathered, without a loss, bf16": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '').replace('--q-lora-rank 12', '')} {SPARSE} {GATHERED} --bf16 --dsa-indexer-loss-coeff 0 "
+        "--moe-layer-freq ([0]*3)", ("all kept", "mla_up_proj")),
     "latent, all keys chosen": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE} --dsa-indexer-topk 16", ("all kept", "all parts")),
     "latent without a query latent, sqrtsoftplus": (
@@ -191,6 +196,7 @@ def test_the_list_on_two_ranks():
               for how in ("", f"{SELECTIVE} layernorm", f"{SELECTIVE} moe")]
     gathered = f"{RANKS['cp2 ring']} --cp-comm-type allgather"
     cases += [(f"{latent} {SPARSE}", mapping, how) for mapping in (RANKS["tp2 sp"], RANKS["tp2"], gathered) for how in hows[:3]]
+    cases += [(f"{latent} {SPARSE} {GATHERED}", mapping, how) for mapping in (RANKS["tp2 sp"], gathered) for how in hows[:2]]
     for results in run_ranks(_on_ranks, 2, cases):
         for case, (listed, left, tensors, entries) in zip(cases, results, strict=True):
             what = f"{case}: {listed} listed, {left} left"

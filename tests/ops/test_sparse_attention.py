@@ -8,7 +8,7 @@ from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops.attach_loss import attach_gradients
 from moe_trainer.ops.block_attention import Documents, Rule, Run, Selection
 from moe_trainer.ops.hadamard import hadamard_matrix, rotate
-from moe_trainer.ops.sparse_attention import Index, Teacher, best, choose_keys
+from moe_trainer.ops.sparse_attention import HeadTeacher, Index, best, choose_keys
 from moe_trainer.parallel.state import Group
 
 S, B, N, D, E, HEADS, WIDTH = 140, 2, 3, 6, 5, 4, 8  # more than two blocks of queries
@@ -54,7 +54,7 @@ def test_values_and_gradients(topk, selected_only, documents, relu):
 
     rule = Rule(documents=Documents.of(IDS) if documents else None)
     index = Index(x["iq"], x["ik"], x["w"])
-    teacher = Teacher(x["q"].detach(), x["k"].detach(), SCALE, lambda sums: sums, selected_only)
+    teacher = HeadTeacher(x["q"].detach(), x["k"].detach(), SCALE, lambda sums: sums, selected_only)
     selection, lesson = choose_keys(index, rule, (Run(0, S),), topk, relu, teacher)
     assert (selection is None) == (topk is None)
     if selection is not None:
@@ -76,7 +76,7 @@ def test_half_precision_is_computed_with_as_fp32():
     x = {name: each.detach().bfloat16() for name, each in tensors().items()}
     found = []
     for q, k, iq, ik, w in ((x[name] for name in ("q", "k", "iq", "ik", "w")), (x[name].float() for name in ("q", "k", "iq", "ik", "w"))):
-        found.append(choose_keys(Index(iq, ik, w), Rule(), (Run(0, S),), TOPK, teacher=Teacher(q, k, SCALE, lambda sums: sums)))
+        found.append(choose_keys(Index(iq, ik, w), Rule(), (Run(0, S),), TOPK, teacher=HeadTeacher(q, k, SCALE, lambda sums: sums)))
     (chosen, lesson), (expected, wide) = found
     assert torch.equal(chosen.bits_BSC, expected.bits_BSC) and torch.equal(lesson.loss, wide.loss)
     assert all(given.dtype == torch.float32 and torch.equal(given, grad) for given, grad in zip(lesson.grads, wide.grads))
@@ -85,14 +85,14 @@ def test_half_precision_is_computed_with_as_fp32():
 def test_queries_in_two_runs_are_those_of_the_whole():
     """As a context-parallel rank has them: its own queries, all keys, and its share of the loss."""
     x = {name: each.detach() for name, each in tensors().items()}
-    whole, lesson = choose_keys(Index(x["iq"], x["ik"], x["w"]), Rule(), (Run(0, S),), TOPK, teacher=Teacher(x["q"], x["k"], SCALE, lambda sums: sums))
+    whole, lesson = choose_keys(Index(x["iq"], x["ik"], x["w"]), Rule(), (Run(0, S),), TOPK, teacher=HeadTeacher(x["q"], x["k"], SCALE, lambda sums: sums))
     quarter = S // 4
     shares = []
     for chunks in ((0, 3), (1, 2)):
         runs = tuple(Run(number * quarter, (number + 1) * quarter) for number in chunks)
         rows = torch.cat([torch.arange(run.start, run.stop) for run in runs])
         part, share = choose_keys(Index(x["iq"][rows], x["ik"], x["w"][rows]), Rule(), runs, TOPK,
-                                  teacher=Teacher(x["q"][rows], x["k"], SCALE, lambda sums: sums))
+                                  teacher=HeadTeacher(x["q"][rows], x["k"], SCALE, lambda sums: sums))
         for run in runs:
             assert torch.equal(part.of(run, Run(3, S)), whole.of(run, Run(3, S)))
         assert torch.allclose(share.grads.q_SBIF, lesson.grads.q_SBIF[rows])

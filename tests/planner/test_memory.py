@@ -130,9 +130,10 @@ def test_headroom_fills_the_device():
     assert stage.total - stage.kept + kept < find_hardware("h100").memory_gib * GIB < 1.1 * (stage.total - stage.kept + kept)
 
 
-@pytest.mark.parametrize("more, kept", [("", True), ("--dsa-indexer-loss-coeff 0", False), ("--dsa-indexer-warmup", True)])
+@pytest.mark.parametrize("more, kept", [
+    ("", False), ("--dsa-attention-form masked", True), ("--dsa-indexer-loss-coeff 0", False), ("--dsa-indexer-warmup", True)])
 def test_what_indexers_learn_from_is_there_for_a_while(more, kept):
-    """fp32 copies of queries and keys of all heads; without a loss only those of the index."""
+    """fp32 copies of queries and keys of all heads; gathered or without a loss none of them."""
     args = parse_args(f"--preset deepseek_v3_2 --mock-data --global-batch-size 256 {more}".split(), 256)
     sizes = ChunkBytes(args, vocab_rows_from_flags(args))
     of_heads = 2 * 131072 * 128 * 192 * 4

@@ -172,11 +172,13 @@ def test_what_cannot_be_planned():
 
 
 def test_indexers_take_time_to_choose_and_more_to_learn():
-    """Without a fused kernel attention saves nothing; in the warm-up nothing is masked yet."""
+    """Masked, attention saves nothing without a fused kernel; in the warm-up nothing is chosen yet."""
     flags = "--preset deepseek_v3_2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*30|t*31mL --expert-model-parallel-size 8 --seq-length {}"
     dense = plan("--preset deepseek_v3 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*30|t*31mL --expert-model-parallel-size 8 "
                  "--seq-length 32768 --global-batch-size 480", 32)
     chooses, learns, warms = (plan(f"{flags.format(32768)} {more}", 32) for more in ("--dsa-indexer-loss-coeff 0", "", "--dsa-indexer-warmup"))
+    masked = plan(f"{flags.format(32768)} --dsa-attention-form masked", 32)
+    assert learns.time.step < masked.time.step and learns.flops == masked.flops
     assert dense.time.step < chooses.time.step < learns.time.step and warms.time.step < learns.time.step
     assert dense.flops > learns.flops == chooses.flops, "most keys are not chosen"
 

@@ -5,6 +5,7 @@ from moe_trainer.proof.random_layouts import draw_cases
 
 KINDS = {
     "sparse attention": lambda a: a.model.experimental_attention_variant == "dsa" and a.model.dsa_indexer_loss_coeff and not a.model.dsa_indexer_warmup,
+    "keys that are gathered": lambda a: a.model.dsa_attention_form == "gathered" and a.model.dsa_indexer_topk < a.data.seq_length,
     "its warm-up": lambda a: a.model.dsa_indexer_warmup,
     "more chosen than there are": lambda a: a.model.experimental_attention_variant == "dsa" and a.model.dsa_indexer_topk >= a.data.seq_length,
     "gated DeltaNet": lambda a: a.model.experimental_attention_variant == "gdn",

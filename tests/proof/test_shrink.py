@@ -108,6 +108,8 @@ def test_a_thousand_gpus_and_the_routing_of_deepseek():
          (True, 1.0) and a.model.dsa_indexer_use_sparse_loss and a.model.dsa_indexer_head_dim >= a.model.qk_pos_emb_head_dim),
         (f"{SPARSE} --dsa-indexer-topk 4096 --dsa-indexer-warmup", 8, lambda a: a.model.dsa_indexer_topk >= a.data.seq_length
          and a.model.dsa_indexer_warmup),
+        (f"{SPARSE} --dsa-indexer-use-sparse-loss --dsa-indexer-topk 64 --attention-dropout 0", 8, lambda a: a.model.dsa_attention_form == "gathered"),
+        (f"{SPARSE} --dsa-indexer-use-sparse-loss --attention-dropout 0 --kv-lora-rank 512", 8, lambda a: a.model.dsa_attention_form == "masked"),
         (f"{SPARSE} --context-parallel-size 8 --cp-comm-type allgather", 64, lambda a: a.parallel.cp_comm_type == ["allgather"]),
         ("--window-size 511,0", 8, lambda a: a.model.window_size == (5, 0)),
         ("--clip-grad 0", 8, lambda a: a.optimizer.clip_grad == 0),

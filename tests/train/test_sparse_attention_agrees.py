@@ -1,6 +1,8 @@
 """Training with sparse attention over ranks, or with activations computed again, equals one process: losses, the indexers' too, every
 gradient, the norm, the weights after three steps.
 
+With the chosen keys gathered the one process still masks those not chosen.
+
 A choice that hangs on a last digit would part for no fault: the seeds are such that in every choice of the one process the last chosen
 key and the first other one are apart.
 """
@@ -29,6 +31,7 @@ TP2, CP2, PP2 = "--tensor-model-parallel-size 2", "--context-parallel-size 2 --c
 EP2, SP = "--expert-model-parallel-size 2", "--sequence-parallel"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
+GATHERED = "--dsa-attention-form gathered"
 # name: (flags of both, ranks, flags of the ranks)
 CASES = {
     "tp": (SEED, 2, f"{TP2} --expert-tensor-parallel-size 1"),
@@ -42,6 +45,12 @@ CASES = {
     "selective recompute": (SEED, 1, f"{SELECTIVE} core_attn"),
     "selective recompute of all around, cp": (SEED, 2, f"{CP2} {SELECTIVE} core_attn mla_up_proj layernorm"),
     "full recompute": (SEED, 1, FULL),
+    "gathered, tp, sp and cp": (SPARSE_LOSS, 4, f"{GATHERED} {TP2} {SP} {CP2} --expert-tensor-parallel-size 1 {EP2}"),
+    "gathered, tp": (SPARSE_LOSS, 2, f"{GATHERED} {TP2} --expert-tensor-parallel-size 1"),
+    "gathered, full recompute, tp and sp": (SPARSE_LOSS, 2, f"{GATHERED} {TP2} {SP} {FULL}"),
+    "gathered, selective recompute of all around, cp": (SPARSE_LOSS, 2, f"{GATHERED} {CP2} {SELECTIVE} core_attn mla_up_proj layernorm"),
+    "gathered, recompute of latents, data ranks": (SPARSE_LOSS, 2, f"{GATHERED} {SELECTIVE} mla_up_proj --use-distributed-optimizer --overlap-grad-reduce"),
+    "gathered, delayed weight gradients": (SPARSE_LOSS, 2, f"{GATHERED} {PP2} --pipeline-schedule zero-bubble"),
     "delayed weight gradients": (SEED, 2, f"{PP2} --pipeline-schedule zero-bubble"),
 }
 
@@ -107,9 +116,9 @@ def test_training_equals_one_process(case, monkeypatch):
     assert_agree(argv_for(case), n, mapping, monkeypatch)
 
 
-@pytest.mark.parametrize("mapping", [CP2, f"{TP2} {SP}"])
+@pytest.mark.parametrize("mapping", [CP2, f"{TP2} {SP}", f"{GATHERED} {CP2}"])
 def test_packed_documents(mapping, monkeypatch):
-    argv = argv_for("cp")
+    argv = argv_for("cp" if GATHERED not in mapping else "tp and sp, sparse loss")
     outcome = assert_agree(argv, 2, mapping, monkeypatch, packed=True)
     apart = whole(argv, Topology(), False, monkeypatch)
     assert abs(outcome.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"

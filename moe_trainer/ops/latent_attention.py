@@ -1,0 +1,138 @@
+"""Latent attention to listed keys: only the keys that a query has chosen are read and multiplied.
+
+All heads share one row per position, the latent: [kv latent, rotated key]. A head's key is W_k latent beside the rotated key, its value
+W_v latent; so W_k can be taken to the query's side and W_v behind the sum ("absorbed"), and keys and values of single heads are never
+made:
+
+    q' = q_nope W_k                     p = softmax over the chosen s of scale * (q' . latent[s] + q_rope . rotated[s])
+    o  = (sum_s p[s] latent[s]) W_v^T
+
+A product is wider than that of heads (R + rope for nope + rope, R for the value's width), and there are C of them for every query instead
+of all that it may see: which is less is judged in shape/sparse_keys.py.
+
+Done for a tile of queries at a time, and within it for so many that their gathered rows stay small: nothing of the size of all queries times
+their keys exists. Backward gathers again, computes the probabilities from the log-sum-exp, and adds the gradients of rows up in fp32 or
+wider; on a CPU, or with deterministic algorithms, always in the same order.
+
+Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1.2); DeepSeek-V3.2-Exp report.
+Shapes: T queries (positions times sequences), K rows of all sequences, C chosen keys of a query, N heads, D = nope + rope width of a query,
+R width of the kv latent, W = R + rope width of a row, E value width, F = nope + E rows of the up-projection per head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE, TILE_CUDA = 64, 512
+"""Queries that are brought to latents together."""
+ROWS, ROWS_CUDA = 1 << 20, 1 << 26
+"""Elements of gathered rows at most, but for those of one query."""
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What queries attend to. rows_KW: see above. weight_NFR: the up-projection, of every head first W_k, then W_v."""
+
+    rows_KW: Tensor
+    weight_NFR: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.weight_NFR.shape[2]
+
+    def nope(self, q_TND: Tensor) -> int:
+        """Channels of a query that are not rotated."""
+        return q_TND.shape[2] - (self.rows_KW.shape[1] - self.rank)
+
+    def absorb(self, q_TND: Tensor) -> Tensor:
+        """Queries of latents, [T, N, W]."""
+        nope = self.nope(q_TND)
+        return torch.cat([_by_head(q_TND[..., :nope], self.weight_NFR[:, :nope]), q_TND[..., nope:]], dim=-1)
+
+    def scores(self, q_TNW: Tensor, rows_TCW: Tensor, keys_TC: Tensor) -> Tensor:
+        """Scaled scores, fp32 or wider; -inf where there is no key. [T, N, C]."""
+        hidden = torch.zeros(keys_TC.shape, dtype=q_TNW.dtype, device=q_TNW.device).masked_fill_(keys_TC < 0, float("-inf"))
+        return _wide(torch.baddbmm(hidden.unsqueeze(1), q_TNW, rows_TCW.transpose(1, 2), alpha=self.scale))
+
+    def gather(self, keys_TC: Tensor) -> Tensor:
+        """[T, C, W]; the first row where there is no key."""
+        return self.rows_KW.index_select(0, keys_TC.clamp(min=0).flatten()).view(*keys_TC.shape, -1)
+
+    def parts(self, keys_TC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Queries that are computed together, their keys and gathered rows."""
+        limit = ROWS_CUDA if keys_TC.is_cuda else ROWS
+        for rows in _slices(len(keys_TC), max(1, limit // (keys_TC.shape[1] * self.rows_KW.shape[1]))):
+            yield rows, keys_TC[rows], self.gather(keys_TC[rows])
+
+
+def attend(q_TND: Tensor, latents: Latents, keys_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """keys_TC: int32 numbers of rows, -1: none. Returns: output [T, N, E] in the dtype of q, log-sum-exp [T, N] in fp32 or wider."""
+    rank, nope = latents.rank, latents.nope(q_TND)
+    out = q_TND.new_empty(*q_TND.shape[:2], latents.weight_NFR.shape[1] - nope)
+    lse = _wide(q_TND.new_empty(0)).new_empty(q_TND.shape[:2])
+    for tile in _slices(len(q_TND), _tile(q_TND)):
+        q = latents.absorb(q_TND[tile])
+        mean, sums = q.new_empty(*q.shape[:2], rank), lse[tile]
+        for part, keys, rows in latents.parts(keys_TC[tile]):
+            scores = latents.scores(q[part], rows, keys)
+            sums[part] = torch.logsumexp(scores, -1)
+            torch.bmm(_probabilities(scores, sums[part]).to(q.dtype), rows[..., :rank], out=mean[part])
+        out[tile] = _by_head(mean, latents.weight_NFR[:, nope:].transpose(1, 2))
+    return out, lse
+
+
+def attend_backward(grad_TNE: Tensor, q_TND: Tensor, latents: Latents, keys_TC: Tensor, out_TNE: Tensor, lse_TN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, in its dtype, of latents.rows_KW and of latents.weight_NFR, these fp32 or wider."""
+    rank, nope, weight = latents.rank, latents.nope(q_TND), latents.weight_NFR
+    grad_q = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
+    grad_rows, grad_weight = (torch.zeros(x.shape, dtype=lse_TN.dtype, device=x.device) for x in (latents.rows_KW, weight))
+    for tile in _slices(len(q_TND), _tile(q_TND)):
+        q, grad = latents.absorb(q_TND[tile]), grad_TNE[tile]
+        grad_mean, delta = _by_head(grad, weight[:, nope:]), (_wide(grad) * out_TNE[tile]).sum(-1, keepdim=True)
+        mean, grad_latent = torch.empty_like(grad_mean), torch.empty_like(q)
+        for part, keys, rows in latents.parts(keys_TC[tile]):
+            probs = _probabilities(latents.scores(q[part], rows, keys), lse_TN[tile][part])
+            narrow, values = probs.to(q.dtype), rows[..., :rank]
+            torch.bmm(narrow, values, out=mean[part])
+            grad_scores = _wide(torch.bmm(grad_mean[part], values.transpose(1, 2))).sub_(delta[part]).mul_(probs).mul_(latents.scale).to(q.dtype)
+            torch.bmm(grad_scores, rows, out=grad_latent[part])
+            of_rows = torch.bmm(grad_scores.transpose(1, 2), q[part])
+            of_rows[..., :rank].baddbmm_(narrow.transpose(1, 2), grad_mean[part])
+            grad_rows.index_add_(0, keys.clamp(min=0).flatten(), of_rows.flatten(0, 1).to(grad_rows.dtype))
+        grad_q[tile, :, :nope] = _by_head(grad_latent[..., :rank], weight[:, :nope].transpose(1, 2))
+        grad_q[tile, :, nope:] = grad_latent[..., rank:]
+        grad_weight[:, :nope] += torch.bmm(q_TND[tile, :, :nope].permute(1, 2, 0), grad_latent[..., :rank].transpose(0, 1))
+        grad_weight[:, nope:] += torch.bmm(grad.permute(1, 2, 0), mean.transpose(0, 1))
+    return grad_q, grad_rows, grad_weight
+
+
+def attention_of_all_heads(q_TND: Tensor, latents: Latents, keys_TC: Tensor) -> Tensor:
+    """Probabilities of the listed keys, summed over heads, [T, C], fp32 or wider."""
+    q = latents.absorb(q_TND)
+    return torch.cat([torch.softmax(latents.scores(q[part], rows, keys), -1).sum(1) for part, keys, rows in latents.parts(keys_TC)])
+
+
+def _probabilities(scores: Tensor, lse_TN: Tensor) -> Tensor:
+    """In place of the scores; zeros where there is no key at all."""
+    return scores.sub_(lse_TN.masked_fill(lse_TN == float("-inf"), 0.0).unsqueeze(-1)).exp_()
+
+
+def _by_head(x_TND: Tensor, weight_NDE: Tensor) -> Tensor:
+    """Every head's own product, [T, N, E]."""
+    return torch.bmm(x_TND.transpose(0, 1), weight_NDE).transpose(0, 1)
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _tile(x: Tensor) -> int:
+    return TILE_CUDA if x.is_cuda else TILE
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

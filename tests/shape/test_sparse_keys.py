@@ -1,0 +1,54 @@
+"""When sparse attention gathers: what stands in its way, and where it pays."""
+
+from dataclasses import replace
+
+import pytest
+
+from arguments import parse_args
+from moe_trainer.shape.sparse_keys import gathered_cost, gathers, masked_cost, why_masked
+
+PRESET = "--preset deepseek_v3_2 --mock-data --global-batch-size 256"
+
+
+def args_of(flags: str):
+    return parse_args(f"{PRESET} {flags}".split(), 256)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("", True),  # 131,072 positions
+    ("--seq-length 8192", False),
+    ("--seq-length 8192 --dsa-attention-form gathered", True),
+    ("--dsa-attention-form masked", False),
+    ("--tensor-model-parallel-size 64 --seq-length 32768", False),  # two heads share a gathered row
+    ("--seq-length 32768", True),
+    ("--seq-length 2048 --dsa-attention-form gathered", False),  # no more keys than are chosen
+    ("--dsa-indexer-warmup", False),
+    ("--attention-dropout 0.1", False),
+    ("--fp8-format e4m3 --fp8-recipe blockwise --bf16", False),
+    ("--dsa-indexer-loss-coeff 0", True),
+    ("--preset deepseek_v3 --seq-length 131072", False),
+])
+def test_where_it_gathers(flags, expected):
+    assert gathers(args_of(flags)) is expected
+
+
+@pytest.mark.parametrize("flags, why", [
+    ("--attention-dropout 0.1", "consecutive keys"), ("--dsa-indexer-warmup", "dense"), ("--seq-length 4096", "too few"),
+    ("--dsa-attention-form masked", "--dsa-attention-form masked"),
+])
+def test_the_reason_is_said(flags, why):
+    args = args_of(flags)
+    assert why in why_masked(args.model, 128, args.data.seq_length, quantized=False)
+
+
+def test_a_loss_over_all_keys_masks():
+    model = args_of("").model
+    assert "all keys of every head" in why_masked(replace(model, dsa_indexer_use_sparse_loss=False), 128, 131072, quantized=False)
+    assert why_masked(model, 128, 131072, quantized=False) is None
+    assert why_masked(model, 128, 131072, quantized=True) is not None
+
+
+def test_costs_by_hand():
+    model = args_of("").model
+    assert masked_cost(model, 9999) == 5000 * (4 * 192 + 3 * 128)
+    assert gathered_cost(model, 64) == 2048 * (4 * 576 + 4 * 512 + 384 * 9)
