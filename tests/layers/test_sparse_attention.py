@@ -77,7 +77,7 @@ def test_keys_are_chosen_by_the_weighted_scores_of_the_heads(relu):
     with torch.no_grad():
         for param in layer.indexer.parameters():
             param.normal_(generator=generator)
-        layer(x_SBND, x_SBND, x_SBND, None, x_SBH, latent_SBC, None)
+        layer(x_SBND, (x_SBND, x_SBND), None, x_SBH, latent_SBC, None)
         index = layer.indexer(x_SBH, latent_SBC, None)
     dots = torch.einsum("tbif,sbf->btis", index.q_SBIF, index.k_KBF)
     scores_BSK = torch.einsum("tbi,btis->bts", index.weights_SBI, dots.relu() if relu else dots)
@@ -88,7 +88,7 @@ def test_keys_are_chosen_by_the_weighted_scores_of_the_heads(relu):
 def test_an_explicit_mask_is_refused():
     x_SBND = torch.randn(6, 2, 4, 8)
     with pytest.raises(ValueError, match="document ids"):
-        attention()(x_SBND, x_SBND, x_SBND, Visible(mask=torch.ones(2, 1, 6, 6, dtype=torch.bool)), torch.randn(6, 2, 16), torch.randn(6, 2, 12), None)
+        attention()(x_SBND, (x_SBND, x_SBND), Visible(mask=torch.ones(2, 1, 6, 6, dtype=torch.bool)), torch.randn(6, 2, 16), torch.randn(6, 2, 12), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
