@@ -5,9 +5,7 @@ a process that gets quick modules takes more of them. A room whose tests measure
 the same time. Plain processes rather than pytest-xdist, whose workers have a thread of their own: tests start ranks by fork, which could
 find that thread inside a lock.
 
-MOE_TRAINER_TEST_PROCESSES says how many processes. Where it is not set there is one more than there are cores, up to 5: tests wait for a
-batch system, for time limits, for a disk, for the slowest of several ranks (all of guard/ is half a minute of computing), and a core
-that one process leaves is used by another. A single core has a single process.
+MOE_TRAINER_TEST_PROCESSES says how many processes (one per core up to 4, where it is not set).
 """
 
 import contextlib
@@ -26,9 +24,9 @@ FOLDER = "MOE_TRAINER_TEST_CLAIMS"
 CLAIMS = pytest.StashKey[str | None]()
 AT_ONCE = ("tests/guard/",)
 """Rooms in which waits and time limits are looked at; one process has such a room."""
-FIRST = ("tests/guard/", "tests/slurm/", "tests/train/", "tests/proof/", "tests/checkpoint/", "tests/moe/", "tests/layers/")
-"""Rooms with the longest modules: what is begun last should be short, that the processes end together. The longest of all, guard/ and
-slurm/, mostly wait: the cores are for the ranks of the third process meanwhile."""
+FIRST = ("tests/guard/", "tests/train/", "tests/slurm/", "tests/proof/", "tests/checkpoint/", "tests/moe/", "tests/layers/")
+"""Rooms with the longest modules: what is begun last should be short, that the processes end together. Of guard/ and
+slurm/, which mostly wait, one has begun long before the other: a core would be idle meanwhile."""
 ONE_PROCESS = ("-s", "--capture", "--pdb", "--trace", "--lf", "--last-failed", "--ff", "--failed-first", "--nf", "--new-first", "--sw",
                "--stepwise", "--co", "--collect-only", "--cache-", "--setup-", "--fixtures", "--markers", "--junit", "--debug",
                "-h", "--help", "-V", "--version")
@@ -101,7 +99,7 @@ def results(folder: Path) -> list[dict]:
 
 def main(argv: list[str]) -> int:
     """Run pytest; returns its exit code, or the first one that is not zero."""
-    count = int(os.environ.get("MOE_TRAINER_TEST_PROCESSES") or processes_for(os.cpu_count() or 1))
+    count = int(os.environ.get("MOE_TRAINER_TEST_PROCESSES") or min(os.cpu_count() or 1, 4))
     command = [sys.executable, "-m", "pytest", *argv]
     if count < 2 or any(_alone(word) for word in argv):
         return subprocess.call(command)
@@ -125,11 +123,6 @@ def main(argv: list[str]) -> int:
     total = ", ".join(f"{sum(result['counts'].get(outcome, 0) for result in found)} {outcome}" for outcome in names)
     print(f"\n==== {count} processes together: {total or 'no tests'} in {time.monotonic() - began:.0f} s")
     return next((code if code > 0 else 128 - code for code in codes if code), 0)
-
-
-def processes_for(cores: int) -> int:
-    """How many processes share the tests on a machine of that many cores."""
-    return 1 if cores == 1 else min(cores, 4) + 1
 
 
 def _alone(word: str) -> bool:

@@ -194,6 +194,7 @@ LINEAR = {"linear_num_key_heads": "8", "linear_num_value_heads": "64", "linear_k
 INDEXERS = [dest for dest in OPTIONS if dest.startswith("dsa_indexer_")]
 BESIDE = {
     **dict.fromkeys((*INDEXERS, "dsa_kernel_backend"), SPARSE),
+    "dsa_attention_form": f"{SPARSE} --dsa-indexer-use-sparse-loss --attention-dropout 0",
     **dict.fromkeys(LINEAR, DELTA), "linear_attention_freq": "--experimental-attention-variant gdn",
     "experimental_attention_variant": "--linear-attention-freq 4",
     **dict.fromkeys(FOUR, FINE),
@@ -218,7 +219,7 @@ BESIDE = {
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
 }  # fmt: skip
 VALUES = {
-    **FOUR, **LINEAR, "dsa_indexer_n_heads": "32", "dsa_indexer_head_dim": "256", "dsa_indexer_topk": "512",
+    **FOUR, **LINEAR, "dsa_indexer_n_heads": "32", "dsa_indexer_head_dim": "256", "dsa_indexer_topk": "512", "dsa_attention_form": "gathered",
     "hidden_size": "14336", "max_position_embeddings": "8192", "num_experts": "128", "cp_comm_type": "a2a",
     "hierarchical_context_parallel_sizes": "2 2", "moe_router_group_topk": "4", "microbatch_group_size_per_vp_stage": "8",
     "pipeline_model_parallel_layout": None,  # has tests of its own

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from side_by_side import processes_for
 
 TESTS = Path(__file__).resolve().parents[1]
 ONE = "import os, time\ndef test_one():\n    time.sleep(0.1)\n    open(os.environ['RUN'], 'a').write(f'{__file__} {os.getpid()}\\n')\n"
@@ -84,8 +83,3 @@ def test_a_module_that_cannot_be_read_and_a_process_that_dies_are_failures(suite
 def test_no_tests_at_all_are_told_as_pytest_does(suite):
     code, said, ran = suite("-k", "nothing_of_that_name")
     assert code == 5 and not ran and "no tests" in said
-
-
-@pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 3), (4, 5), (64, 5)])
-def test_what_waits_leaves_its_core_to_one_process_more(cores, count):
-    assert processes_for(cores) == count
