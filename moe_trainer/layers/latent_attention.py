@@ -1,8 +1,8 @@
 """Latent attention to listed keys (ops/latent_attention.py) over a sequence that is cut over ranks: latents come to the queries.
 
-Every rank receives the latents of the whole sequence, one row per position for all heads instead of a key and a value per head, and
-reduce-scatters their gradient in fp32 (or wider). Saved are the inputs, the list of keys, the output and its log-sum-exp; in backward the
-latents are gathered again.
+Every rank receives the latents of the whole sequence, one row per position for all heads instead of a key and a value per head: once in
+forward, for attention and for what learns from it (`latents_of`), and once more in backward, whose gradient of them is reduce-scattered in
+fp32 (or wider). Saved are the inputs, the list of keys, the output and its log-sum-exp.
 
 The gradient of the up-projection's weight is a sum over queries and comes out of the same pass as that of the latents, so it never
 waits in a WeightGradQueue.
@@ -38,33 +38,32 @@ def latents_of(latents_SBW: Tensor, weight: Tensor, heads: int, scale: float, gr
     return Latents(rows_BKW.flatten(0, 1), weight.detach().unflatten(0, (heads, -1)), scale)
 
 
-def latent_attention(q_SBND: Tensor, keys: LatentKeys, chosen_BSC: Tensor, scale: float, group: Group) -> Tensor:
-    """Attention of this rank's queries to their chosen keys of the whole sequence. chosen: int32 places, -1: none.
+def latent_attention(q_SBND: Tensor, keys: LatentKeys, latents: Latents, chosen_BSC: Tensor, group: Group) -> Tensor:
+    """Attention of this rank's queries to their chosen keys of the whole sequence. latents: `latents_of` the keys; chosen: int32 places, -1: none.
 
-    Returns: [S, B, N * E]. Communication: S * B * W elements all-gathered over the group forward and backward, and in backward as many
-    in fp32 or wider reduce-scattered.
+    Returns: [S, B, N * E]. Communication, in backward: S * B * W elements all-gathered over the group, and as many in fp32 or wider
+    reduce-scattered.
     """
-    return _LatentAttention.apply(q_SBND, *keys, chosen_BSC, scale, group)
+    rows_TC = numbers_of_rows(chosen_BSC, keys.latents_SBW.shape[0] * group.size)
+    return _LatentAttention.apply(q_SBND, *keys, rows_TC, latents, group)
 
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_SBND, latents_SBW, weight, chosen_BSC, scale, group):
-        latents = latents_of(latents_SBW, weight, q_SBND.shape[2], scale, group)
-        out_TNE, lse_TN = attend(q_SBND.flatten(0, 1), latents, numbers_of_rows(chosen_BSC, latents_SBW.shape[0] * group.size))
+    def forward(ctx, q_SBND, latents_SBW, weight, rows_TC, latents, group):
+        out_TNE, lse_TN = attend(q_SBND.flatten(0, 1), latents, rows_TC)
         out_SBH = out_TNE.flatten(1).unflatten(0, q_SBND.shape[:2])
-        ctx.save_for_backward(q_SBND, latents_SBW, weight, chosen_BSC, out_SBH, lse_TN)
-        ctx.how = scale, group
+        ctx.save_for_backward(q_SBND, latents_SBW, weight, rows_TC, out_SBH, lse_TN)
+        ctx.how = latents.scale, group
         return out_SBH
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        (q_SBND, latents_SBW, weight, chosen_BSC, out_SBH, lse_TN), (scale, group) = ctx.saved_tensors, ctx.how
+        (q_SBND, latents_SBW, weight, rows_TC, out_SBH, lse_TN), (scale, group) = ctx.saved_tensors, ctx.how
         batch, heads = q_SBND.shape[1:3]
         latents = latents_of(latents_SBW, weight, heads, scale, group)
         grad_TNE, out_TNE = (x.reshape(-1, heads, x.shape[2] // heads) for x in (grad_SBH, out_SBH))
-        grad_q, grad_rows, grad_weight = attend_backward(
-            grad_TNE, q_SBND.flatten(0, 1), latents, numbers_of_rows(chosen_BSC, latents_SBW.shape[0] * group.size), out_TNE, lse_TN)
+        grad_q, grad_rows, grad_weight = attend_backward(grad_TNE, q_SBND.flatten(0, 1), latents, rows_TC, out_TNE, lse_TN)
         grad_KBW = grad_rows.unflatten(0, (batch, -1)).transpose(0, 1)
         if group.size > 1:
             grad_KBW = reduce_scatter_rows(rank_order(grad_KBW, group.size), group)[0]

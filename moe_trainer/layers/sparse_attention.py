@@ -42,6 +42,7 @@ from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.memory.activations import Activations
 from moe_trainer.ops.attach_loss import attach_gradients
 from moe_trainer.ops.hadamard import rotate
+from moe_trainer.ops.latent_attention import Latents
 from moe_trainer.ops.rope import apply_rope
 from moe_trainer.ops.sparse_attention import HeadTeacher, Index, LatentTeacher, Teacher, choose_keys
 from moe_trainer.parallel.collectives import all_reduce
@@ -132,25 +133,27 @@ class SparseAttention(ContextParallelAttention):
             index = self.indexer(*(self._all_rows(x) for x in (x_SBH, latent_SBC)), rope)
         runs, rule = runs_of(group.rank, size, q_SBND.shape[0]), self.rule(visible, q_SBND.device)
         index_of_all = index._replace(k_KBF=SequenceShard(group).full(index.k_KBF.detach(), 0))
-        choice, lesson = choose_keys(index_of_all, rule, runs, topk, self.relu, self._teacher(q_SBND, keys) if learns else None, listed)
+        latents = latents_of(*keys, q_SBND.shape[2], self.scale, group) if listed else None
+        teacher = self._teacher(q_SBND, keys, latents) if learns else None
+        choice, lesson = choose_keys(index_of_all, rule, runs, topk, self.relu, teacher, listed)
         if self.recorder is not None and choice is not None:
             self.recorder.append(choice if listed else choice.bits_BSC)
         if choice is None:
             y_SBH = super().forward(q_SBND, *keys, visible)
         elif listed:
-            y_SBH = latent_attention(q_SBND, keys, choice, self.scale, group)
+            y_SBH = latent_attention(q_SBND, keys, latents, choice, group)
         else:
             attend = ring_attention if size == 1 else gathered_attention
             y_SBH = attend(q_SBND, *keys, self.scale, replace(rule, selection=choice), group)
         return y_SBH if lesson is None else self._attach(y_SBH, lesson.loss, lesson.grads, index, grad_scale)
 
-    def _teacher(self, q_SBND: Tensor, keys: tuple[Tensor, Tensor] | LatentKeys) -> Teacher:
+    def _teacher(self, q_SBND: Tensor, keys: tuple[Tensor, Tensor] | LatentKeys, latents: Latents | None) -> Teacher:
         def sum_over_ranks(x: Tensor) -> Tensor:
             return all_reduce(x, self.tp)
 
         q_SBND = q_SBND.detach()
-        if isinstance(keys, LatentKeys):
-            return LatentTeacher(q_SBND, latents_of(*keys, q_SBND.shape[2], self.scale, self.positions), sum_over_ranks)
+        if latents is not None:
+            return LatentTeacher(q_SBND, latents, sum_over_ranks)
         k_KBND = SequenceShard(self.positions).full(keys[0].detach(), 0)
         return HeadTeacher(q_SBND, k_KBND, self.scale, sum_over_ranks, self.selected_only)
 

@@ -56,7 +56,7 @@ class Latents:
     def scores(self, q_TNW: Tensor, rows_TCW: Tensor, keys_TC: Tensor) -> Tensor:
         """Scaled scores, fp32 or wider; -inf where there is no key. [T, N, C]."""
         hidden = torch.zeros(keys_TC.shape, dtype=q_TNW.dtype, device=q_TNW.device).masked_fill_(keys_TC < 0, float("-inf"))
-        return _wide(torch.baddbmm(hidden.unsqueeze(1), q_TNW, rows_TCW.transpose(1, 2), alpha=self.scale))
+        return wide(torch.baddbmm(hidden.unsqueeze(1), q_TNW, rows_TCW.transpose(1, 2), alpha=self.scale))
 
     def gather(self, keys_TC: Tensor) -> Tensor:
         """[T, C, W]; the first row where there is no key."""
@@ -73,7 +73,7 @@ def attend(q_TND: Tensor, latents: Latents, keys_TC: Tensor) -> tuple[Tensor, Te
     """keys_TC: int32 numbers of rows, -1: none. Returns: output [T, N, E] in the dtype of q, log-sum-exp [T, N] in fp32 or wider."""
     rank, nope = latents.rank, latents.nope(q_TND)
     out = q_TND.new_empty(*q_TND.shape[:2], latents.weight_NFR.shape[1] - nope)
-    lse = _wide(q_TND.new_empty(0)).new_empty(q_TND.shape[:2])
+    lse = wide(q_TND.new_empty(0)).new_empty(q_TND.shape[:2])
     for tile in _slices(len(q_TND), _tile(q_TND)):
         q = latents.absorb(q_TND[tile])
         mean, sums = q.new_empty(*q.shape[:2], rank), lse[tile]
@@ -92,13 +92,13 @@ def attend_backward(grad_TNE: Tensor, q_TND: Tensor, latents: Latents, keys_TC: 
     grad_rows, grad_weight = (torch.zeros(x.shape, dtype=lse_TN.dtype, device=x.device) for x in (latents.rows_KW, weight))
     for tile in _slices(len(q_TND), _tile(q_TND)):
         q, grad = latents.absorb(q_TND[tile]), grad_TNE[tile]
-        grad_mean, delta = _by_head(grad, weight[:, nope:]), (_wide(grad) * out_TNE[tile]).sum(-1, keepdim=True)
+        grad_mean, delta = _by_head(grad, weight[:, nope:]), (wide(grad) * out_TNE[tile]).sum(-1, keepdim=True)
         mean, grad_latent = torch.empty_like(grad_mean), torch.empty_like(q)
         for part, keys, rows in latents.parts(keys_TC[tile]):
             probs = _probabilities(latents.scores(q[part], rows, keys), lse_TN[tile][part])
             narrow, values = probs.to(q.dtype), rows[..., :rank]
             torch.bmm(narrow, values, out=mean[part])
-            grad_scores = _wide(torch.bmm(grad_mean[part], values.transpose(1, 2))).sub_(delta[part]).mul_(probs).mul_(latents.scale).to(q.dtype)
+            grad_scores = wide(torch.bmm(grad_mean[part], values.transpose(1, 2))).sub_(delta[part]).mul_(probs).mul_(latents.scale).to(q.dtype)
             torch.bmm(grad_scores, rows, out=grad_latent[part])
             of_rows = torch.bmm(grad_scores.transpose(1, 2), q[part])
             of_rows[..., :rank].baddbmm_(narrow.transpose(1, 2), grad_mean[part])
@@ -134,5 +134,6 @@ def _tile(x: Tensor) -> int:
     return TILE_CUDA if x.is_cuda else TILE
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In fp32, or as it is where it is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

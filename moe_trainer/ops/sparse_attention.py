@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.ops.block_attention import Rule, Run, Selection
-from moe_trainer.ops.latent_attention import Latents, attention_of_all_heads
+from moe_trainer.ops.latent_attention import Latents, attention_of_all_heads, wide
 
 EPSILON = 1e-10
 QUERY_BLOCK = 64
@@ -77,7 +77,7 @@ class HeadTeacher:
 
     def __init__(self, q_SBND: Tensor, k_KBND: Tensor, scale: float, sum_over_ranks: Callable[[Tensor], Tensor], selected_only: bool = False):
         self.heads, self.selected_only = q_SBND.shape[2], selected_only
-        self._q, self._k = (_wide(x).permute(1, 2, 0, 3) for x in (q_SBND, k_KBND))
+        self._q, self._k = (wide(x).permute(1, 2, 0, 3) for x in (q_SBND, k_KBND))
         self._scale, self._sum_over_ranks = scale, sum_over_ranks
 
     def together(self, block: Block, list_BSC: Tensor | None) -> Tensor:
@@ -122,7 +122,7 @@ def choose_keys(index: Index, rule: Rule, runs: tuple[Run, ...], topk: int | Non
     listed: the choice is a list, int32 [B, S, topk], ascending, -1 where a query sees no more keys.
     Returns: the choice or None, the lesson or None.
     """
-    index = Index(*(_wide(x).transpose(0, 1) for x in index))
+    index = Index(*(wide(x).transpose(0, 1) for x in index))
     length = index.k_KBF.shape[1]
     found, lesson = [], None if teacher is None else _Lesson(index, teacher, relu)
     for queries, rows in _blocks(runs, _block_rows(index, length, teacher)):
@@ -213,10 +213,6 @@ def _heads(index: Index, rows: slice, keys: Run, relu: bool) -> Tensor:
     q = index.q_SBIF[:, rows]
     dots = torch.bmm(q.flatten(1, 2), index.k_KBF[:, keys.start:keys.stop].transpose(1, 2)).view(*q.shape[:3], -1)
     return dots.relu_() if relu else dots
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _block_rows(index: Index, length: int, teacher: Teacher | None) -> int:

@@ -26,6 +26,11 @@ def index() -> Index:
     return Index(*(torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((S, B, 4, 8), (S, B, 8), (S, B, 4))))
 
 
+def attended(x, chosen):
+    latents = latents_of(x["latents"], x["weight"], N, SCALE, ONE)
+    return latent_attention(x["q"], LatentKeys(x["latents"], x["weight"]), latents, chosen, ONE)
+
+
 def heads_of(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of every head."""
     latent, rotated = x["latents"].split([R, ROPE], dim=-1)
@@ -45,7 +50,7 @@ def test_equals_masked_heads(documents, dtype, tolerance, rows, monkeypatch):
     assert chosen.dtype == torch.int32 and (chosen[:, 40] < 0).any() == documents and (chosen[:, 0, 1:] < 0).all()
     k, v = heads_of(x)
     masked = ring_attention(x["q"], k, v, SCALE, Rule(documents=rule.documents, selection=selection), ONE)
-    found = latent_attention(x["q"], LatentKeys(x["latents"], x["weight"]), chosen, SCALE, ONE)
+    found = attended(x, chosen)
     grad = torch.randn(found.shape, dtype=dtype, generator=torch.Generator().manual_seed(9))
     expected = [masked, *torch.autograd.grad(masked, list(x.values()), grad)]
     for mine, theirs in zip([found, *torch.autograd.grad(found, list(x.values()), grad)], expected, strict=True):
@@ -59,7 +64,7 @@ def test_half_precision_sums_in_fp32():
     chosen, _ = choose_keys(index(), Rule(), (Run(0, S),), TOPK, listed=True)
     grads = []
     for each in (x, wide):
-        out = latent_attention(each["q"], LatentKeys(each["latents"], each["weight"]), chosen, SCALE, ONE)
+        out = attended(each, chosen)
         grads.append(torch.autograd.grad(out, list(each.values()), torch.ones_like(out)))
     for narrow, exact in zip(*grads, strict=True):
         assert float((narrow.double() - exact).norm()) <= 0.02 * float(exact.norm())
@@ -89,5 +94,5 @@ def test_lists_are_those_of_the_bits():
 def test_a_query_without_keys_gets_nothing():
     x = tensors(torch.float64)
     chosen = torch.full((B, S, TOPK), -1, dtype=torch.int32)
-    out = latent_attention(x["q"], LatentKeys(x["latents"], x["weight"]), chosen, SCALE, ONE)
+    out = attended(x, chosen)
     assert not out.any() and all(not grad.any() for grad in torch.autograd.grad(out.sum(), list(x.values())))
