@@ -38,6 +38,7 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
     Raises: CheckpointError naming the key that no flag stands for, or that is missing.
     """
     family = family_of(config, source)
+    config = {**family.defaults, **config}
     flags: Flags = dict(family.always)
     for key, values in family.must.items():
         if config.get(key, values[0]) not in (*values, None):

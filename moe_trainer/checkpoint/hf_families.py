@@ -5,7 +5,7 @@ A family says which flags always hold, which values of config.json must hold, wh
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf_parts import (
     ALTERNATING,
     EXPERT_GROUPS,
+    EXPLICIT_ROPE,
     FIRST_DENSE,
     GROUPED,
     INDEXER,
@@ -44,7 +45,11 @@ class Key:
 
 @dataclass(frozen=True)
 class Family:
-    """A model type. always: flags. must: values that keys of config.json may have where they are there, the first one is written."""
+    """A model type.
+
+    always: flags. must: values that keys of config.json may have where they are there, the first one is written. defaults: values
+    that transformers takes for keys that a config.json lacks, where they are not those of the key or of the part that reads it.
+    """
 
     name: str
     architecture: str
@@ -53,6 +58,7 @@ class Family:
     always: Mapping[str, Any]
     must: Mapping[str, tuple[Any, ...]]
     ignored: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _KEYS = (
@@ -79,6 +85,8 @@ _BIASED_SIGMOID = MappingProxyType({"moe_router_score_function": "sigmoid", "moe
 _MUST = MappingProxyType({"hidden_act": ("silu",), "mlp_bias": (False,), "attention_bias": (False,)})
 _DEEPSEEK_MUST = MappingProxyType({
     "hidden_act": ("silu",), "attention_bias": (False,), "moe_layer_freq": (1,), "rope_interleave": (True,)})
+_DEEPSEEK_V3_DEFAULTS = MappingProxyType({
+    "q_lora_rank": 1536, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3})
 # keys that say nothing about the mathematics of the model
 IGNORED = (
     "_name_or_path", "architectures", "auto_map", "aux_loss_alpha", "bos_token_id", "dtype", "ep_size", "eos_token_id", "id2label", "label2id",
@@ -92,24 +100,25 @@ IGNORED = (
     "num_return_sequences", "task_specific_params", "finetuning_task", "tokenizer_class", "prefix", "pruned_heads", "per_layer_config")
 
 
-def _dense(name: str, architecture: str, always: Mapping[str, Any], must: Mapping[str, Sequence], *parts: Part) -> Family:
-    return Family(name, architecture, _KEYS, (ROPE, TIED, GROUPED, *parts), _ALWAYS | always, _MUST | must)
+def _dense(name: str, architecture: str, always: Mapping[str, Any], defaults: Mapping[str, Any], *parts: Part) -> Family:
+    return Family(name, architecture, _KEYS, (ROPE, TIED, GROUPED, *parts), _ALWAYS | always, _MUST, defaults=defaults)
 
 
 FAMILIES = MappingProxyType({family.name: family for family in (
     _dense("llama", "LlamaForCausalLM", {}, {}),
-    _dense("mistral", "MistralForCausalLM", {}, {}, WINDOW),
-    _dense("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, {}, QWEN_WINDOW),
-    _dense("qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, {}, QWEN_WINDOW),
+    _dense("mistral", "MistralForCausalLM", {}, {"num_key_value_heads": 8, "sliding_window": 4096}, WINDOW),
+    _dense("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, {"num_key_value_heads": 32}, QWEN_WINDOW),
+    _dense("qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, {"num_key_value_heads": 32, "head_dim": 128}, QWEN_WINDOW),
     Family("mixtral", "MixtralForCausalLM", (*_KEYS, Key("num_local_experts", "num_experts"), Key("num_experts_per_tok", "moe_router_topk")),
-           (ROPE, TIED, GROUPED, WINDOW), _ALWAYS | _MOE, _MUST),
+           (ROPE, TIED, GROUPED, WINDOW), _ALWAYS | _MOE, _MUST, defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5}),
     Family("qwen2_moe", "Qwen2MoeForCausalLM",
            (*_KEYS, *_QWEN_MOE_KEYS, Key("num_experts", "num_experts"),
             Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")),
            (ROPE, TIED, GROUPED, QWEN_WINDOW, NORMALIZED, SPARSE_STEP), _ALWAYS | _MOE | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
-           _MUST | {"qkv_bias": (True,)}),
+           _MUST | {"qkv_bias": (True,)}, defaults={"num_key_value_heads": 16}),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", (*_KEYS, *_QWEN_MOE_KEYS, Key("num_experts", "num_experts")),
-           (ROPE, TIED, GROUPED, QWEN_WINDOW, NORMALIZED, SPARSE_STEP), _ALWAYS | _MOE | {"qk_layernorm": True}, _MUST),
+           (ROPE, TIED, GROUPED, QWEN_WINDOW, NORMALIZED, SPARSE_STEP), _ALWAYS | _MOE | {"qk_layernorm": True}, _MUST,
+           defaults={"num_key_value_heads": 4}),
     Family("qwen3_next", "Qwen3NextForCausalLM",
            (*_KEYS, *_QWEN_MOE_KEYS, Key("num_experts", "num_experts"),
             Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
@@ -117,23 +126,26 @@ FAMILIES = MappingProxyType({family.name: family for family in (
                                            "linear_num_value_heads"))),
            (ROPE, TIED, GROUPED, NORMALIZED, SPARSE_STEP, NEXT),
            _ALWAYS | _MOE | {"qk_layernorm": True, "moe_shared_expert_gate": True, "attention_output_gate": True, "moe_router_dtype": "fp32",
-                             "layernorm_zero_centered_gamma": True, "experimental_attention_variant": "gdn"}, _MUST),
+                             "layernorm_zero_centered_gamma": True, "experimental_attention_variant": "gdn"}, _MUST,
+           defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True}),
     Family("gpt_oss", "GptOssForCausalLM",
            (*_KEYS, Key("num_local_experts", "num_experts"), Key("num_experts_per_tok", "moe_router_topk"),
             Key("swiglu_limit", "activation_func_clamp_value", 7.0)),
-           (ROPE, TIED, GROUPED, ALTERNATING), _ALWAYS | _MOE | _GPT_OSS,
-           {"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)}, ("experts_per_token", "initial_context_length")),
+           (EXPLICIT_ROPE, TIED, GROUPED, ALTERNATING), _ALWAYS | _MOE | _GPT_OSS,
+           {"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)}, ("experts_per_token", "initial_context_length"),
+           {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5}),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", (*_KEYS, *_DEEPSEEK_KEYS), (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS),
            _DEEPSEEK | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
-           _DEEPSEEK_MUST | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)}),
+           _DEEPSEEK_MUST | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)},
+           defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"}),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", (*_KEYS, *_DEEPSEEK_KEYS), (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, MTP),
            _DEEPSEEK | _BIASED_SIGMOID,
-           _DEEPSEEK_MUST | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)}),
+           _DEEPSEEK_MUST | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)}, defaults=_DEEPSEEK_V3_DEFAULTS),
     Family("deepseek_v32", "DeepseekV32ForCausalLM", (*_KEYS, *_DEEPSEEK_KEYS),
            (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, INDEXER, MTP),
            _DEEPSEEK | _BIASED_SIGMOID | {"experimental_attention_variant": "dsa"},
            _DEEPSEEK_MUST | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
-           ("index_n_heads", "index_head_dim", "index_topk")),
+           ("index_n_heads", "index_head_dim", "index_topk"), _DEEPSEEK_V3_DEFAULTS),
 )})
 OTHER_NAMES = MappingProxyType({"kimi_k2": "deepseek_v3"})
 ALIASES = MappingProxyType({"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf_rotary import Config, Flags, read_rotary, write_rotary
+from moe_trainer.checkpoint.hf_rotary import Config, Flags, read_rotary, write_explicit_rotary, write_rotary
 from moe_trainer.shape.layers import linear_layer_pattern, moe_layer_pattern
 
 
@@ -43,17 +43,29 @@ def _write_groups(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_window(config: Config) -> Flags:
-    """Mistral and Mixtral slide in every layer; Qwen where `use_sliding_window` and `layer_types` say so."""
-    window = config.get("sliding_window")
-    kinds = config.get("layer_types")
-    if not window or config.get("use_sliding_window") is False or (kinds is not None and set(kinds) == {"full_attention"}):
+    """Every layer of Mistral and Mixtral has the window, unless `layer_types` says otherwise."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    pattern = [1] if kinds is None else [int(kind == "sliding_attention") for kind in kinds]
+    if not window or not any(pattern):
         return {}
-    if config.get("use_sliding_window") and kinds is None:
-        raise CheckpointError("config.json: use_sliding_window without layer_types does not say which layers slide")
-    if kinds is None and config.get("model_type") not in ("mistral", "mixtral"):
+    return {"window_size": (window - 1, 0)} | ({} if all(pattern) else {"window_attn_skip_freq": pattern})
+
+
+def _read_qwen_window(config: Config) -> Flags:
+    """A window acts only with `use_sliding_window`. Without `layer_types`, each model type has its own rule for which layers have it."""
+    if not config.get("use_sliding_window"):
         return {}
-    pattern = None if kinds is None else [int(kind == "sliding_attention") for kind in kinds]
-    return {"window_size": (window - 1, 0)} | ({} if pattern is None or all(pattern) else {"window_attn_skip_freq": pattern})
+    layers, first, kinds = range(config["num_hidden_layers"]), config.get("max_window_layers", 28), config.get("layer_types")
+    match config.get("model_type"):
+        case "qwen3_moe":  # transformers does not read layer_types here
+            slides = [True for _ in layers]
+        case "qwen2_moe":
+            slides = [layer % 2 == 0 and layer < first for layer in layers]
+        case _:
+            slides = [layer >= first for layer in layers]
+    if kinds is None or config.get("model_type") == "qwen3_moe":
+        kinds = [("full_attention", "sliding_attention")[slide] for slide in slides]
+    return _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": kinds})
 
 
 def _write_window(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +90,7 @@ def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
 
 
 def _read_alternating(config: Config) -> Flags:
-    """gpt-oss slides in every second layer, from the first on, where it does not say otherwise."""
+    """Every second layer of gpt-oss has the window, from the first on, where `layer_types` does not say otherwise."""
     kinds = config.get("layer_types") or [("sliding_attention", "full_attention")[layer % 2] for layer in range(config["num_hidden_layers"])]
     return _read_window({"sliding_window": config.get("sliding_window", 128), "layer_types": kinds})
 
@@ -204,8 +216,9 @@ def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_nextn_predict_layers": flags.get("mtp_num_layers") or 0}
 
 
-ROPE, TIED, GROUPED = Part(read_rotary, write_rotary), Part(_read_tied, _write_tied), Part(_read_groups, _write_groups)
-WINDOW, QWEN_WINDOW = Part(_read_window, _write_window), Part(_read_window, _write_qwen_window)
+ROPE, EXPLICIT_ROPE = Part(read_rotary, write_rotary), Part(read_rotary, write_explicit_rotary)
+TIED, GROUPED = Part(_read_tied, _write_tied), Part(_read_groups, _write_groups)
+WINDOW, QWEN_WINDOW = Part(_read_window, _write_window), Part(_read_qwen_window, _write_qwen_window)
 ALTERNATING = Part(_read_alternating, _write_alternating)
 NORMALIZED, SPARSE_STEP = Part(_read_normalized, _write_normalized), Part(_read_sparse_step, _write_sparse_step)
 FIRST_DENSE, SHARED = Part(_read_first_dense, _write_first_dense), Part(_read_shared, _write_shared)

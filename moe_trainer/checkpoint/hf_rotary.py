@@ -8,12 +8,16 @@ from moe_trainer.checkpoint.errors import CheckpointError
 
 Flags = dict[str, Any]
 Config = Mapping[str, Any]
-_BASES = MappingProxyType({"mixtral": 1000000.0, "gpt_oss": 150000.0})  # where a config.json is silent, as the library
+# What transformers takes where a config.json is silent; for the scaling also where it says null.
+_BASES = MappingProxyType({"mixtral": 1000000.0, "gpt_oss": 150000.0})
+_SCALINGS = MappingProxyType({"gpt_oss": MappingProxyType({
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096})})
 
 
 def read_rotary(config: Config) -> Flags:
     """config.json -> flags. Raises: CheckpointError for a scaling that no flag stands for."""
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    rope = rope or dict(_SCALINGS.get(config.get("model_type"), {}))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     base = rope.get("rope_theta") or config.get("rope_theta") or _BASES.get(config.get("model_type"), 10000.0)
     if float(base) != int(base):
@@ -74,3 +78,9 @@ def write_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
     elif (flags.get("rotary_seq_len_interpolation_factor") or 1) != 1 and not latent:
         config["rope_scaling"] = {"type": "linear", "rope_type": "linear", "factor": float(flags["rotary_seq_len_interpolation_factor"])}
     return config
+
+
+def write_explicit_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the scaling even where there is none, for a family in which null means yarn."""
+    config = write_rotary(flags)
+    return config | {"rope_scaling": config["rope_scaling"] or {"type": "default", "rope_type": "default"}}
