@@ -36,6 +36,9 @@ SHAPE = (
 WHERE_NOT_GIVEN = ("seq_length",)
 """Taken only if the command line (or recipe) does not say: a run may train on with longer sequences."""
 
+DROPOUT = ("attention_dropout", "hidden_dropout")
+"""Taken from the config.json of a Hugging Face model where the command line does not say: Megatron's default is 0.1, no such model's is."""
+
 CONVERSION = ("bf16", "fp16", "optimizer")
 """Taken for --ckpt-convert-format where the command line does not say: what is stored of a parameter."""
 
@@ -85,7 +88,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
     shape = tuple(dest for dest in SHAPE if not settings.moe_use_upcycling or not dest.startswith(("num_experts", "moe_", "finermoe_")))
     names = shape + (TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ())
     names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
-    not_given = WHERE_NOT_GIVEN + (CONVERSION if settings.ckpt_convert_format is not None else ())
+    not_given = WHERE_NOT_GIVEN + (DROPOUT if recorded.get("hf_model_type") else ()) + (CONVERSION if settings.ckpt_convert_format is not None else ())
     names += tuple(dest for dest in not_given if not settings.given(dest))
     for dest in names:
         value = recorded.get(dest)

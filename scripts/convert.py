@@ -43,7 +43,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -175,6 +175,8 @@ def _plan_from_hf(options: argparse.Namespace, to: str, most: int, dtype: torch.
         logger.info("%s: %s, %d tensors of ours", options.source, model.family.name, len(model.links))
         for note in model.notes:
             logger.info("  %s", note)
+        if to == "ours":
+            logger.info("  dropout is not part of a checkpoint: give --attention-dropout and --hidden-dropout, whose default is 0.1 as in Megatron-LM")
         compare_copies(model)
     return plan_to_ours(model, options.target, record, most, dtype) if to == "ours" else plan_to_weights(model, options.target, dtype)
 
@@ -216,7 +218,9 @@ def _flags(record: dict[str, object], folder: Path | None):
              "--global-batch-size", "1", "--train-iters", "1", "--lr", "1e-5", "--mock-data", "--eval-iters", "0", "--transformer-impl", "local",
              "--hidden-dropout", "0", "--attention-dropout", "0", "--no-rope-fusion", "--no-use-tokenizer-model-from-checkpoint-args",
              "--tokenizer-type", "NullTokenizer", "--on-missing-backend", "fallback"]
-    return arguments.parse_args(words, world_size=1, checkpoint=record)
+    # a run whose tokenizer knows the vocabulary records the padded size alone
+    vocabulary = {"vocab_size": record.get("vocab_size") or record.get("padded_vocab_size")}
+    return arguments.parse_args(words, world_size=1, checkpoint={**record, **vocabulary})
 
 
 def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | None) -> Job:
@@ -330,7 +334,7 @@ def compare_logits(theirs: Path, ours: Path, step: int | None = None, tokens_BS:
     import torch
 
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
     except ImportError as error:
         raise ValueError("--verify needs transformers: pip install transformers") from error
     from moe_trainer.checkpoint.checkpoint import load, read_saved_args
@@ -342,7 +346,7 @@ def compare_logits(theirs: Path, ours: Path, step: int | None = None, tokens_BS:
     args, ps = _flags(read_saved_args(ours, step), ours), ParallelState.single()
     model, = build_chunks(args, ps, saved_vocab_rows(ours, step))
     load(ours, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False, finetune=True))
-    other = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+    other = _load_transformers_model(transformers, theirs)
     rows = other.config.vocab_size
     if tokens_BS is None:
         tokens_BS = torch.randint(rows, (_BATCH, args.data.seq_length), generator=torch.Generator().manual_seed(1))
@@ -350,6 +354,28 @@ def compare_logits(theirs: Path, ours: Path, step: int | None = None, tokens_BS:
         expected = other.eval()(tokens_BS).logits.float()
         given = model.eval()(tokens_BS, torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS))[..., :rows].float()
     return (given - expected).abs().max().item(), expected.abs().max().item()
+
+
+def _load_transformers_model(transformers: ModuleType, folder: Path) -> torch.nn.Module:
+    """Load a model in fp32 by the class of its family: code that comes with the folder is never run.
+
+    Experts run one by one, because grouped GEMMs take only widths that are multiples of 16 bytes.
+
+    Raises: ValueError if this release of transformers has no such class.
+    """
+    import torch
+
+    from moe_trainer.checkpoint.hf_families import family_of
+    from moe_trainer.checkpoint.hf_files import CONFIG, read_json
+
+    written = read_json(folder / CONFIG)
+    family = family_of(written, str(folder / CONFIG))
+    model_class = getattr(transformers, family.architecture, None)
+    if model_class is None:
+        raise ValueError(f"--verify: transformers {transformers.__version__} has no {family.architecture}; a newer release is needed")
+    # how stored names become those of the class follows from the model type, which may be another name of the family
+    config = model_class.config_class.from_dict({**written, "model_type": family.name})
+    return model_class.from_pretrained(folder, config=config, dtype=torch.float32, experts_implementation="eager")
 
 
 def _available() -> int | None:

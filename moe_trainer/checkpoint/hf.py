@@ -145,7 +145,7 @@ class HFIndex(MadeIndex):
 def record_of(model: Model) -> dict[str, Any]:
     """All flags, those of the model as config.json gives them and the others at their defaults, as a checkpoint records them."""
     flags = {name: value for name, value in model.flags.items() if name in OPTIONS}
-    record = {dest: option.default for dest, option in OPTIONS.items()} | flags
+    record = {dest: option.default for dest, option in OPTIONS.items()} | flags | {"hf_model_type": model.family.name}
     files = {path.name for path in tokenizer_files(model.folder)}
     if "tokenizer.json" in files or "tokenizer_config.json" in files:
         record |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model.folder.absolute())}

@@ -167,12 +167,18 @@ def _equal_patterns(dest: str, wanted: Mapping[str, Any], given: Flags) -> bool:
         return (wanted.get(dest) or wanted.get("ffn_hidden_size")) == (given.get(dest) or given.get("ffn_hidden_size"))
     if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit
         return not _limits(wanted) and not _limits(given)
-    if dest in ("rope_scaling_factor", "mscale", "rotary_scaling_factor"):
-        switch = "use_rope_scaling" if dest == "rope_scaling_factor" else None
-        if switch is not None:
-            return not wanted.get(switch) and not given.get(switch)
-        return wanted.get("rope_type") == "rope" and given.get("rope_type") == "rope"
+    if dest == "rope_scaling_factor":
+        return not wanted.get("use_rope_scaling") and not given.get("use_rope_scaling")
+    if dest in ("mscale", "rotary_scaling_factor", "mscale_all_dim"):
+        plain = wanted.get("rope_type") == "rope" and given.get("rope_type") == "rope"
+        return plain and (dest != "mscale_all_dim" or _scales_logits(wanted) == _scales_logits(given))
     return False
+
+
+def _scales_logits(flags: Mapping[str, Any]) -> bool:
+    """Whether latent attention multiplies its logits by a temperature, which it does for positions of every kind."""
+    factor = flags.get("rotary_scaling_factor", OPTIONS["rotary_scaling_factor"].default)
+    return bool(flags.get("mscale_all_dim")) and factor > 1
 
 
 def _limits(flags: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ A family says which flags always hold, which values of config.json must hold, wh
 (hf_parts.py) it has. Flags are by destination.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any

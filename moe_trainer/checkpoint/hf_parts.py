@@ -164,9 +164,9 @@ def _write_latent_heads(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_key_value_heads": flags["num_attention_heads"]}
 
 
-def _read_nothing(config: Config) -> Flags:
-    del config
-    return {}
+def _read_latent_heads(config: Config) -> Flags:
+    """Return the size of a head where Megatron-LM cannot derive it. Latent attention does not use it."""
+    return {"kv_channels": config["v_head_dim"]} if config["hidden_size"] % config["num_attention_heads"] else {}
 
 
 def _read_next(config: Config) -> Flags:
@@ -203,6 +203,8 @@ def _read_indexer(config: Config) -> Flags:
 
 
 def _write_indexer(flags: Mapping[str, Any]) -> dict[str, Any]:
+    if flags.get("experimental_attention_variant") != "dsa":
+        raise CheckpointError("a DeepSeek-V3.2 model has sparse attention; --experimental-attention-variant dsa is needed")
     if not flags.get("q_lora_rank"):
         raise CheckpointError("the indexer of a DeepSeek-V3.2 model reads the latent of queries; --q-lora-rank is needed")
     return {"index_n_heads": flags["dsa_indexer_n_heads"], "index_head_dim": flags["dsa_indexer_head_dim"], "index_topk": flags["dsa_indexer_topk"]}
@@ -224,5 +226,5 @@ NORMALIZED, SPARSE_STEP = Part(_read_normalized, _write_normalized), Part(_read_
 FIRST_DENSE, SHARED = Part(_read_first_dense, _write_first_dense), Part(_read_shared, _write_shared)
 INDEXER = Part(_read_indexer, _write_indexer)
 NEXT = Part(_read_next, _write_next)
-LATENT_HEADS = Part(_read_nothing, _write_latent_heads)
+LATENT_HEADS = Part(_read_latent_heads, _write_latent_heads)
 EXPERT_GROUPS, MTP = Part(_read_groups_of_experts, _write_groups_of_experts), Part(_read_mtp, _write_mtp)

@@ -19,6 +19,7 @@ from train.tiny import MOCK, TINY
 
 import arguments
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.find import read_saved_args
 from moe_trainer.checkpoint.hf import open_model
 from moe_trainer.checkpoint.hf_config import read_config, write_config
 from moe_trainer.checkpoint.hf_files import Folder, dequantize
@@ -455,7 +456,7 @@ def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path):
     named = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.model")]
     done = run([*TINY, *MOCK, "--train-iters", "1", "--save", str(tmp_path / "run"), "--save-interval", "1", *named], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert run_convert(tmp_path / "run", tmp_path / "hf") == 0
+    assert run_convert(tmp_path / "run", tmp_path / "hf", "--verify") == 0  # the run has recorded no --vocab-size
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == ours.eos_id()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_moe"}')  # whose own tokenizer reads the file in another way
@@ -473,6 +474,48 @@ def test_verify_refuses_another_model(tmp_path, capsys):
     save_file(tensors, path, {"format": "pt"})
     assert convert._verify(convert._options([*map(str, argv)])) == 1
     assert "are not the same model" in capsys.readouterr().err
+
+
+def test_verify_takes_experts_of_odd_width(tmp_path):
+    """Their rows are no multiple of 16 bytes, which grouped GEMMs need."""
+    make("mixtral", intermediate_size=41).save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+
+
+def test_verify_never_runs_code_of_the_folder(tmp_path):
+    """kimi_k2 is unknown to transformers, which would ask for the folder's own classes; it is a DeepSeek-V3."""
+    make("kimi_k2").save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "kimi_k2", "auto_map": {
+        "AutoConfig": "evil.KimiConfig", "AutoModelForCausalLM": "evil.KimiForCausalLM"}}
+    path.write_text(json.dumps(config))
+    (tmp_path / "hf" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_latent_attention_with_a_hidden_size_that_the_heads_do_not_divide(tmp_path):
+    make("deepseek_v3", hidden_size=30).save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+
+
+def test_temperatures_without_effect_do_not_keep_a_model_from_leaving():
+    flags = read_config(make("deepseek_v3").config.to_dict())[1] | {"rope_type": "rope", "mscale_all_dim": 1.0}
+    assert write_config(flags | {"rotary_scaling_factor": 1.0}, 96)[0].name == "deepseek_v3"
+    with pytest.raises(CheckpointError, match="mscale-all-dim") as error:
+        write_config(flags | {"rotary_scaling_factor": 40.0}, 96)
+    assert "unsupported operand" not in str(error.value)
+
+
+def test_dropout_follows_the_folder_where_the_command_line_is_silent(tmp_path):
+    make("mixtral").save_pretrained(tmp_path / "hf")
+    record = read_saved_args(tmp_path / "hf")
+    argv = ["--load", str(tmp_path / "hf"), "--use-checkpoint-args", "--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "1",
+            "--lr", "1e-3", "--mock-data", "--seq-length", "32", "--eval-iters", "0"]
+    model = arguments.parse_args(argv, world_size=1, checkpoint=record).model
+    assert (model.attention_dropout, model.hidden_dropout) == (0.0, 0.0)
+    model = arguments.parse_args([*argv, "--hidden-dropout", "0.2"], world_size=1, checkpoint=record).model
+    assert (model.attention_dropout, model.hidden_dropout) == (0.0, 0.2)
 
 
 def test_a_run_begins_with_a_folder_under_any_mapping(tmp_path):
