@@ -34,6 +34,7 @@ from moe_trainer.checkpoint.legacy_names import (
     layers_of,
 )
 from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
+from moe_trainer.checkpoint.optimizer_record import is_decoupled
 from moe_trainer.checkpoint.sharding import KeyScheme, object_key
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, PickleModule, plain
 
@@ -328,7 +329,7 @@ def _belongs(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any]
         return False
     if bool(group.get("is_expert_parallel")) != (experts_apart and EXPERT in name):
         return False
-    return record.get("decoupled_lr") is None or bool(group.get("is_decoupled_lr")) == has_own_rate(name)
+    return record.get("decoupled_lr") is None or is_decoupled(group) == has_own_rate(name)
 
 
 def _chunks(file: RankFile, content: Mapping) -> list[Mapping[str, Any]]:

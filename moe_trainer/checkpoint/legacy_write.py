@@ -34,6 +34,7 @@ from moe_trainer.checkpoint.legacy_names import (
     order_of,
     spelled,
 )
+from moe_trainer.checkpoint.optimizer_record import param_group
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.reading import fill
 from moe_trainer.checkpoint.sharding import KeyScheme, Piece, pieces
@@ -172,25 +173,12 @@ def _optimizer(chunks: list[list[Entry]], record: Mapping[str, Any], scalars: Ma
         state |= {number: {"step": torch.tensor(step), **{name: value for name, value in entry.states.items() if name != "fp32_param"}}
                   for number, entry in zip(numbers, mine, strict=True)}
         mains.append([entry.states["fp32_param"] for entry in mine if entry.value.dtype in _HALF])
-        groups.append(_group(record, decayed, own_rate, experts, step) | {"params": numbers})
+        groups.append(param_group(record, decayed=decayed, decoupled=own_rate, experts=experts, step=int(step)) | {"params": numbers})
     scaler = {"grad_scaler": scalars["grad_scaler"]} if scalars.get("grad_scaler") else {}
     if record.get("use_distributed_optimizer"):
         return {"optimizer": {"param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups]}, **scaler}
     inner = {"state": state, "param_groups": groups}
     return {"optimizer": inner, "fp32_from_fp16_params": mains, **scaler} if any(mains) else inner
-
-
-def _group(record: Mapping[str, Any], decayed: bool, own_rate: bool, experts: bool, step: float) -> dict[str, Any]:
-    """What a parameter group says of itself."""
-    rate = ("decoupled_lr", "decoupled_min_lr") if own_rate else ("lr", "min_lr")
-    found = {"is_expert_parallel": experts, "default_config": True, "wd_mult": float(decayed), "lr_mult": 1.0, "is_decoupled_lr": own_rate,
-             "max_lr": record.get(rate[0]), "min_lr": record.get(rate[1]), "lr": record.get(rate[0]),
-             "weight_decay": float(record.get("weight_decay") or 0.0) * decayed, "step": int(step),
-             "maximize": False, "foreach": None, "differentiable": False, "fused": None}
-    if record.get("optimizer") == "sgd":
-        return found | {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False}
-    return found | {"betas": (record.get("adam_beta1"), record.get("adam_beta2")), "eps": record.get("adam_eps"), "amsgrad": False, "capturable": False,
-                    "decoupled_weight_decay": True, "bias_correction": True}
 
 
 def _buffers(chunks: list[list[Entry]], record: Mapping[str, Any], sizes: Sizes, pp: int, experts: bool) -> dict:

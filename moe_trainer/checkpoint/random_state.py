@@ -5,6 +5,9 @@ belongs to a place (pp, tp, position in dp x cp). Where a checkpoint of another 
 streams start afresh from a seed that also holds the iteration, so that no mask of an earlier iteration comes
 again: `restart`. The same is done everywhere else where a state is missing. Streams under a layer's global name (forced expert
 biases) are the same on all ranks and move with the layer.
+
+Megatron-LM keeps three more streams in its tracker and does not load a state without them. A checkpoint has them under its names:
+what this program has of them as it is, the others as fresh streams. Where no GPU is, all of them are states of CPU generators.
 """
 
 import random
@@ -15,11 +18,14 @@ from typing import Any
 import numpy
 import torch
 
+from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.parallel.rng import name_seed
 from moe_trainer.parallel.state import ParallelState
 
 _GLOBAL_NAME = re.compile(r"^(decoder|mtp)\.")
 _OWN = "moe_trainer_streams"
+_TENSOR_PARALLEL = "tensor_parallel"  # of a chunk's streams the one that Megatron-LM calls:
+_MODEL_TRACKER = "model-parallel-rng"
 
 # of each chunk its own streams by name
 Streams = Sequence[Mapping[str, torch.Generator]]
@@ -44,8 +50,37 @@ def capture(streams: Streams) -> dict[str, Any]:
     return state
 
 
+def capture_for_checkpoint(streams: Streams, ps: ParallelState) -> dict[str, Any]:
+    """`capture` with all that Megatron-LM's loader needs: one entry of a checkpoint's list of states."""
+    state = capture(streams)
+    shared = state.setdefault("cuda_rng_state", state["torch_rng_state"])
+    own = [chunk[_TENSOR_PARALLEL] for chunk in streams if _TENSOR_PARALLEL in chunk]
+    state["rng_tracker_states"] = {
+        "data-parallel-rng": shared.clone(),
+        _MODEL_TRACKER: own[0].get_state().cpu() if own else _fresh_state(shared, _MODEL_TRACKER, ps.tp.rank),
+        "expert-parallel-rng": _fresh_state(shared, "expert-parallel-rng", ps.ep.rank, ps.etp.rank),
+    }
+    return state
+
+
+def _fresh_state(shared: torch.Tensor, *name: str | int) -> torch.Tensor:
+    """The state of a stream that begins here, told from others by its name and from earlier ones by the state of the shared generator."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.Generator(device).manual_seed(name_seed(0, shared.numpy().tobytes().hex(), *name)).get_state().cpu()
+
+
 def restore(state: Mapping[str, Any], streams: Streams) -> None:
-    """Set every generator that the state has; a CPU run's state leaves CUDA's generator alone."""
+    """Set every generator that the state has; a CPU run's state leaves CUDA's generator alone.
+
+    Raises: CheckpointError when it is no state of generators.
+    """
+    try:
+        _restore(state, streams)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"the random state is damaged ({type(error).__name__}: {error}); --no-load-rng goes on without it") from error
+
+
+def _restore(state: Mapping[str, Any], streams: Streams) -> None:
     random.setstate(state["random_rng_state"])
     numpy.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"].cpu())
@@ -56,6 +91,10 @@ def restore(state: Mapping[str, Any], streams: Streams) -> None:
         for name in chunk.keys() & saved.keys():
             if saved[name].numel() == chunk[name].get_state().numel():  # CPU and CUDA generators differ
                 chunk[name].set_state(saved[name].cpu())
+    tracked = state.get("rng_tracker_states", {}).get(_MODEL_TRACKER)
+    for chunk in streams if not is_ours(state) and tracked is not None else ():
+        if _TENSOR_PARALLEL in chunk and tracked.numel() == chunk[_TENSOR_PARALLEL].get_state().numel():
+            chunk[_TENSOR_PARALLEL].set_state(tracked.cpu())
 
 
 def restart(seed: int, iteration: int, ps: ParallelState, streams: Streams) -> None:

@@ -141,7 +141,7 @@ class PendingSave:
         ps = self._ps
         states = None
         if self._options.save_rng:
-            states = collectives.all_gather_object(random_state.capture(random_state.streams_of(chunks)), ps.dp_cp)
+            states = collectives.all_gather_object(random_state.capture_for_checkpoint(random_state.streams_of(chunks), ps), ps.dp_cp)
         scalars = optimizer.scalars() if optimizer is not None else None
 
         def write() -> None:
@@ -289,7 +289,7 @@ def _objects(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
             mine = scheme.extra_state_keys(info)[group.rank::share] if group.rank < share else ()
             objects |= dict.fromkeys(mine, empty)
     if options.save_rng:
-        states = collectives.gather_object(random_state.capture(random_state.streams_of(chunks)), ps.dp_cp)
+        states = collectives.gather_object(random_state.capture_for_checkpoint(random_state.streams_of(chunks), ps), ps.dp_cp)
         if states is not None:
             objects[rng_key(ps)] = common_state.dump_object(states)
     if ps.world.rank == 0:

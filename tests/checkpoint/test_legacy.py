@@ -293,8 +293,9 @@ def test_a_group_says_what_is_its_own(tmp_path):
     saved(tmp_path / "adam", lr=1e-3, min_lr=1e-4, decoupled_lr=5e-4, decoupled_min_lr=5e-5)
     saved(tmp_path / "sgd", optimizer="sgd", sgd_momentum=0.7)
     adam, sgd = (open_file(tmp_path / name / "iter_0000005/mp_rank_00/model_optim_rng.pt")["optimizer"]["param_groups"] for name in ("adam", "sgd"))
-    found = [tuple(group[name] for name in ("wd_mult", "is_decoupled_lr", "lr", "max_lr", "min_lr", "weight_decay")) for group in adam]
-    assert found == [(1.0, False, 1e-3, 1e-3, 1e-4, 0.1), (0.0, False, 1e-3, 1e-3, 1e-4, 0.0), (1.0, True, 5e-4, 5e-4, 5e-5, 0.1), (0.0, True, 5e-4, 5e-4, 5e-5, 0.0)]
+    found = [tuple(group[name] for name in ("wd_mult", "default_config", "lr", "max_lr", "min_lr", "weight_decay")) for group in adam]
+    assert found == [(1.0, True, 1e-3, 1e-3, 1e-4, 0.1), (0.0, True, 1e-3, 1e-3, 1e-4, 0.0), (1.0, False, 5e-4, 5e-4, 5e-5, 0.1), (0.0, False, 5e-4, 5e-4, 5e-5, 0.0)]
+    assert not any(group["is_decoupled_lr"] for group in adam)  # part of the identity of a group, and always off since core_v0.16
     assert all(group["momentum"] == 0.7 and "betas" not in group for group in sgd)
 
 

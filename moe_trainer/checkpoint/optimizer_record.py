@@ -1,0 +1,71 @@
+"""The optimizer's entry in a checkpoint, without its tensors, as Megatron-LM's loaders of both formats want it.
+
+Megatron-LM pairs the parameter groups of a checkpoint with its own by what they say of themselves: since core_v0.19 by the bounds of the
+learning rate too. With expert parallelism it has a chain of two optimizers, the second one for the experts.
+
+Its Adam is torch's where neither TransformerEngine nor Apex is installed. That one keeps the number of steps with every parameter, which a
+checkpoint holds once (`common_step`); TransformerEngine's keeps it in the groups and refuses it elsewhere. So the entry follows
+--transformer-impl. A distributed optimizer has it in the groups in both cases.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from moe_trainer.checkpoint.layer_spec import has_engine_names
+
+FULLY_RESHARDABLE = "fully_reshardable"
+
+
+def param_group(record: Mapping[str, Any], *, decayed: bool, decoupled: bool, experts: bool, step: int | None = None) -> dict[str, Any]:
+    """What a parameter group says of itself, but for its parameters.
+
+    record: the flags by destination. decoupled: its learning rate is that of --decoupled-lr. experts: its parameters are spread over
+    expert-parallel ranks. step: the number of steps, where the group keeps it.
+    """
+    max_lr = record.get("decoupled_lr") if decoupled else record.get("lr")
+    own_min = record.get("decoupled_min_lr") if decoupled else None
+    min_lr = record.get("min_lr") if own_min is None else own_min
+    found = {"is_expert_parallel": experts, "default_config": not decoupled, "wd_mult": float(decayed), "lr_mult": 1.0,
+             # since core_v0.16 only max_lr tells a group with --decoupled-lr from the others
+             "is_decoupled_lr": False, "max_lr": max_lr, "min_lr": min_lr, "lr": max_lr,
+             "weight_decay": float(record.get("weight_decay") or 0.0) * decayed,
+             "maximize": False, "foreach": None, "differentiable": False, "fused": None}
+    if step is not None:
+        found["step"] = step
+    if record.get("optimizer") == "sgd":
+        return found | {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False}
+    return found | {"betas": (record.get("adam_beta1"), record.get("adam_beta2")), "eps": record.get("adam_eps"), "amsgrad": False,
+                    "capturable": False, "decoupled_weight_decay": True, "bias_correction": True}
+
+
+def is_decoupled(group: Mapping[str, Any]) -> bool:
+    """Whether a group of a checkpoint, of whichever release, has the learning rate of --decoupled-lr."""
+    return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
+
+
+def chained(groups: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The groups of each optimizer of Megatron-LM's chain. groups: ParamGroups of ours, as Optimizer.scalars() has them."""
+    both = [[group for group in groups if group["is_expert_parallel"] is experts] for experts in (False, True)]
+    return [part for part in both if part]
+
+
+def optimizer_entry(record: Mapping[str, Any], scalars: Mapping[str, Any], dtype: torch.dtype) -> dict[Any, Any]:
+    """The `optimizer` entry of a distributed checkpoint's common state. scalars: of Optimizer.scalars(). dtype: of the model's weights."""
+    chain = [_of_one(record, scalars, groups, dtype) for groups in chained(scalars["param_groups"])]
+    return chain[0] if len(chain) == 1 else dict(enumerate(chain))
+
+
+def _of_one(record: Mapping[str, Any], scalars: Mapping[str, Any], groups: list[Mapping[str, Any]], dtype: torch.dtype) -> dict[str, Any]:
+    step, distributed = int(scalars["step"]), bool(record.get("use_distributed_optimizer"))
+    in_groups = distributed or has_engine_names(record)
+    described = [param_group(record, decayed=group["wd_mult"] != 0.0, decoupled=group["is_decoupled_lr"],
+                             experts=group["is_expert_parallel"], step=step if in_groups else None) for group in groups]
+    scaler = {"grad_scaler": dict(scalars["grad_scaler"])} if scalars.get("grad_scaler") else {}
+    if distributed:
+        return {"optimizer": {"param_groups": described}, **scaler, "param_state": {}, "param_state_sharding_type": FULLY_RESHARDABLE}
+    inner = {"state": {} if in_groups else {"common_step": torch.tensor(float(step))}, "param_groups": described}
+    if dtype == torch.float32:
+        return inner
+    return {"optimizer": inner, **scaler, "fp32_from_fp16_params": [[] for _ in described]}

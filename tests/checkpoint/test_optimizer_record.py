@@ -1,0 +1,86 @@
+"""The optimizer's entry and the random states of a checkpoint have what Megatron-LM's loaders ask for."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from moe_trainer.checkpoint import random_state
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.optimizer_record import is_decoupled, optimizer_entry, param_group
+from moe_trainer.parallel.state import ParallelState
+
+RECORD = {"lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "optimizer": "adam",
+          "transformer_impl": "local"}
+# recorded from Megatron-LM d98e8a64 (torch's AdamW); lr is overwritten by its scheduler
+ADAMW = {"amsgrad": False, "betas": (0.9, 0.95), "capturable": False, "decoupled_weight_decay": True, "default_config": True,
+         "differentiable": False, "eps": 1e-8, "foreach": None, "fused": None, "is_decoupled_lr": False, "is_expert_parallel": False,
+         "lr_mult": 1.0, "max_lr": 1e-3, "maximize": False, "min_lr": 1e-4, "wd_mult": 1.0, "weight_decay": 0.1}
+TRACKERS = ["data-parallel-rng", "expert-parallel-rng", "model-parallel-rng"]
+
+
+def scalars(*kinds: tuple[float, bool], **more) -> dict:
+    """As Optimizer.scalars(); kinds: (wd_mult, is_expert_parallel) of each group."""
+    return {"step": 5, "optimizer": "adam", "grad_scaler": None, "param_groups": [
+        {"wd_mult": wd, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": expert} for wd, expert in kinds]} | more
+
+
+def described(group: dict) -> dict:
+    return {key: value for key, value in group.items() if key not in ("lr", "bias_correction")}
+
+
+def test_a_group_is_identified_as_in_megatron():
+    assert described(param_group(RECORD, decayed=True, decoupled=False, experts=False)) == ADAMW
+    assert described(param_group(RECORD, decayed=False, decoupled=False, experts=True, step=5)) == ADAMW | {
+        "wd_mult": 0.0, "weight_decay": 0.0, "is_expert_parallel": True, "step": 5}
+    own = param_group(RECORD | {"decoupled_lr": 5e-4, "decoupled_min_lr": None}, decayed=True, decoupled=True, experts=False)
+    assert described(own) == ADAMW | {"default_config": False, "max_lr": 5e-4}  # its own bound, and the common lower one
+    assert is_decoupled(own) and is_decoupled({"is_decoupled_lr": True}) and not is_decoupled({}) and not is_decoupled(ADAMW)
+
+
+def test_the_entry_of_every_kind_of_optimizer():
+    both = scalars((1.0, False), (0.0, False))
+    entry = optimizer_entry(RECORD, both, torch.float32)
+    assert entry.keys() == {"state", "param_groups"} and entry["state"] == {"common_step": torch.tensor(5.0)}
+    assert [group["wd_mult"] for group in entry["param_groups"]] == [1.0, 0.0] and "step" not in entry["param_groups"][0]
+    engine = optimizer_entry(RECORD | {"transformer_impl": "transformer_engine"}, both, torch.float32)
+    assert engine["state"] == {} and [group["step"] for group in engine["param_groups"]] == [5, 5]
+    half = optimizer_entry(RECORD, both, torch.bfloat16)
+    assert half.keys() == {"optimizer", "fp32_from_fp16_params"} and half["optimizer"] == entry and half["fp32_from_fp16_params"] == [[], []]
+    chain = optimizer_entry(RECORD, scalars((1.0, False), (0.0, False), (1.0, True), grad_scaler={"scale": 2.0}), torch.float16)
+    assert chain.keys() == {0, 1} and [len(one["optimizer"]["param_groups"]) for one in chain.values()] == [2, 1]
+    assert all(one["grad_scaler"] == {"scale": 2.0} for one in chain.values())
+    distributed = optimizer_entry(RECORD | {"use_distributed_optimizer": True}, both, torch.bfloat16)
+    assert distributed.keys() == {"optimizer", "param_state", "param_state_sharding_type"}
+    assert [group["step"] for group in distributed["optimizer"]["param_groups"]] == [5, 5]
+    assert distributed["optimizer"].keys() == {"param_groups"} and distributed["param_state_sharding_type"] == "fully_reshardable"
+
+
+def test_the_random_state_has_all_streams_of_megatron():
+    streams = [{"tensor_parallel": torch.Generator().manual_seed(3)}]
+    state = random_state.capture_for_checkpoint(streams, ParallelState.single())
+    assert {"random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states"} < state.keys()
+    trackers = state["rng_tracker_states"]
+    assert sorted(trackers) == TRACKERS and torch.equal(trackers["model-parallel-rng"], streams[0]["tensor_parallel"].get_state())
+    assert all(value.dtype == torch.uint8 and value.shape == state["cuda_rng_state"].shape for value in trackers.values())
+    later = random_state.capture_for_checkpoint([], ParallelState.single())["rng_tracker_states"]
+    torch.rand(1)
+    again = random_state.capture_for_checkpoint([], ParallelState.single())["rng_tracker_states"]
+    assert not any(torch.equal(later[name], again[name]) for name in TRACKERS)  # no stream begins twice at the same place
+
+
+def test_a_state_of_megatron_sets_the_stream_of_tensor_parallel_ranks():
+    source, target = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
+    state = random_state.capture_for_checkpoint([{"tensor_parallel": source}], ParallelState.single())
+    del state["moe_trainer_streams"]
+    random_state.restore(state, [{"tensor_parallel": target}])
+    assert torch.equal(source.get_state(), target.get_state())
+
+
+@pytest.mark.parametrize("broken", [{}, {"random_rng_state": 3}, {"random_rng_state": random.getstate(), "np_rng_state": ("x",)}, None])
+def test_a_broken_random_state_is_an_error_with_advice(broken):
+    before = numpy.random.get_state()
+    with pytest.raises(CheckpointError, match="random state is damaged .*--no-load-rng"):
+        random_state.restore(broken, [])
+    assert numpy.random.get_state()[1].tolist() == before[1].tolist()
