@@ -30,6 +30,7 @@ from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.loading import Loader
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.saving import PendingSave, check_writable
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS
 from moe_trainer.checkpoint.upcycling import UpcycledIndex
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
@@ -137,10 +138,14 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
     _together(loader.read, ps)
     loader.exchange(_device(chunks))
     if with_optim:
-        optimizer.load_scalars(scalars)
+        try:
+            optimizer.load_scalars(scalars)
+        except DECODE_ERRORS as error:
+            raise CheckpointError(str(error) if type(error) is ValueError else
+                                  f"{folder}: the optimizer's step and loss scale are damaged ({type(error).__name__}: {error})") from error
     if optimizer is not None:
         optimizer.after_load(params_changed=True, state_loaded=with_optim or with_main)
-    rng_loaded = _together(lambda: _restore_random(loader, chunks, state.iteration, ps, options), ps)
+    rng_loaded = _together(lambda: _restore_random(loader, folder, chunks, state.iteration, ps, options), ps)
     iteration = 0 if options.finetune or weights_only else state.iteration
     if ps.world.rank == 0:
         logger.info("  successfully loaded checkpoint from %s [ t %d/%d, gtp_remat 1/1, p %d/%d ] at iteration %d",
@@ -169,18 +174,24 @@ def _device(chunks: Sequence[Any]) -> torch.device:
     return next((param.device for chunk in chunks for param in chunk.parameters()), torch.device("cpu"))
 
 
-def _restore_random(loader: Loader, chunks: Sequence[Any], iteration: int, ps: ParallelState, options: LoadOptions) -> bool:
+def _restore_random(loader: Loader, folder: Path, chunks: Sequence[Any], iteration: int, ps: ParallelState, options: LoadOptions) -> bool:
     """Bring every random stream to where it was, or to a fresh one. Returns: whether this rank's states were there."""
     if not options.load_rng or options.finetune:
         return False
     streams = random_state.streams_of(chunks)
-    states = loader.random_states(ps)
-    if states is None:
-        random_state.restart(int(options.args.get("seed", 0)), iteration, ps, streams)
-    else:
-        random_state.restore(states, streams)
-    if random_state.has_named(streams):
-        random_state.restore_named(loader.all_random_states(), streams)
+    try:
+        states = loader.random_states(ps)
+        if states is None:
+            random_state.restart(int(options.args.get("seed", 0)), iteration, ps, streams)
+        else:
+            random_state.restore(states, streams)
+        if random_state.has_named(streams):
+            random_state.restore_named(loader.all_random_states(), streams)
+    except CheckpointError:
+        raise
+    except DECODE_ERRORS as error:
+        raise CheckpointError(f"{folder}: its random states are not those of a run ({type(error).__name__}: {str(error) or 'no reason given'}). "
+                              "--no-load-rng begins new ones") from error
     return states is not None
 
 

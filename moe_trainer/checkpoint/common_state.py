@@ -6,6 +6,7 @@ the entry `moe_trainer` holds what only we need, in plain types, so that a resum
 
 import argparse
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.archive import load_bytes
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.made_index import MadeIndex
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.reading import read_object
-from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_object, plain
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, plain
 
 KEY = "common_state/shard_0_1"
 OLD_FILE = "common.pt"
@@ -62,19 +64,47 @@ def read(folder: Path, index: Metadata) -> dict[str, Any]:
     Raises: CheckpointError when it is missing or damaged.
     """
     if isinstance(index, MadeIndex) and index.common:
+        _judge(folder, index.common)
         return index.common
     if KEY in index.state_dict_metadata:
         value = read_object(folder, index, KEY)
     elif (folder / OLD_FILE).is_file():
         try:
-            value = load_object((folder / OLD_FILE).read_bytes())
+            value = load_bytes((folder / OLD_FILE).read_bytes())
         except DECODE_ERRORS as error:
             raise CheckpointError(f"{folder / OLD_FILE} is damaged: {error}") from error
     else:
         raise CheckpointError(f"{folder} has no common state: neither the entry {KEY} nor the file {OLD_FILE}")
     if not isinstance(value, dict) or "args" not in value:
         raise CheckpointError(f"{folder}: the common state holds no args")
+    _judge(folder, value)
     return value
+
+
+def _judge(folder: Path, common: Mapping[str, Any]) -> None:
+    """Raises: DamagedError when the values are not of the types that a run goes on from."""
+    try:
+        state, scalars, _ = parse(common)
+        for name in ("iteration", *_COUNTERS):
+            _count(name, getattr(state, name))
+        if not 0 <= float(state.num_floating_point_operations_so_far) < math.inf:
+            raise ValueError(f"num_floating_point_operations_so_far is {state.num_floating_point_operations_so_far!r:.60}")
+        _count("opt_param_scheduler.num_steps", state.scheduler.get("num_steps", 0))
+        for name, value in state.scheduler.items():
+            if not (value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))):
+                raise ValueError(f"opt_param_scheduler.{name} is {value!r:.60}")
+        for what, value in (("moe_trainer.extra", state.extra), ("optimizer", scalars), ("grad_scaler", scalars.get("grad_scaler") or {})):
+            if not isinstance(value, dict):
+                raise ValueError(f"{what} is {value!r:.60}")
+        if "step" in scalars:
+            _count("the step of the optimizer", int(scalars["step"]))
+    except DECODE_ERRORS as error:
+        raise DamagedError(f"{folder}: the common state is damaged: {str(error) or type(error).__name__}") from error
+
+
+def _count(name: str, value: Any) -> None:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{name} is {value!r:.60}, and a whole number from 0 is needed")
 
 
 def parse(common: Mapping[str, Any]) -> tuple[CheckpointState, dict[str, Any], bool]:

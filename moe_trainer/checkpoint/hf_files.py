@@ -65,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object")
@@ -114,7 +114,7 @@ class Folder:
                     raise ValueError("its table is no JSON object")
         except FileNotFoundError as error:
             raise DamagedError(f"{path} is missing{named}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DamagedError(f"{path} is damaged{named}: {error}") from error
         base, found = 8 + length, []
         for name, entry in table.items():

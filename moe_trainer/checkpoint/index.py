@@ -21,7 +21,7 @@ def detect_format(folder: Path) -> str | None:
     if (folder / COMPLETE).is_file():
         try:
             return str(json.loads((folder / COMPLETE).read_text())["sharded_backend"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
     if legacy.is_folder(folder):
         return legacy.FORMAT
@@ -161,10 +161,12 @@ def changed_files(folder: Path) -> list[str]:
         files = dict(record["files"])
     except FileNotFoundError:
         return [f"{path} is missing: save with --verify-integrity, or load without it"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         return [f"{path} is damaged: {error}"]
     problems = []
     for name, digest in files.items():
+        if Path(name).name != name:
+            return [f"{path} is damaged: it names {name!r}, outside its folder"]
         if not (folder / name).is_file():
             problems.append(f"{folder / name} is missing")
         elif file_hash(folder / name) != digest:

@@ -5,7 +5,6 @@ come when a box is asked for). What is in it, and in `distrib_optim.pt` beside i
 would have, so that whoever reads those reads these. legacy_names.py says how the files are made.
 """
 
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from moe_trainer.checkpoint.archive import check_sums, load_mapped
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.legacy_names import (
     EXPERT,
@@ -36,7 +36,7 @@ from moe_trainer.checkpoint.legacy_names import (
 from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.optimizer_record import is_decoupled
 from moe_trainer.checkpoint.sharding import KeyScheme, object_key
-from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, PickleModule, plain
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, plain
 
 FORMAT = "torch"
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
@@ -70,7 +70,7 @@ def open_file(path: Path) -> Any:
     Raises: DamagedError when it is missing or damaged.
     """
     try:
-        return torch.load(str(path), map_location="cpu", mmap=True, weights_only=False, pickle_module=PickleModule)
+        return load_mapped(path)
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing") from error
     except DECODE_ERRORS as error:
@@ -85,7 +85,13 @@ def record_of(folder: Path) -> dict[str, Any]:
     content = open_file(found[0])
     if not isinstance(content, dict) or "args" not in content:
         raise CheckpointError(f"{found[0]} holds no args: it is no checkpoint of Megatron-LM's training")
-    return plain(content["args"])
+    try:
+        record = plain(content["args"])
+    except ValueError as error:
+        raise DamagedError(f"{found[0]} is damaged: {error}") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{found[0]} holds no args: it is no checkpoint of Megatron-LM's training")
+    return record
 
 
 def rank_files(folder: Path, sizes: Sizes) -> list[RankFile]:
@@ -168,12 +174,9 @@ class LegacyIndex(MadeIndex):
         """Compare a file with the checksums that it holds, once."""
         if path not in self._whole:
             try:
-                with zipfile.ZipFile(path) as archive:
-                    changed = archive.testzip()
+                check_sums(path)
             except DECODE_ERRORS as error:
                 raise DamagedError(f"{path} is damaged: {error}") from error
-            if changed is not None:
-                raise DamagedError(f"{path} is damaged: the checksum of {changed} is wrong")
             self._whole.add(path)
 
     def _first_layers(self, files: Sequence[RankFile], contents: Sequence[Mapping]) -> dict[tuple[int, int], int]:

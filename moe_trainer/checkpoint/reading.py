@@ -7,9 +7,7 @@ on the leading axes (layer, expert), each saved box is decoded once, and the che
 entry are compared first.
 """
 
-import io
 import math
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
+from moe_trainer.checkpoint.archive import check_sums, load_bytes
 from moe_trainer.checkpoint.directory import advice
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.made_index import MadeIndex
 from moe_trainer.checkpoint.sharding import Piece
-from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_object
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS
 
 Box = tuple[slice, ...]
 
@@ -37,7 +36,7 @@ def read_object(folder: Path, index: Metadata, key: str) -> Any:
         return index.objects[key]
     place = MetadataIndex(key)
     try:
-        return load_object(_read_entry(folder, index, place))[0]
+        return load_bytes(_read_entry(folder, index, place))[0]
     except DECODE_ERRORS as error:
         raise _damaged(folder, index, place, error) from error
 
@@ -79,7 +78,9 @@ def decode(folder: Path, index: Metadata, key: str, chunk: ChunkStorageMetadata)
         return index.box(key, chunk)
     place, dtype = MetadataIndex(key, chunk.offsets), index.state_dict_metadata[key].properties.dtype
     try:
-        saved = torch.load(io.BytesIO(_read_entry(folder, index, place)), map_location="cpu", weights_only=True)
+        saved = load_bytes(_read_entry(folder, index, place))
+        if not isinstance(saved, Tensor):
+            raise ValueError("it holds no tensor")
         if saved.shape != chunk.sizes or saved.dtype != dtype:
             raise ValueError(f"it holds {tuple(saved.shape)} {saved.dtype}, and the index says {tuple(chunk.sizes)} {dtype}")
     except DECODE_ERRORS as error:
@@ -118,10 +119,7 @@ def _read_entry(folder: Path, index: Metadata, place: MetadataIndex) -> bytes:
         content = stream.read(info.length)
     if len(content) < info.length:
         raise EOFError(f"the file ends {info.length - len(content)} bytes early")
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        changed = archive.testzip()
-    if changed is not None:
-        raise ValueError("its checksum is wrong")
+    check_sums(content)
     return content
 
 

@@ -1,40 +1,36 @@
 """Read pickles written by others without running what they ask for.
 
 Megatron's common state is a pickle with its own classes in it, and `.metadata` is one too. A pickle may call any
-importable function, so we look names up in a list: known harmless constructors act, every other name becomes an inert
-stand-in that keeps the arguments it was called with. `plain` then reduces an object to plain types.
+importable function, so we look names up in a table: known harmless constructors act, every other name becomes an inert
+stand-in that keeps the arguments it was called with. Nothing is imported for a pickle. `plain` then reduces an object to plain types.
+
+A pickle may also set attributes of whatever it has a name for. So the stand-ins and the constructors are made for one pickle
+each, or have no attributes, and the classes of torch that are given out as they are (`_INDEX_CLASSES`) are compared after it.
 """
 
 import argparse
+import collections
+import datetime
 import enum
 import io
+import itertools
+import pathlib
 import pickle
 import struct
 import zipfile
-from typing import IO, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
+import numpy
 import torch
+from torch.distributed.checkpoint import filesystem, metadata
 
-_SAFE = frozenset({
-    ("argparse", "Namespace"), ("collections", "OrderedDict"), ("collections", "defaultdict"), ("_codecs", "encode"),
-    ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "slice"), ("builtins", "complex"),
-    ("builtins", "bytearray"), ("builtins", "range"), ("builtins", "dict"), ("builtins", "list"), ("builtins", "tuple"),
-    ("datetime", "datetime"), ("datetime", "timedelta"), ("signal", "Signals"),
-    ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
-    ("numpy", "ndarray"), ("numpy", "dtype"),
-    ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar"),
-    ("torch", "Size"), ("torch", "device"), ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter"),
-    ("torch.serialization", "_get_layout"),
-})
-_SAFE_MODULES = frozenset({"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner",
-                           "torch.distributed.checkpoint.filesystem"})
-_SAFE_CLASSES = frozenset({
-    "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-    "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING", "SavePlan", "WriteItem", "WriteItemType",
-    "TensorWriteData", "BytesIOWriteData", "_StorageInfo", "_StoragePrefix",
-})
 _SMALL_PICKLE_BYTES = 1 << 18
+_MOST_VALUES = 1 << 18
+_DEEPEST = 100
 
 # what decoding damaged bytes may raise; which of them depends on the byte
 DECODE_ERRORS = (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, EOFError, ArithmeticError,
@@ -60,17 +56,169 @@ class Foreign:
         """A stand-in for a list subclass: its items are dropped."""
 
 
+class _Namespace(argparse.Namespace):
+    """A Namespace whose state can only be a table of names."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({str(name): value for name, value in dict(state).items()})
+
+
+class StorageType:
+    """Stands for a class of storages, which says the type of elements. dtype: that type."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a class of storages has no state")
+
+
+@dataclass(frozen=True)
+class StoredElements:
+    """A storage that a pickle refers to, and the type of its elements."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+
+
+def _tensor(elements: StoredElements, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], *others: Any) -> torch.Tensor:
+    """The tensor over part of a storage. Raises: ValueError when it would be over more than the storage."""
+    numbers = (offset, *sizes, *strides)
+    if not isinstance(elements, StoredElements) or len(sizes) != len(strides) or not all(type(one) is int and one >= 0 for one in numbers):
+        raise pickle.UnpicklingError("a tensor is described by something else than a storage and whole numbers")
+    end = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides)) + 1 if all(sizes) else 0
+    if end * elements.dtype.itemsize > elements.storage.nbytes():
+        raise pickle.UnpicklingError(f"a tensor of {list(sizes)} is over {elements.storage.nbytes()} bytes")
+    return torch.empty(0, dtype=elements.dtype).set_(elements.storage, offset, tuple(sizes), tuple(strides))
+
+
+def _typed_tensor(elements: StoredElements, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], gradient: bool, hooks: Any,
+                  dtype: torch.dtype, *others: Any) -> torch.Tensor:
+    """As `_tensor`, of a type that has no class of storages."""
+    if not isinstance(elements, StoredElements) or not isinstance(dtype, torch.dtype):
+        raise pickle.UnpicklingError("a tensor is described by something else than a storage and a type")
+    return _tensor(StoredElements(elements.storage, dtype), offset, sizes, strides)
+
+
+def _parameter(data: torch.Tensor, *others: Any) -> torch.Tensor:
+    if not isinstance(data, torch.Tensor):
+        raise pickle.UnpicklingError("a parameter is no tensor")
+    return data
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """How pickles of old protocols hold bytes."""
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"bytes are stored as {encoding!r}")
+    return text.encode("latin1")
+
+
+class _NumpyType:
+    """Stands for numpy.dtype while a pickle is read: numbers only, so that no element is an address."""
+
+    def __init__(self, name: str, *flags: Any):
+        self.type = numpy.dtype(name) if isinstance(name, str) and name[:1] in "biufc?" and len(name) < 12 else None
+
+    def __setstate__(self, state: tuple) -> None:
+        if self.type is not None and state[1] in ("<", ">"):
+            self.type = self.type.newbyteorder(state[1])
+
+    def checked(self) -> numpy.dtype:
+        if self.type is None or self.type.kind not in "biufc":
+            raise pickle.UnpicklingError("an array of numpy holds something else than numbers")
+        return self.type
+
+
+class _NumpyArray(numpy.ndarray):
+    """An array of numpy whose state is checked before numpy takes it over."""
+
+    def __new__(cls, *args: Any) -> "_NumpyArray":
+        return super().__new__(cls, (0,), numpy.uint8)
+
+    def __setstate__(self, state: tuple) -> None:
+        version, shape, kind, in_columns, content = state
+        super().__setstate__((int(version), shape, kind.checked(), bool(in_columns), content if isinstance(content, bytes) else content.encode("latin1")))
+
+
+def _numpy_scalar(kind: _NumpyType, content: bytes | str) -> Any:
+    return numpy.frombuffer(content if isinstance(content, bytes) else content.encode("latin1"), kind.checked())[0]
+
+
+def _path(*parts: str) -> pathlib.PurePosixPath:
+    return pathlib.PurePosixPath(*parts)
+
+
+def _number(value: int) -> int:
+    """For enumerations of numbers, as those of signals."""
+    return int(value)
+
+
+def _bytes(*args: Any) -> bytes:
+    return bytes(args[0]) if args and isinstance(args[0], (bytes, list, tuple)) else _encode(*args) if args else b""
+
+
+def _layout(name: str) -> torch.layout:
+    found = vars(torch).get(str(name).removeprefix("torch."))
+    if not isinstance(found, torch.layout):
+        raise pickle.UnpicklingError(f"torch has no layout {name!r}")
+    return found
+
+
+# types whose attributes cannot be set, and classes with a __setstate__, which takes the place of setting attributes
+_TYPES = MappingProxyType({
+    ("collections", "OrderedDict"): collections.OrderedDict, ("collections", "defaultdict"): collections.defaultdict,
+    ("builtins", "set"): set, ("builtins", "frozenset"): frozenset, ("builtins", "slice"): slice, ("builtins", "complex"): complex,
+    ("builtins", "dict"): dict, ("builtins", "list"): list, ("builtins", "tuple"): tuple,
+    ("datetime", "datetime"): datetime.datetime, ("datetime", "timedelta"): datetime.timedelta,
+    ("torch", "Size"): torch.Size, ("torch", "device"): torch.device,
+})
+_CLASSES = MappingProxyType({("argparse", "Namespace"): _Namespace, ("numpy", "dtype"): _NumpyType, ("numpy", "ndarray"): _NumpyArray})
+_FUNCTIONS = MappingProxyType({
+    ("_codecs", "encode"): _encode, ("builtins", "bytearray"): _bytes, ("signal", "Signals"): _number,
+    ("pathlib", "Path"): _path, ("pathlib", "PosixPath"): _path, ("pathlib", "PurePosixPath"): _path, ("pathlib._local", "PosixPath"): _path,
+    ("numpy.core.multiarray", "_reconstruct"): _NumpyArray, ("numpy._core.multiarray", "_reconstruct"): _NumpyArray,
+    ("numpy.core.multiarray", "scalar"): _numpy_scalar, ("numpy._core.multiarray", "scalar"): _numpy_scalar,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor, ("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch.serialization", "_get_layout"): _layout,
+})
+_STORAGES = MappingProxyType({
+    "UntypedStorage": torch.uint8, "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16,
+    "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128})
+_INDEX_CLASSES = tuple(getattr(module, name) for module, names in (
+    (metadata, ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+                "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    (filesystem, ("_StorageInfo",))) for name in names if hasattr(module, name))
+
+
 class _SafeNames:
-    """Resolves names by the list above."""
+    """Resolves names by the tables above, and references to storages by what it was given."""
+
+    persistent: Callable[[Any], StoredElements] | None = None
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _SAFE or (module in _SAFE_MODULES and name in _SAFE_CLASSES):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module == "torch" and name.endswith("Storage"):
-            return super().find_class(module, name)
+        place = (module, name)
+        if place in _TYPES or place in _CLASSES:
+            return _TYPES.get(place) or _CLASSES[place]
+        if place in _FUNCTIONS:
+            return lambda *args: _FUNCTIONS[place](*args)  # one that this pickle alone may change
+        for kind in _INDEX_CLASSES:
+            if place == (kind.__module__, kind.__name__):
+                return kind
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return StorageType(_STORAGES[name])
         return type(name, (Foreign,), {"__module__": module})
+
+    def persistent_load(self, saved: Any) -> StoredElements:
+        if self.persistent is None:
+            raise pickle.UnpicklingError("a plain pickle refers to a storage")
+        return self.persistent(saved)
 
 
 class SafeUnpickler(_SafeNames, pickle.Unpickler):
@@ -81,50 +229,68 @@ class _CarefulUnpickler(_SafeNames, pickle._Unpickler):
     """The unpickler in Python: slow, but a damaged byte cannot make it allocate gigabytes as the fast one may."""
 
 
-def load_pickle(content: bytes) -> Any:
-    """Decode a plain pickle.
+def load_pickle(content: bytes, persistent: Callable[[Any], StoredElements] | None = None) -> Any:
+    """Decode a pickle. persistent: finds the storages that it refers to; None for a plain one.
 
     Raises: one of DECODE_ERRORS when it is damaged.
     """
-    kind = _CarefulUnpickler if len(content) < _SMALL_PICKLE_BYTES else SafeUnpickler
-    return kind(io.BytesIO(content)).load()
+    unpickler = (_CarefulUnpickler if len(content) < _SMALL_PICKLE_BYTES else SafeUnpickler)(io.BytesIO(content))
+    unpickler.persistent = persistent
+    with _unchanged_classes():
+        return unpickler.load()
 
 
-class PickleModule:
-    """What torch.load wants as `pickle_module`."""
-
-    __name__ = "safe pickle"
-    Unpickler = SafeUnpickler
-    UnpicklingError = pickle.UnpicklingError
-
-    @staticmethod
-    def load(file: IO[bytes], **kwargs: Any) -> Any:
-        return SafeUnpickler(file, **kwargs).load()
-
-
-def load_object(content: bytes) -> Any:
-    """Decode what torch.save wrote.
-
-    Raises: one of DECODE_ERRORS when it is damaged.
-    """
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False, pickle_module=PickleModule)
+@contextmanager
+def _unchanged_classes() -> Iterator[None]:
+    """Give the classes of an index back the attributes that they had. Raises: UnpicklingError when the enclosed pickle changed one."""
+    guarded = [*_INDEX_CLASSES, *(member for kind in _INDEX_CLASSES if issubclass(kind, enum.Enum) for member in kind)]
+    before = [dict(vars(one)) for one in guarded]
+    changed = False
+    try:
+        yield
+    finally:
+        for one, had in zip(guarded, before):
+            for name in vars(one).keys() | had.keys():
+                if name not in had:
+                    delattr(one, name)
+                elif vars(one).get(name) is not had[name]:
+                    setattr(one, name, had[name])
+                else:
+                    continue
+                changed = True
+    if changed:
+        raise pickle.UnpicklingError("it sets attributes of a class")
 
 
 def plain(value: Any) -> Any:
-    """Reduce to plain types: dtypes become their names, enum members and stand-ins their value."""
+    """Reduce to plain types: dtypes become their names, enum members and stand-ins their value.
+
+    Raises: ValueError for values nested too deeply, or too many of them: objects that hold one another would have no end.
+    """
+    return _reduced(value, 0, itertools.count())
+
+
+def _reduced(value: Any, depth: int, count: Iterator[int]) -> Any:
+    if depth > _DEEPEST or next(count) > _MOST_VALUES:
+        raise ValueError(f"its values are nested more than {_DEEPEST} deep, or are more than {_MOST_VALUES}")
+
+    def inside(item: Any) -> Any:
+        return _reduced(item, depth + 1, count)
+
     if isinstance(value, enum.Enum):
-        return plain(value.value)
+        return inside(value.value)
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.Tensor)):
         return value
     if isinstance(value, (argparse.Namespace, dict)):
         items = vars(value) if isinstance(value, argparse.Namespace) else value
-        return {key: plain(item) for key, item in items.items()}
+        return {key: inside(item) for key, item in items.items()}
     if isinstance(value, tuple):
-        return tuple(plain(item) for item in value)
+        return tuple(inside(item) for item in value)
     if isinstance(value, (list, set, frozenset)):
-        return [plain(item) for item in value]
+        return [inside(item) for item in value]
     if isinstance(value, Foreign):
-        return plain(value.args[0]) if len(value.args) == 1 else None
+        args = getattr(value, "args", ())
+        return inside(args[0]) if len(args) == 1 else None
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return str(value)

@@ -77,8 +77,19 @@ class History:
 
     @staticmethod
     def of(saved: dict[str, Any] | None) -> History:
-        """From what as_dict gave; a new one from nothing."""
-        return History(**saved) if saved else History()
+        """From what as_dict gave; a new one from nothing.
+
+        Raises: ValueError when it is something else.
+        """
+        if not saved:
+            return History()
+        usual = asdict(History())
+        if not isinstance(saved, dict) or any(name not in usual or type(value) not in (type(usual[name]), int) for name, value in saved.items()):
+            raise ValueError("the history of losses and skipped iterations in the checkpoint is not of this program's form")
+        found = History(**saved)
+        if not all(isinstance(one, (int, float)) for one in found.recent) or not all(isinstance(one, dict) for one in found.skipped):
+            raise ValueError("the history of losses and skipped iterations in the checkpoint is not of this program's form")
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """For a checkpoint; empty when there is nothing to keep."""

@@ -1,5 +1,6 @@
 """Loss scale: keeps fp16 gradients inside the format's range."""
 
+import math
 from dataclasses import dataclass
 
 from arguments.precision import PrecisionArgs
@@ -60,7 +61,10 @@ class DynamicLossScale(LossScale):
 
     def load_state(self, state: dict) -> None:
         """Restore `state()`."""
-        self.scale = float(state["scale"])
+        scale = float(state["scale"])
+        if not 0 < scale < math.inf:
+            raise ValueError(f"the checkpoint holds the loss scale {scale}")
+        self.scale = scale
         self.clean_iterations = int(state["growth_tracker"])
         self.overflows_left = int(state["hysteresis_tracker"])
 

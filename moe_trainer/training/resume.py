@@ -88,6 +88,7 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
             run.learning_rate, run.weight_decay, saved.scheduler,
             override=optimizer.override_opt_param_scheduler, use_saved=optimizer.use_checkpoint_opt_param_scheduler,
         )
+        history = History.of(saved.extra.get("history"))
     return replace(run, learning_rate=learning_rate, weight_decay=weight_decay), TrainState(
         iteration=loaded.iteration if output.override_ckpt_iteration is None else output.override_ckpt_iteration,
         consumed_train_samples=saved.consumed_train_samples,
@@ -95,7 +96,7 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
         skipped_train_samples=saved.skipped_train_samples,
         scheduled_samples=saved.scheduler.get("num_steps", saved.consumed_train_samples),
         total_flops=saved.num_floating_point_operations_so_far,
-        history=History.of(saved.extra.get("history")),
+        history=history,
     )
 
 

@@ -10,6 +10,7 @@ from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, fake_chunks
 from harness import run_ranks
 
 from moe_trainer.checkpoint import legacy_write
+from moe_trainer.checkpoint.archive import load_bytes
 from moe_trainer.checkpoint.checkpoint import (
     CheckpointState,
     LoadOptions,
@@ -34,7 +35,7 @@ from moe_trainer.checkpoint.legacy_names import (
     order_of,
     spelled,
 )
-from moe_trainer.checkpoint.unpickle import load_object, plain
+from moe_trainer.checkpoint.unpickle import plain
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -348,7 +349,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def change(golden_copy, edit):
     """Rewrite the golden file with another content."""
-    content = load_object((golden_copy / FILE).read_bytes())
+    content = load_bytes((golden_copy / FILE).read_bytes())
     content["args"] = argparse.Namespace(**plain(content["args"]))
     edit(content)
     torch.save(content, golden_copy / FILE)

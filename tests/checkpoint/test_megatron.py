@@ -10,9 +10,10 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 from harness import run_ranks
 
+from moe_trainer.checkpoint.archive import load_bytes
 from moe_trainer.checkpoint.checkpoint import LoadOptions, latest_iteration, load, read_saved_args
 from moe_trainer.checkpoint.index import check, read_index
-from moe_trainer.checkpoint.unpickle import Foreign, SafeUnpickler, load_object, load_pickle, plain
+from moe_trainer.checkpoint.unpickle import Foreign, SafeUnpickler, load_pickle, plain
 from moe_trainer.model.weights import own_shard
 from moe_trainer.parallel.state import ParallelState
 
@@ -22,7 +23,7 @@ SINGLE = ParallelState.single()
 def legacy_file(shared: Path) -> dict:
     """The same iteration in the legacy format: an independent source of every value."""
     content = (shared / "golden/ckpt/a2_torch/iter_0000005/mp_rank_00/model_optim_rng.pt").read_bytes()
-    return load_object(content)
+    return load_bytes(content)
 
 
 def test_every_value_of_a_golden_checkpoint(shared):
@@ -99,7 +100,7 @@ class Trap:
 def test_pickles_do_not_run_code(tmp_path):
     path = tmp_path / "trap"
     torch.save([{"args": Trap(), "iteration": 5}], path)
-    found = load_object(path.read_bytes())[0]
+    found = load_bytes(path.read_bytes())[0]
     assert isinstance(found["args"], Foreign) and found["iteration"] == 5
     content = pickle.dumps({"x": Trap(), "y": (torch.float32, {1})})
     assert plain(load_pickle(content))["y"] == ("float32", [1])

@@ -1,0 +1,410 @@
+"""Files of a stranger in the place of checkpoints: nothing in them runs, none makes more than one clear error."""
+
+import argparse
+import io
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from moe_trainer.checkpoint.archive import check_sums, load_bytes, load_mapped
+from moe_trainer.checkpoint.checkpoint import CheckpointError, CheckpointState, LoadOptions, SaveOptions, load, save
+from moe_trainer.checkpoint.common_state import KEY, dump_object
+from moe_trainer.checkpoint.index import check, detect_format, read_index
+from moe_trainer.checkpoint.inspect import main as inspect
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, Foreign, load_pickle, plain
+from moe_trainer.parallel.state import ParallelState
+
+SINGLE = ParallelState.single()
+
+
+class Program(torch.nn.Module):
+    """A TorchScript module whose __setstate__ writes a file when torch.jit.load decodes it."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.path, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.path = state[0]
+        written = torch.from_file(state[0], True, 4).fill_(1.0)
+        self.training = state[1] and bool(written.sum() > 0)  # what is not used would be left out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> tuple[bytes, Path]:
+    """(a TorchScript archive, the file that it overwrites when it is run); the file is empty again."""
+    target = tmp_path_factory.mktemp("outside") / "target"
+    content = io.BytesIO()
+    torch.jit.save(torch.jit.script(Program(str(target))), content)
+    target.unlink(missing_ok=True)
+    torch.load(io.BytesIO(content.getvalue()), weights_only=False)  # the program works: torch.load alone runs it
+    assert target.exists()
+    target.unlink()
+    return content.getvalue(), target
+
+
+def rewritten(content: bytes, rename=lambda name: name, drop=(), add=()) -> bytes:
+    """The same archive with other names of records, without some, with others."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(out, "w") as target:
+        for entry in source.infolist():
+            if not entry.filename.endswith(tuple(drop)) or not drop:
+                target.writestr(rename(entry.filename), source.read(entry))
+        for name, data in add:
+            target.writestr(name, data)
+    return out.getvalue()
+
+
+def disguises(content: bytes) -> dict[str, bytes]:
+    """The archive, and what an attacker may make of it so that a look for constants.pkl does not find it."""
+    return {
+        "as it is": content,
+        "upper case": rewritten(content, lambda name: name.replace("constants.pkl", "CONSTANTS.PKL")),
+        "another folder": rewritten(content, lambda name: name.replace("archive/", "model/")),
+        "backslashes": rewritten(content, lambda name: name.replace("/constants", "\\constants")),
+        "bytes in front": b"PK\x03\x04" + bytes(60) + content,
+        "text in front": b"#!/bin/sh\n" + content,
+        "twice": rewritten(content, add=[("archive/data.pkl", b"\x80\x02N.")]),
+        "without constants": rewritten(content, drop=["constants.pkl"]),
+        "a pickle beside": rewritten(content, add=[("other/data.pkl", b"\x80\x02N.")]),
+        "a comment": content[:-2] + struct.pack("<H", 5) + b"hello",
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A checkpoint of each format: the folder that holds `torch_dist` and `torch`."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name in ("torch_dist", "torch"):
+        model = FakeModel(seed=1)
+        record = RECORD | {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1, "params_dtype": "float32"}
+        save(folder / name, CheckpointState(3, record), [model], FakeOptimizer(model, SINGLE, seed=1), SINGLE,
+             SaveOptions(ckpt_format=name))
+    return folder
+
+
+def put(folder: Path, key: str, content: bytes) -> None:
+    """Put other bytes in the place of an entry of a torch_dist folder."""
+    index = read_index(folder)
+    place = next(each for each in index.storage_data if each.fqn.startswith(key))
+    (folder / "foreign.distcp").write_bytes(content)
+    index.storage_data[place] = type(index.storage_data[place])("foreign.distcp", 0, len(content))
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def refused(folder: Path, **options) -> str:
+    model = FakeModel(seed=2)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder, [model], FakeOptimizer(model, SINGLE, seed=2), SINGLE, LoadOptions(RECORD, **options))
+    return str(caught.value)
+
+
+def in_place(whole: Path, tmp_path: Path, where: str, content: bytes) -> Path:
+    """A copy of a checkpoint with `content` at one place."""
+    kind = "torch" if where == "legacy" else "torch_dist"
+    shutil.copytree(whole / kind, tmp_path / kind)
+    folder = tmp_path / kind / "iter_0000003"
+    if where == "legacy":
+        (folder / "mp_rank_00/model_optim_rng.pt").write_bytes(content)
+    elif where == "common.pt":
+        index = read_index(folder)
+        del index.state_dict_metadata[KEY]
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+        (folder / "common.pt").write_bytes(content)
+    else:
+        put(folder, where, content)
+    return tmp_path / kind
+
+
+@pytest.mark.parametrize("where", ["legacy", "common.pt", "common_state", "rng_state", "decoder.final_layernorm.weight", "optimizer.state"])
+def test_no_program_in_the_place_of_a_file_runs(whole, program, tmp_path, where, capsys):
+    """TorchScript, however it is dressed up: --load, inspect ls and inspect verify refuse it and never run it."""
+    content, target = program
+    for number, (name, disguised) in enumerate(disguises(content).items()):
+        directory = in_place(whole, tmp_path / str(number), where, disguised)
+        text = refused(directory)
+        assert "iter_0000003" in text and "\n  File" not in text, name
+        for command in ("ls", "verify"):
+            inspect([command, str(directory)])
+        assert "Traceback" not in "".join(capsys.readouterr())
+        assert not target.exists(), f"{name}: the program in {where} ran"
+        if name == "as it is":
+            assert "a program" in text and "nothing in a file is run" in text
+
+
+def test_no_package_or_exported_program_is_opened(tmp_path):
+    with torch.package.PackageExporter(tmp_path / "package.pt") as package:
+        package.save_text("evil", "evil.py", "raise SystemExit(7)")
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "exported.pt2")
+    for path in (tmp_path / "package.pt", tmp_path / "exported.pt2"):
+        for read in (load_mapped, lambda path: load_bytes(path.read_bytes())):
+            with pytest.raises(ValueError, match="a program"):
+                read(path)
+
+
+def test_what_torch_save_writes_is_read_as_torch_reads_it(tmp_path):
+    base = torch.arange(24, dtype=torch.float32)
+    value = {"a": base.view(4, 6), "part": base[3:9], "turned": base.view(4, 6).t(), "none": torch.zeros(0, 3), "one": torch.tensor(2.5),
+             "spread": torch.ones(1).expand(3, 4), "eight": torch.ones(3).to(torch.float8_e4m3fn), "parameter": torch.nn.Parameter(torch.ones(2)),
+             **{str(dtype): torch.ones(5, dtype=dtype) for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64)},
+             "numpy": numpy.random.RandomState(3).get_state(), "scalar": numpy.float64(1.5), "columns": numpy.asfortranarray(numpy.ones((2, 3))),
+             "big": numpy.arange(3, dtype=">i4"), "bytes": b"\xff\x00", "namespace": argparse.Namespace(x=1, dtype=torch.float16), "path": Path("a/b")}
+    for old in (False, True):
+        torch.save(value, tmp_path / "file", pickle_protocol=2 if not old else 4)
+        for found in (load_mapped(tmp_path / "file"), load_bytes((tmp_path / "file").read_bytes())):
+            assert found.keys() == value.keys()
+            for name, one in value.items():
+                if isinstance(one, torch.Tensor):
+                    assert found[name].dtype == one.dtype and found[name].shape == one.shape and found[name].stride() == one.stride()
+                    assert torch.equal(found[name].contiguous().view(torch.uint8) if one.numel() > 1 else found[name],
+                                       one.contiguous().view(torch.uint8) if one.numel() > 1 else one), name
+                elif isinstance(one, numpy.ndarray):
+                    assert numpy.array_equal(found[name], one), name
+            assert found["part"].untyped_storage().data_ptr() == found["a"].untyped_storage().data_ptr()
+            assert numpy.array_equal(found["numpy"][1], value["numpy"][1]) and found["scalar"] == 1.5 and found["bytes"] == b"\xff\x00"
+            numpy.random.RandomState().set_state(found["numpy"])
+            assert found["namespace"].x == 1 and str(found["path"]) == "a/b"
+    check_sums(tmp_path / "file")
+
+
+class Call:
+    """Pickles as a call."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize(("function", "args"), [
+    (os.system, ("touch ran",)), (exec, ("raise SystemExit(7)",)), (eval, ("1/0",)), (open, ("ran", "w")), (__import__, ("antigravity",)),
+    (getattr, (os, "system")), (torch.load, ("x",)), (torch.jit.load, ("x",)), (numpy.load, ("x",)),
+    (numpy.memmap, ("ran", "uint8", "w+", 0, 4)), (shutil.rmtree, ("x",)), (pickle.loads, (b"N.",)), (torch.hub.load, ("x", "y")),
+    (torch.classes.load_library, ("x",)),
+])
+def test_no_call_is_made(function, args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = io.BytesIO()
+    try:
+        torch.save({"x": Call(function, *args)}, file)
+        plain_pickle = pickle.dumps(Call(function, *args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        pytest.skip(f"it cannot be pickled: {error}")
+    assert isinstance(load_bytes(file.getvalue())["x"], Foreign) and isinstance(load_pickle(plain_pickle), Foreign)
+    assert os.listdir(tmp_path) == []
+
+
+def assemble(*parts: bytes) -> bytes:
+    return b"\x80\x02" + b"".join(parts) + b"."
+
+
+def name(module: str, attribute: str) -> bytes:
+    return f"c{module}\n{attribute}\n".encode()
+
+
+SETS = b"N(X\x08\x00\x00\x00__init__X\x01\x00\x00\x00xd\x86b"  # BUILD with the slots {"__init__": "x"}
+
+
+@pytest.mark.parametrize("kind", ["argparse Namespace", "torch.distributed.checkpoint.metadata Metadata", "numpy ndarray", "numpy dtype",
+                                  "torch.distributed.checkpoint.metadata MetadataIndex", "torch FloatStorage", "collections OrderedDict",
+                                  "torch.distributed.checkpoint.filesystem _StorageInfo", "pathlib PosixPath", "signal Signals", "torch float32"])
+def test_a_pickle_cannot_change_a_class(kind):
+    module, _, attribute = kind.partition(" ")
+    before = {one: dict(vars(one)) for one in (argparse.Namespace, Metadata, MetadataIndex, torch.FloatStorage, Path)}
+    try:
+        load_pickle(assemble(name(module, attribute), SETS))
+    except DECODE_ERRORS:
+        pass
+    assert {one: dict(vars(one)) for one in before} == before
+    assert Metadata({}).state_dict_metadata == {} and argparse.Namespace(x=1).x == 1
+
+
+def deep(count: int = 100_000) -> bytes:
+    return assemble(b"]" * count + b"a" * (count - 1))
+
+
+def doubled(count: int = 60) -> bytes:
+    """Lists that each hold the one before twice: 2^60 values in 400 bytes."""
+    return assemble(b"]q\x00", *(b"](h" + bytes([number]) + b"h" + bytes([number]) + b"eq" + bytes([number + 1]) for number in range(count)))
+
+
+@pytest.mark.parametrize("content", [deep(), doubled(), assemble(b"]q\x00h\x00a")], ids=["deep", "doubled", "in itself"])
+def test_values_without_end_are_refused(content, whole, tmp_path):
+    with pytest.raises(DECODE_ERRORS):
+        plain(load_pickle(content))
+    archive = rewritten(dump_object(0), drop=["data.pkl"], add=[("archive/data.pkl", assemble(b"}X\x04\x00\x00\x00args", content[2:-1], b"s"))])
+    folder = in_place(whole, tmp_path, "legacy", archive)
+    assert "model_optim_rng.pt" in refused(folder)
+
+
+def forged(data: bytes, storage: bytes = bytes(64), **more) -> bytes:
+    """An archive of torch.save with another pickle."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", **more) as target:
+        target.writestr("archive/data.pkl", data)
+        target.writestr("archive/data/0", storage)
+    return out.getvalue()
+
+
+def tensor(sizes: tuple, strides: tuple, offset: int = 0, key: str = "0") -> bytes:
+    """A pickle of a float tensor over the storage `key`."""
+    stored = object()
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            return ("storage", torch.FloatStorage, key, "cpu", 16) if value is stored else None
+
+    out = io.BytesIO()
+    Pickler(out, 2).dump(Call(torch._utils._rebuild_tensor_v2, stored, offset, sizes, strides, False, None))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("sizes", "strides", "offset", "key"), [
+    ((17,), (1,), 0, "0"), ((4,), (5,), 1, "0"), ((10**12,), (1,), 0, "0"), ((2,), (-1,), 1, "0"), ((-1,), (1,), 0, "0"), ((4,), (1,), -1, "0"),
+    ((4,), (1, 1), 0, "0"), ((2,), (2**62,), 0, "0"), ((4,), (1,), 0, "1"), ((4,), (1,), 0, "../data.pkl"), ((1.5,), (1,), 0, "0"),
+])
+def test_a_tensor_over_other_bytes_is_refused(sizes, strides, offset, key):
+    assert load_bytes(forged(tensor((4, 4), (4, 1)))).shape == (4, 4)
+    with pytest.raises(DECODE_ERRORS):
+        load_bytes(forged(tensor(sizes, strides, offset, key)))
+
+
+def test_a_packed_or_overlapping_archive_is_refused(tmp_path):
+    """Compressed records (64 MB of zeros in 64 KB), and a table whose records lie over each other."""
+    bomb = forged(tensor((4,), (1,)), bytes(1 << 26), compression=zipfile.ZIP_DEFLATED)
+    assert len(bomb) < 1 << 17
+    content = bytearray(forged(tensor((4,), (1,)), bytes(1 << 16)))
+    end = content.rindex(b"PK\x05\x06")
+    table = content.index(b"PK\x01\x02")
+    entries, many = bytes(content[table:end]), 40
+    last = entries[entries.rindex(b"PK\x01\x02"):]
+    more = b"".join(last.replace(b"archive/data/0", b"archive/data/" + bytes([65 + number])) for number in range(many))
+    table_bytes = entries + more
+    over = bytes(content[:table]) + table_bytes + b"PK\x05\x06" + struct.pack("<HHHHIIH", 0, 0, 2 + many, 2 + many, len(table_bytes), table, 0)
+    for path, file, said in (("bomb", bomb, "compressed"), ("over", over, "longer than the file")):
+        (tmp_path / path).write_bytes(file)
+        for read in (load_mapped, lambda path: load_bytes(path.read_bytes()), check_sums):
+            with pytest.raises(ValueError, match=said):
+                read(tmp_path / path)
+
+
+def test_an_array_of_addresses_is_refused():
+    """numpy would take bytes as the addresses of objects."""
+    reconstruct = numpy.zeros(1).__reduce__()[0]
+
+    class Forged:
+        def __reduce__(self):
+            return reconstruct, (numpy.ndarray, (0,), b"b"), (1, (1,), numpy.dtype("O"), False, b"\x41" * 8)
+
+    with pytest.raises(DECODE_ERRORS):
+        load_bytes(dump_object(Forged()))
+    assert not isinstance(load_pickle(pickle.dumps(numpy.zeros(2), 2)), Foreign)
+
+
+RANDOM = "rng_state"
+
+
+@pytest.mark.parametrize("value", [
+    Call(os.system, "touch ran"), None, {}, [], "text", [None], ["text"], [{}], [{"random_rng_state": None}],
+    [{"random_rng_state": (3, (1,), None), "np_rng_state": "x", "torch_rng_state": torch.zeros(5)}],
+    [{"random_rng_state": Call(os.system, "x"), "np_rng_state": Call(os.system, "x"), "torch_rng_state": Call(os.system, "x")}],
+])
+@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
+def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, whole, tmp_path):
+    shutil.copytree(whole / kind, tmp_path / kind)
+    folder = tmp_path / kind / "iter_0000003"
+    state = torch.get_rng_state()
+    if kind == "torch":
+        path = folder / "mp_rank_00/model_optim_rng.pt"
+        content = torch.load(path, weights_only=False)
+        content["rng_state"] = value
+        torch.save(content, path)
+        if value is None:
+            return  # saved without one
+    else:
+        put(folder, RANDOM, dump_object(value))
+    model = FakeModel(seed=2)
+    try:
+        load(tmp_path / kind, [model], None, SINGLE, LoadOptions(RECORD))
+    except CheckpointError as error:
+        assert "random states" in str(error) and "--no-load-rng" in str(error)
+    else:
+        assert torch.equal(torch.get_rng_state(), state) or value in ([], {})
+    load(tmp_path / kind, [model], None, SINGLE, LoadOptions(RECORD, load_rng=False))
+
+
+@pytest.mark.parametrize("edit", [
+    {"iteration": "three"}, {"iteration": float("nan")}, {"iteration": -1}, {"iteration": [1]}, {"args": "text"}, {"args": [1]}, {"args": None},
+    {"opt_param_scheduler": {"num_steps": "many"}}, {"opt_param_scheduler": {"num_steps": -5}}, {"opt_param_scheduler": {"max_lr": float("nan")}},
+    {"opt_param_scheduler": "text"}, {"moe_trainer": "text"}, {"moe_trainer": {"extra": "x"}}, {"moe_trainer": {"extra": {}, "optimizer": [1]}},
+    {"moe_trainer": {"extra": {}, "optimizer": {"step": "many"}}}, {"moe_trainer": {"extra": {}, "optimizer": {"step": float("inf")}}},
+    {"num_floating_point_operations_so_far": "x"}, {"args": argparse.Namespace(**RECORD, consumed_train_samples="many")},
+    {"args": argparse.Namespace(**RECORD, consumed_train_samples=-7)}, {"optimizer": {"param_groups": "x"}, "moe_trainer": None, "args": argparse.Namespace()},
+])
+def test_hostile_values_in_the_common_state(edit, whole, tmp_path, capsys):
+    shutil.copytree(whole / "torch_dist", tmp_path / "copy")
+    folder = tmp_path / "copy/iter_0000003"
+    index = read_index(folder)
+    place = index.storage_data[MetadataIndex(KEY)]
+    content = (folder / place.relative_path).read_bytes()[place.offset:place.offset + place.length]
+    common = torch.load(io.BytesIO(content), weights_only=False)[0] | edit
+    put(folder, KEY, dump_object(common))
+    text = refused(tmp_path / "copy")
+    assert str(folder) in text or "flags that differ" in text
+    inspect(["ls", str(tmp_path / "copy")])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"NaN", b"[1]", b'{"sharded_backend": 7}', b"\xff\xfe", b"1" * 10_000])
+def test_hostile_json_beside_a_checkpoint(content, whole, tmp_path):
+    shutil.copytree(whole / "torch_dist", tmp_path / "copy")
+    folder = tmp_path / "copy/iter_0000003"
+    (folder / "integrity.json").write_bytes(content)
+    assert check(folder, hashes=True)
+    assert "integrity.json" in refused(tmp_path / "copy", verify_integrity=True)
+    (folder / "metadata.json").write_bytes(content)
+    assert detect_format(folder) in (None, "7")
+    assert "metadata.json" in refused(tmp_path / "copy") or "format" in refused(tmp_path / "copy")
+
+
+def test_files_outside_the_folder_are_not_read(whole, tmp_path):
+    """integrity.json with a path: the hash of a file elsewhere tells a reader what is in it."""
+    shutil.copytree(whole / "torch_dist", tmp_path / "copy")
+    folder = tmp_path / "copy/iter_0000003"
+    (tmp_path / "secret").write_text("secret")
+    (folder / "integrity.json").write_text('{"files": {"../../secret": "0", "/etc/passwd": "0"}}')
+    problems = check(folder, hashes=True)
+    assert len(problems) == 1 and "outside" in problems[0]
+
+
+def test_links_in_a_circle_and_devices_are_named(whole, tmp_path):
+    for number, name in enumerate(("__0_0.distcp", ".metadata", "metadata.json")):
+        copy = tmp_path / f"{number}"
+        shutil.copytree(whole / "torch_dist", copy)
+        (copy / "iter_0000003" / name).unlink()
+        (copy / "iter_0000003" / name).symlink_to(name)
+        assert name in refused(copy)
+    copy = tmp_path / "legacy"
+    shutil.copytree(whole / "torch", copy)
+    path = copy / "iter_0000003/mp_rank_00/model_optim_rng.pt"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert "model_optim_rng.pt" in refused(copy)
