@@ -75,7 +75,7 @@ class MoEArgs:
     moe_router_bias_update_rate: float = 0.001
     """Step of that bias after every global batch."""
     moe_router_quantile_balancing_ema: float = 0.0
-    """Smoothing of the thresholds of quantile balancing."""
+    """Quantile balancing: share of the old bias in the new one after every global batch. 0: the last batch's estimate alone."""
     moe_router_force_load_balancing: bool = False
     """Replace the logits by random ones, for benchmarks."""
     moe_router_force_biased: float | None = None

@@ -72,7 +72,6 @@ LATER = MappingProxyType(
         "dsa_indexer_skip_topk_offset": Later("layers that reuse the selection of an earlier one", MODELS),
         "recompute_modules": Later("the layers that have these parts", MODELS, values=("gdp_in_proj", "gdp_qkv", "mhc")),
         "offload_modules": Later("the layers that have this part", MODELS, values=("gdp_qkv",)),
-        "moe_router_load_balancing_type": Later("quantile balancing", MODELS, values=("quantile_balancing",)),
         "mtp_hsm": Later("hidden-state matching", MODELS),
         "freeze_all_layers": Later("frozen layers", MODELS),
         "hybrid_context_parallel": Later("hybrid context parallelism", MODELS),
@@ -88,7 +87,6 @@ PART_OF = MappingProxyType(
         "moe_flex_dispatcher_backend": "moe_ncclep_zero_copy",
         "fp8_recipe": "fp8_quantizer_factory",
         "fp4_recipe": "fp4_quantizer_factory",
-        "moe_router_load_balancing_type": "moe_router_quantile_balancing_ema",
     }
 )
 """Parent destination -> the destinations that only tune it."""
@@ -262,6 +260,7 @@ NEEDS_VALUE = (
         "dsa_kernel_backend dsa_attention_form dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon",
     ),
     ("fp8_recipe", "delayed", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
+    ("moe_router_load_balancing_type", "quantile_balancing", "moe_router_quantile_balancing_ema"),
     ("moe_token_dispatcher_type", "flex", "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),
     (
         "moe_flex_dispatcher_backend",

@@ -70,7 +70,7 @@ def _parent_text(s: Settings, parent: str) -> str:
     if "=" in parent:
         dest, _, value = parent.partition("=")
         return f"{s.flag(dest)} {value}"
-    if parent in ("moe_flex_dispatcher_backend", "moe_router_load_balancing_type", "fp8_recipe", "fp4_recipe"):
+    if parent in ("moe_flex_dispatcher_backend", "fp8_recipe", "fp4_recipe"):
         return f"{s.flag(parent)} {standing.LATER[parent].values[0]}"
     value = s.default(parent)
     if value is True:  # on unless it is switched off

@@ -26,8 +26,8 @@ def _why_not(name: str, s: Settings, f: Facts) -> str | None:
         return f"the experts' products are quantised ({s.shown('fp8' if s.fp8 else 'fp4')})"
     if name == "quantize" and not quantised:
         return "no effect without --fp8-format or --fp4-format"
-    if name == "router" and balancing_types(s) == ["sinkhorn"] and not s.moe_z_loss_coeff:  # that loss has a kernel
-        return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} sinkhorn"
+    if name == "router" and balancing_types(s) in (["sinkhorn"], ["quantile_balancing"]) and not s.moe_z_loss_coeff:  # that loss has a kernel
+        return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {balancing_types(s)[0]}"
     if name == "permute" and _hybridep_permutes(s, f):
         return "HybridEP sorts tokens itself"
     if name == "norm" and s.normalization != "RMSNorm" and not s.qk_l2_norm:

@@ -210,9 +210,35 @@ def quantile_balancing_stands_alone(s: Settings, f: Facts) -> Iterator[Violation
                 "moe_router_load_balancing_type",
                 dest,
             )
+    if positive(s.moe_router_topk) and s.moe_router_topk >= f.experts:
+        yield broken(
+            s,
+            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs {say(s, 'moe_router_topk')} to be below "
+            f"{say(s, 'num_experts')}: a token's threshold is the best expert that it does not choose.",
+            "moe_router_load_balancing_type",
+            "moe_router_topk",
+        )
+    elif positive(s.micro_batch_size) and positive(s.seq_length) and not divides(f.experts, s.micro_batch_size * s.seq_length * s.moe_router_topk):
+        yield broken(
+            s,
+            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs an even share per expert: {say(s, 'micro_batch_size')} times "
+            f"{say(s, 'seq_length')} times {say(s, 'moe_router_topk')} must be a multiple of {say(s, 'num_experts')}.",
+            "moe_router_load_balancing_type",
+            "micro_batch_size",
+            "seq_length",
+            "num_experts",
+        )
 
 
-RESOLVE = (single_values, precise_router, groups_without_choice)
+def expert_bias_beside_quantiles(s: Settings, f: Facts) -> None:
+    if f.experts and s.moe_router_enable_expert_bias and "quantile_balancing" in balancing_types(s):
+        s.note(
+            f"{s.flag('moe_router_enable_expert_bias')} takes no part in the choice of experts with "
+            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing, which has a bias of its own."
+        )
+
+
+RESOLVE = (single_values, precise_router, groups_without_choice, expert_bias_beside_quantiles)
 CHECKS = (
     layer_frequency_fits,
     topk_fits_experts,

@@ -42,7 +42,7 @@ FORMAT = "torch"
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
 _DEFAULT_BUCKET = 40_000_000
 # what may be saved beside the parameters and is none
-BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+BUFFERS = ("expert_bias", "qb_beta", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
 def is_folder(folder: Path) -> bool:

@@ -191,7 +191,8 @@ def _network(mlp: str, linear: str, kind: str, tensor: LogicalTensor, form: Form
     yield _drawn(f"{router}.weight", (form.experts, hidden), tensor, lambda: form.router(f"{router}.weight", hidden))
     if shared and args["moe_shared_expert_gate"]:
         yield _drawn(gate, (1, hidden), tensor, lambda: form.draw(gate, 1, hidden))
-    for leaf, there in (("bias", args["add_bias_linear"]), ("expert_bias", args["moe_router_enable_expert_bias"])):
+    for leaf, there in (("bias", args["add_bias_linear"]), ("expert_bias", args["moe_router_enable_expert_bias"]),
+                        ("qb_beta", args["moe_router_load_balancing_type"] == "quantile_balancing")):
         if there:
             yield _drawn(f"{router}.{leaf}", (form.experts,), tensor, lambda: torch.zeros(form.experts))
 

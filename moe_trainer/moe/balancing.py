@@ -28,6 +28,7 @@ Megatron-Core defines them, and a one-process oracle has to compute them for the
   the micro-batch size and on the number of data ranks, seq_aux_loss (per sequence) does not;
 * global_aux_loss: its counts are a running mean over the microbatches so far of sums over tp, cp and dp, so it depends on how many
   data ranks share the global batch and in which order microbatches come;
+* quantile_balancing: its estimates are of one microbatch, so they depend on the micro-batch size, and on nothing else;
 * sinkhorn: its iteration runs over each rank's own tokens, so it depends on tp, cp, the micro-batch size and the data ranks;
 * multi-token prediction under cp (model/mtp.py): each cp rank divides its loss by its own number of valid tokens;
 * --moe-input-jitter-eps and the forced routings of benchmarks: every rank draws its own random numbers.
@@ -49,6 +50,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arguments.moe import MoEArgs
+from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
+from moe_trainer.moe.quantile_balancing import update_quantile_bias
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
@@ -74,10 +77,9 @@ def loss_coefficients(moe: MoEArgs) -> dict[str, float]:
             f"--moe-router-load-balancing-type {' '.join(kinds)} needs as many --moe-aux-loss-coeff values; "
             f"{len(coeffs)} given: {' '.join(map(str, coeffs))}"
         )
-    if "quantile_balancing" in kinds:
-        raise ValueError("--moe-router-load-balancing-type quantile_balancing is not available yet; use aux_loss or expert bias")
-    if "sinkhorn" in kinds and (len(kinds) > 1 or any(coeffs)):
-        raise ValueError("--moe-router-load-balancing-type sinkhorn stands alone and needs --moe-aux-loss-coeff 0")
+    for kind in ("sinkhorn", QUANTILE_BALANCING):
+        if kind in kinds and (len(kinds) > 1 or any(coeffs)):
+            raise ValueError(f"--moe-router-load-balancing-type {kind} stands alone and needs --moe-aux-loss-coeff 0")
     asked = dict(zip(kinds, coeffs))
     return {name: float(asked.get(kind, 0.0)) for kind, name in BALANCING_TYPES}
 
@@ -233,6 +235,17 @@ def forget_iteration(chunks) -> None:
         for books in (router.loss_sums, router.dropped, router.tokens_per_expert, getattr(router, "local_tokens_per_expert", None)):
             if books is not None:
                 books.zero_()
+        if router.quantile is not None:
+            router.quantile.forget()
+
+
+def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:
+    """Move what biases the choice of experts: expert bias and quantile balancing; once per global batch. frozen: they stay."""
+    update_expert_bias(chunks, ps, frozen)
+    quantiles = [router for router in _routers(chunks) if router.quantile is not None]
+    if quantiles:
+        ema = quantiles[0].moe.moe_router_quantile_balancing_ema
+        update_quantile_bias([router.quantile for router in quantiles], ps, ema, frozen)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ def collect_loads(chunks, ps: ParallelState, num_experts: int, num_layers: int, 
 
     Called on every rank, also where a pipeline stage has no experts. num_layers: of the whole model, with multi-token-prediction layers.
     Returns: fp64 [num_layers, num_experts + 4], the same on every rank: tokens that chose each expert, in the global batch; pairs of token
-    and expert that were dropped, and that clones of hot experts took over; how far an expert bias is from the mean one; 1 for MoE layers (rows of others are 0).
+    and expert that were dropped, and that clones of hot experts took over; how far the bias of an expert is from the mean one; 1 for MoE layers (rows of others are 0).
     Communication: this table over tp_dp_cp, then over pp; nothing on one rank.
     """
     table = torch.zeros(num_layers, num_experts + len(EXTRA_COLUMNS), dtype=torch.float64, device=device)
@@ -29,8 +29,9 @@ def collect_loads(chunks, ps: ParallelState, num_experts: int, num_layers: int, 
             row[num_experts] = router.dropped
             row[num_experts + 1] = layer.cloned_rows / ps.tp_ep.size  # whose ranks all know the whole plan
             layer.cloned_rows = 0
-            if router.expert_bias is not None:
-                bias_E = router.expert_bias.double()
+            bias_E = router.expert_bias if router.quantile is None else router.quantile.bias_E
+            if bias_E is not None:
+                bias_E = bias_E.double()
                 row[num_experts + 2] = (bias_E - bias_E.mean()).abs().max()
             row[num_experts + 3] = 1.0
             router.tokens_per_expert.zero_()

@@ -190,6 +190,8 @@ class MoELayer(nn.Module):
         return self.activations.region("shared_experts", self.shared_experts, x_SBH)
 
     def named_state_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that a checkpoint must keep, by global name: the expert bias."""
+        """Buffers that a checkpoint must keep, by global name: the expert bias, the bias of quantile balancing."""
         if self.router.expert_bias is not None:
             yield f"{self.router.name}.expert_bias", self.router.expert_bias
+        if self.router.quantile is not None:
+            yield f"{self.router.name}.qb_beta", self.router.quantile.bias_E

@@ -8,8 +8,8 @@ closed-form gradient (see balancing.py): they are computed without autograd and 
 Where the layer is recomputed in backward, everything that is decided, drawn or counted passes through `Activations.once`: the second
 pass weighs the same experts, whatever rounding or a changed bias would choose now, and no count or loss is taken twice.
 
-Numerics, as Megatron-Core: logits in the activation dtype or --moe-router-dtype; softmax in fp32 (fp64 for fp64 logits); ties as
-torch.topk breaks them. The position drop policy keeps the first tokens of each expert (a stable choice).
+Numerics, as Megatron-Core since 0.18: logits in the activation dtype or --moe-router-dtype; scores, choice and normalization in fp32
+(fp64 for fp64 logits), and the weights rounded to the dtype of the logits at the end; ties as torch.topk breaks them. The position drop policy keeps the first tokens of each expert (a stable choice).
 
 Shape letters: S sequence, B microbatch, H hidden, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
@@ -37,6 +37,8 @@ from moe_trainer.moe.balancing import (
 )
 from moe_trainer.moe.finermoe import choose_slices
 from moe_trainer.moe.margin import choice_margin, in_best_groups
+from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
+from moe_trainer.moe.quantile_balancing import QuantileBias
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
@@ -110,34 +112,38 @@ def score_topk(
     expert_bias_E: Tensor | None = None,
     once: Once = _anew,
     grid: FineGrid | None = None,
+    chosen_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose top-k experts per token and weigh them.
 
-    The bias takes part in the choice only; weights come from unbiased scores. once: is asked for the choice.
-    grid: of FineRMoE, which chooses by logits; with softmax over the chosen only. Returns: probs_TE in the dtype of the logits, zero where not chosen; routing_TE bool.
+    Scores, choice and weights are in fp32 at least; the weights are rounded to the dtype of the logits at the end. The bias takes part in
+    the choice only; weights come from unbiased scores. once: is asked for the choice.
+    grid: of FineRMoE, which chooses by logits; with softmax over the chosen only. chosen_TK: experts that the caller has chosen already.
+    Returns: probs_TE in the dtype of the logits, zero where not chosen; routing_TE bool.
     """
-    dtype = logits_TE.dtype
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(logits_TE.dtype, torch.float32)
+
+    def choose(scores_TE: Tensor) -> Tensor:
+        return once(lambda: _select(scores_TE, topk, num_groups, group_topk, grid)) if chosen_TK is None else chosen_TK
+
     if score_function == "softmax":
         if pre_softmax:
-            scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide).to(dtype)
-            indices_TK = once(lambda: _select(scores_TE, topk, num_groups, group_topk))
+            scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide)
+            indices_TK = choose(scores_TE)
             weights_TK = scores_TE.gather(1, indices_TK)
         else:
-            indices_TK = once(lambda: _select(logits_TE, topk, num_groups, group_topk, grid))
-            weights_TK = torch.softmax(logits_TE.gather(1, indices_TK), dim=-1, dtype=wide).to(dtype)
+            indices_TK = choose(logits_TE)
+            weights_TK = torch.softmax(logits_TE.gather(1, indices_TK), dim=-1, dtype=wide)
     else:
         raw_TE = logits_TE.to(wide)
         scores_TE = torch.sigmoid(raw_TE) if score_function == "sigmoid" else F.softplus(raw_TE).sqrt()
-        scores_TE = scores_TE.to(dtype)
-        biased_TE = scores_TE if expert_bias_E is None else scores_TE + expert_bias_E
-        indices_TK = once(lambda: _select(biased_TE, topk, num_groups, group_topk))
+        indices_TK = choose(scores_TE if expert_bias_E is None else scores_TE + expert_bias_E)
         weights_TK = scores_TE.gather(1, indices_TK)
         if topk > 1:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     if scaling_factor:
         weights_TK = weights_TK * scaling_factor
-    probs_TE = torch.zeros_like(logits_TE).scatter(1, indices_TK, weights_TK)
+    probs_TE = torch.zeros_like(logits_TE).scatter(1, indices_TK, weights_TK.to(logits_TE.dtype))
     routing_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, indices_TK, True)
     return probs_TE, routing_TE
 
@@ -210,7 +216,7 @@ class TopKRouter(nn.Module):
 
     Buffers: expert_bias [E] fp32 (persistent) and local_tokens_per_expert [E] with --moe-router-enable-expert-bias;
     global_tokens_per_expert [E] and ga_steps with global_aux_loss; tokens_per_expert [E], what was chosen before drops, with
-    --moe-per-layer-logging. `recorder`: None, or a list that receives the logits, probs
+    --moe-per-layer-logging. `quantile`: the bias of quantile balancing, None otherwise. `recorder`: None, or a list that receives the logits, probs
     and map of every forward pass.
     """
 
@@ -234,6 +240,7 @@ class TopKRouter(nn.Module):
         self.bias = make_parameter((self.num_experts,), ParamInfo(
             (f"{name}.bias",), partial=partial, init="zeros")) if model.add_bias_linear else None
         self._make_buffers()
+        self.quantile = QuantileBias(self.num_experts, ps.tp_cp) if moe.moe_router_load_balancing_type == QUANTILE_BALANCING else None
 
     def _make_buffers(self):
         def counts(buffer_name, persistent=False, shape=(self.num_experts,)):
@@ -325,7 +332,11 @@ class TopKRouter(nn.Module):
         moe = self.moe
         if moe.moe_router_load_balancing_type == "sinkhorn":
             return sinkhorn_topk(logits_TE, self.topk, balance=self.training, once=self.activations.once)
-        if self.fused_topk is not None:
+        chosen_TK = None
+        if self.quantile is not None:
+            estimate = self.training and torch.is_grad_enabled()
+            chosen_TK = self.activations.once(lambda: self.quantile.choose(logits_TE.detach(), self.topk, estimate))
+        elif self.fused_topk is not None:
             # the kernel cannot be told what to choose: when the layer is recomputed it gets the same numbers
             bias_E = None if self.expert_bias is None else self.activations.once(self.expert_bias.clone)
             return self.fused_topk(
@@ -343,6 +354,7 @@ class TopKRouter(nn.Module):
             expert_bias_E=self.expert_bias,
             once=self.activations.once,
             grid=self.grid,
+            chosen_TK=chosen_TK,
         )
 
     def margin(self, logits_TE: Tensor) -> Tensor | None:
@@ -350,6 +362,8 @@ class TopKRouter(nn.Module):
         moe = self.moe
         if self.grid is not None or moe.moe_router_load_balancing_type == "sinkhorn":
             return None
+        if self.quantile is not None:  # chooses by biased logits, whatever the score function
+            return choice_margin(logits_TE.float() - self.quantile.bias_E, self.topk, "softmax")
         return choice_margin(logits_TE, self.topk, moe.moe_router_score_function, moe.moe_router_num_groups, moe.moe_router_group_topk, self.expert_bias)
 
     def _losses(self, logits_TE: Tensor, shape: torch.Size) -> Tensor:

@@ -5,8 +5,8 @@ more than their memory. Here a program holds all scores of a few tokens in regis
 among equal scores. Groups are scored the same way, group by group. Backward recomputes the scores from the logits and needs only the
 routing map besides.
 
-Rounding: scores are rounded to the dtype of the logits before the choice, as the torch version has them, so that both choose alike;
-weights are rounded once, at the end. On exactly equal scores torch.topk may choose another expert.
+Rounding: scores, choice and weights are in fp32 (fp64 for fp64 logits), as in the torch version, so that both choose alike; weights are
+rounded once, at the end. On exactly equal scores torch.topk may choose another expert.
 
 `balance` gives what the balancing losses read: normalised scores, their slope, and per sequence the sums of scores and the counts of
 chosen experts. A program stays inside one sequence and writes its own sums; torch adds them: no atomics.
@@ -96,9 +96,9 @@ def choose_kernel(logits, bias, probs, routing, num_tokens, num_experts, stride,
     scores = value
     if SCORE == "softmax":
         if PRE_SOFTMAX:
-            scores = _softmax(value, inside).to(logits.dtype.element_ty).to(WIDE)
+            scores = _softmax(value, inside)
     else:
-        scores = _raw_scores(value, SCORE).to(logits.dtype.element_ty).to(WIDE)
+        scores = _raw_scores(value, SCORE)
     keys = tl.where(inside, scores, float("-inf"))
     if BIASED:
         keys = keys + tl.load(bias + expert, mask=expert < num_experts, other=0.0).to(WIDE)[None, :]

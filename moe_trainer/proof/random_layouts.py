@@ -47,6 +47,7 @@ def draw(dice: random.Random, mapping: Mapping) -> Case | None:
     values |= _stages(dice, mapping, values)
     values |= _context(dice, mapping, values["num_layers"])
     values |= _rare(random.Random(repr(sorted(values.items()))), mapping, values)  # dice of its own: all else is drawn as without it
+    values |= _quantile_balancing(random.Random(repr(sorted(values.items()))), values)  # the same
     values |= _sharded(dice, mapping, values) or _overlapped(dice, mapping, values)
     values |= _eight_bits(dice, mapping, values)
     values |= _memory(dice, values)
@@ -195,6 +196,15 @@ def _router(dice: random.Random) -> dict[str, object]:
         values["moe_pad_expert_input_to_capacity"] = _chance(dice, 0.5)
         values["moe_token_drop_policy"] = dice.choice(("probs", "position"))
     return values
+
+
+def _quantile_balancing(dice: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Now and then quantile balancing, where nothing of the model is against it."""
+    apart = ("finermoe_output_granularity", "moe_router_group_topk", "moe_expert_capacity_factor")
+    if any(values.get(dest) for dest in apart) or not _chance(dice, 0.2):
+        return {}
+    return {"moe_router_load_balancing_type": ["quantile_balancing"], "moe_aux_loss_coeff": [0.0],
+            "moe_router_quantile_balancing_ema": dice.choice((0.0, 0.6))}
 
 
 def _machinery(dice: random.Random, mapping: Mapping) -> dict[str, object]:

@@ -142,6 +142,8 @@ def what_cannot_be_equal(record: Record, plan: Plan) -> Iterator[str]:
         yield "--moe-expert-capacity-factor: a capacity counts the tokens of one rank, so under another tp or cp others are dropped"
     if "sinkhorn" in str(moe.moe_router_load_balancing_type) and (changed & {"tp", "cp"} or micro):
         yield "sinkhorn balances the tokens of one rank"
+    if "quantile_balancing" in str(moe.moe_router_load_balancing_type) and micro:
+        yield "quantile balancing estimates its bias from one microbatch"
     if "global_aux_loss" in str(moe.moe_router_load_balancing_type) and (changed & {"dp"} or micro):
         yield "global_aux_loss counts over the data ranks of one microbatch number"
     if "cp" in changed and model.mtp_num_layers:

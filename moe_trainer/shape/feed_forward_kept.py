@@ -96,10 +96,8 @@ def _router(layer: LayerSizes) -> Iterator[Kept]:
         if moe.moe_router_score_function == "sqrtsoftplus":
             yield Kept("router.logits", (own, experts), wide)
         if topk > 1:
-            yield Kept("router.weights", (own, topk), size)
-            yield Kept("router.weight_sums", (own,), size)
-    if size < wide and (moe.moe_router_score_function != "softmax" or moe.moe_router_pre_softmax):
-        yield Kept("router.rounded_scores", (own, experts), size)
+            yield Kept("router.weights", (own, topk), wide)
+            yield Kept("router.weight_sums", (own,), wide)
     if moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0:
         yield Kept("router.kept", (own, experts), 1)
 

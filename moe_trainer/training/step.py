@@ -22,7 +22,7 @@ from moe_trainer.layers.qk_clip import clipped_rows, forget_logits, largest_of_a
 from moe_trainer.layers.sparse_attention import collect_indexer_loss
 from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_biases
 from moe_trainer.moe.health import collect_loads
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
@@ -95,7 +95,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int, witness: Step
     update_scales(run.chunks, ps)
     # The books are read before the update: their small collectives must not queue behind the parameter gathers, and a
     # loss that is not finite must not reach the weights.
-    update_expert_bias(run.chunks, ps, frozen=args.model.dsa_indexer_warmup)
+    update_biases(run.chunks, ps, frozen=args.model.dsa_indexer_warmup)
     num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
     loads = None
     if args.moe.num_experts and args.moe.moe_per_layer_logging:

@@ -14,6 +14,7 @@ from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
 
 UNIFORM = f"{FULL} uniform --recompute-num-layers 1"
+QUANTILES = "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 
 
@@ -23,7 +24,7 @@ def gradients(chunk):
 
 @pytest.mark.parametrize("how", [f"{SELECTIVE} moe", UNIFORM])
 @pytest.mark.parametrize("routing", [BIAS, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "", "--moe-expert-capacity-factor 0.6",
-                                     "--G-I 2 --G-O 2 --R-I 1 --R-O 1"])
+                                     "--G-I 2 --G-O 2 --R-I 1 --R-O 1", QUANTILES])
 def test_the_second_pass_takes_the_decisions_of_the_first(how, routing, monkeypatch):
     """Whatever would be chosen now: another choice, even a changed expert bias, must not reach the gradients."""
     def run(disturb):
@@ -34,6 +35,8 @@ def test_the_second_pass_takes_the_decisions_of_the_first(how, routing, monkeypa
             monkeypatch.setattr(router_module, "sinkhorn", lambda cost_TE: -cost_TE)
             monkeypatch.setattr(router_module, "_keep", lambda probs, routing, *_: ~routing)
             for layer in chunk.moe_layers():
+                if layer.router.quantile is not None:
+                    layer.router.quantile.bias_E += torch.randn(4) * 10
                 if layer.router.expert_bias is not None:
                     layer.router.expert_bias += torch.randn(4) * 10
         loss.backward()
@@ -52,6 +55,13 @@ def test_routers_record_and_count_once(how):
     for layer in chunk.moe_layers():
         assert len(layer.router.recorder) == 1
         assert layer.router.local_tokens_per_expert.sum() == 2 * 16 * 2
+
+
+@pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", UNIFORM])
+def test_quantile_balancing_estimates_once(how):
+    chunk, = build(parsed(GROUPED, QUANTILES, how))
+    loss_of(chunk, 0).backward()
+    assert [layer.router.quantile.count.item() for layer in chunk.moe_layers()] == [1.0] * len(chunk.moe_layers())
 
 
 @pytest.mark.parametrize(("how", "times"), [("", 1), (UNIFORM, 2), (f"{SELECTIVE} moe", 2), (f"{SELECTIVE} core_attn", 1),

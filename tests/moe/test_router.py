@@ -128,6 +128,20 @@ def test_router_dtype(dtype):
     torch.testing.assert_close(layer.router.weight.grad, wide_layer.router.weight.grad.bfloat16())
 
 
+@pytest.mark.parametrize(("score", "pre_softmax"), [("sigmoid", False), ("sqrtsoftplus", False), ("softmax", True)])
+def test_bf16_logits_are_scored_in_fp32_and_rounded_at_the_end(score, pre_softmax):
+    """As in Megatron-Core since 0.18: scores that bf16 cannot tell apart still choose by their logits (--moe-router-dtype is not given)."""
+    logits = torch.tensor([[4.0, 4.0625, 4.125, 4.1875, -3.0, -3.0625, 4.03125, 0.0]], dtype=torch.bfloat16)
+    options = {"score_function": score, "pre_softmax": pre_softmax, "scaling_factor": 2.5}
+    probs, routing = score_topk(logits, 3, **options)
+    exact, _ = score_topk(logits.float(), 3, **options)
+    assert routing.nonzero()[:, 1].tolist() == [1, 2, 3]
+    assert torch.equal(probs, exact.bfloat16())
+    if score == "sigmoid":
+        bias = torch.zeros(8).index_fill(0, torch.tensor(6), 1e-3)  # lifts expert 6 over expert 1; bf16 sums would not show it
+        assert score_topk(logits, 3, expert_bias_E=bias, **options)[1].nonzero()[:, 1].tolist() == [2, 3, 6]
+
+
 def test_forced_balance_is_random_and_still_differentiable():
     layer = build_layer(sections(moe_router_force_load_balancing=True, moe_router_topk=2))
     x = torch.ones(256, 4, 16, dtype=torch.float64)  # equal tokens: the true router would send all to the same experts
@@ -192,7 +206,7 @@ def test_per_token_loss_multiplies_by_the_token_count():
 
 @pytest.mark.parametrize("changes, named", [
     ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": 0.1}, "--moe-aux-loss-coeff"),
-    ({"moe_router_load_balancing_type": "quantile_balancing"}, "quantile_balancing"),
+    ({"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.1}, "quantile_balancing"),
     ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, "sinkhorn"),
 ])
 def test_refusals_name_the_flag(changes, named):

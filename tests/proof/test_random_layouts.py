@@ -11,6 +11,7 @@ KINDS = {
     "gated DeltaNet": lambda a: a.model.experimental_attention_variant == "gdn",
     "fine experts": lambda a: a.moe.finermoe is not None and a.moe.finermoe.slices > 1,
     "latent experts": lambda a: a.moe.moe_latent_size,
+    "quantile balancing": lambda a: a.moe.moe_router_load_balancing_type == "quantile_balancing",
     "none of them": lambda a: a.model.experimental_attention_variant is None and a.moe.finermoe is None and not a.moe.moe_latent_size,
 }
 

@@ -34,6 +34,9 @@ VARIANTS = {
     "dropout": (["--hidden-dropout", "0.1", "--attention-dropout", "0.1"], 1),
     "sgd": (["--optimizer", "sgd"], 1),
     "expert-bias": (["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--mtp-num-layers", "1"], 1),
+    "quantile-balancing-validation": (
+        "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0 --moe-router-quantile-balancing-ema 0.5 --mtp-num-layers 1 "
+        "--eval-interval 3 --eval-iters 2 --bf16".split(), 1),
     "global-aux-validation": (["--moe-router-load-balancing-type", "global_aux_loss", "--eval-interval", "3", "--eval-iters", "2"], 1),
     "dp2": (["--overlap-grad-reduce"], 2),
     "dp2-distributed-optimizer": (["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"], 2),

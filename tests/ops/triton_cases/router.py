@@ -43,6 +43,15 @@ def test_groups_and_bias(experts, topk, groups, group_topk, score):
     agree(torch.randn(19, experts), topk, score_function=score, num_groups=groups, group_topk=group_topk, **options)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_half_precision_is_scored_in_fp32(score):
+    for ours, theirs in zip(*both((torch.randn(33, 24) * 2).bfloat16(), 6, score_function=score, use_pre_softmax=True), strict=True):
+        if ours.dtype == torch.bool:
+            assert torch.equal(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
+
+
 def test_the_bias_takes_part_in_the_choice_only():
     logits, bias = torch.randn(6, 8), torch.zeros(8)
     bias[3] = 10.0
