@@ -1,10 +1,13 @@
-"""Recipes: flags in a YAML file of the public model zoo's shape.
+"""Recipes: flags in a YAML file of the public model zoo's shape, or of that of Megatron-LM's own recipes (dev branch, examples/moe_recipes).
 
     ENV_VARS:                       environment variables the run wants
       CUDA_DEVICE_MAX_CONNECTIONS: 1
     MODEL_ARGS:                     flags: true -> bare flag, false -> left out, a list -> several values
       --num-layers: ${NUM_LAYERS:-61}
       --swiglu: true
+
+Megatron-LM's recipes call the table ARGS, and write flags as names: num_layers: 61. Both tables take both spellings; a file has one of
+them. Other tables (DEPENDENCIES, TEST_TYPE, METRICS) are not read.
 
 `${VAR}` and `${VAR:-default}` are replaced from the environment. A recipe named by a word is a preset of model_zoo.
 What stands on the command line wins over the recipe; where two different flags exclude each other,
@@ -17,8 +20,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arguments import products, retired
 from arguments.settings import Violation
 from arguments.tokens import FIELDS, Reading, read
+
+FLAG_TABLES = ("MODEL_ARGS", "ARGS")
+"""Names of the table of flags."""
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$([A-Za-z_][A-Za-z0-9_]*)")
 
@@ -71,24 +78,36 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
     tables = {}
     if isinstance(root, yaml.MappingNode):
         tables = {key.value: value for key, value in root.value if isinstance(key, yaml.ScalarNode)}
-    for name in ("ENV_VARS", "MODEL_ARGS"):
+    for name in ("ENV_VARS", *FLAG_TABLES):
         if isinstance(tables.get(name), yaml.ScalarNode) and tables[name].value in ("", "null", "~"):
             tables[name] = None
         if tables.get(name) is not None and not _is_table(tables[name]):
             return refuse(f"{name} must be a table of names and values (or lists of values)")
-    if "MODEL_ARGS" not in tables:
-        return refuse("the file has no MODEL_ARGS, so it is no recipe (see the files in model_zoo/)")
+    found = [name for name in FLAG_TABLES if name in tables]
+    if not found:
+        return refuse("the file has no MODEL_ARGS (or ARGS), so it is no recipe (see the files in model_zoo/)")
+    if len(found) > 1:
+        return refuse(f"the file has {' and '.join(found)}, which both hold flags; keep one of them")
     substitute = _Substitution(path, environ)
     for key, value in tables["ENV_VARS"].value if tables.get("ENV_VARS") is not None else ():
         recipe.env[key.value] = " ".join(substitute(value))
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key.value) or "\0" in recipe.env[key.value]:
             return refuse(f"ENV_VARS: {key.value!r} is no environment variable, or its value no text")
     tokens: list[str] = []
-    for key, value in tables["MODEL_ARGS"].value if tables["MODEL_ARGS"] is not None else ():
-        tokens += _tokens(key.value, substitute(value), not isinstance(value, yaml.ScalarNode))
+    for key, value in tables[found[0]].value if tables[found[0]] is not None else ():
+        tokens += _tokens(_flag(key.value), substitute(value), not isinstance(value, yaml.ScalarNode))
     recipe.violations += substitute.violations
     recipe.reading = read(tokens, str(path) if recipe.source == "recipe" else path.name)
     recipe.violations += recipe.reading.violations
+
+
+def _flag(key: str) -> str:
+    """The flag that a key names: `--num-layers`, num_layers and num-layers are one. Unknown names are spelled as flags, for the message."""
+    if key.startswith("-"):
+        return key
+    wanted = key.rstrip(":").replace("_", "-")
+    known = (spelling for table in (FIELDS, retired.BY_SPELLING, products.BY_SPELLING) for spelling in table)
+    return next((spelling for spelling in known if spelling[2:].replace("_", "-") == wanted), f"--{wanted}")
 
 
 def _is_table(node) -> bool:
@@ -103,7 +122,7 @@ def _is_table(node) -> bool:
 
 
 def _tokens(flag: str, values: list[str], is_list: bool) -> Iterator[str]:
-    """The tokens of one entry of MODEL_ARGS."""
+    """The tokens of one entry of the table of flags."""
     if not is_list and (not values or values[0].lower() in ("false", "", "null", "~")):
         return
     yield flag

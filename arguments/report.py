@@ -74,7 +74,7 @@ def _waiting_batches(settings: Settings, violations: list[Violation], world_size
     facts = gather(settings, world_size)
     dests = [dest for dest, option in OPTIONS.items() if option.section in ("model", "parallel", "training", "data")]
     flags = {settings.flag(dest) for dest in dests} | {spelling for dest in dests for spelling in OPTIONS[dest].spellings}
-    if facts.dp is None or any(violation.kind == "recipe" or flags.intersection(violation.flags) for violation in violations):
+    if facts.dp is None or facts.layers is None or settings.micro_batch_size is None or any(violation.kind == "recipe" or flags.intersection(violation.flags) for violation in violations):
         return []
     about = "rampup_batch_size" if settings.rampup_batch_size else "step_batch_size_schedule" if settings.step_batch_size_schedule else "global_batch_size"
     return [Violation((settings.flag(about),), f"{settings.shown(about)}: {text}.") for text in judge(freeze(settings, world_size), facts.dp)]

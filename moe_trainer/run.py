@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -193,9 +194,14 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         failed_saves=FailedSaves(),
         timers=timers,
         profiler=Profiler(args.output, runtime.place.rank),
-        whole=IterationGraph(runtime.device, args.training.cuda_graph_warmup_steps) if args.training.cuda_graph_impl == "full_iteration" else None,
+        whole=_iteration_graph(args, runtime.device, chunks) if args.training.cuda_graph_impl == "full_iteration" else None,
         dumps=Dumps(args.output, args.moe, runtime.place.rank),
     )
+
+
+def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transformer]) -> IterationGraph:
+    streams = [chunk.stream.generator(device) for chunk in chunks if chunk.stream is not None]
+    return IterationGraph(device, args.training.cuda_graph_warmup_steps, streams)
 
 
 def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> DataParallelGrads | ShardedGrads:

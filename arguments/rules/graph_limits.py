@@ -44,6 +44,24 @@ def tuning_without_graphs(s: Settings, _f: Facts) -> None:
                "keeps a graph for every microbatch of the batch; here there is one for every microbatch in flight).")
 
 
+def preprocess_stays_outside(s: Settings, f: Facts) -> None:
+    """Say why moe_preprocess is not captured where it is asked for: what it does is captured where the number of rows is known beforehand."""
+    captured = _captured(s)
+    if f.experts is None or "moe_preprocess" not in captured or captured & {"moe", "layer"}:
+        return
+    kind, reason = s.moe_token_dispatcher_type, None
+    if kind == "flex" and f.ep * f.etp > 1:
+        reason = f"the library of --moe-flex-dispatcher-backend {s.moe_flex_dispatcher_backend} lays the rows out inside its own exchange"
+    elif kind == "allgather" and f.ep * f.etp > 1:
+        reason = "the allgather dispatcher gathers the tokens of all ranks before it orders them"
+    elif s.moe_clone_hot_experts and f.ep > 1:
+        reason = f"{s.shown('moe_clone_hot_experts')} plans on the host which experts are cloned, before the rows are ordered"
+    elif kind != "alltoall" and (s.moe_router_padding_for_quantization or s.moe_expert_capacity_factor is not None and not _pads(s)):
+        reason = "how many rows there are depends on the routing"
+    if reason is not None:
+        s.note(f"{_asked(s)} with moe_preprocess: moe_preprocess is not captured ({reason}); moe_router is.")
+
+
 def whole_layers_have_fixed_rows(s: Settings, f: Facts) -> Iterator[Violation]:
     moe = f.experts is not None and (f.moe_layers is None or any(f.moe_layers) or s.mtp_num_layers)
     if "layer" in _captured(s) and moe and not _pads(s):
@@ -57,12 +75,11 @@ def whole_layers_have_fixed_rows(s: Settings, f: Facts) -> Iterator[Violation]:
 
 def experts_inside_wait_for_nothing(s: Settings, f: Facts) -> Iterator[Violation]:
     captured = _captured(s)
-    if s.num_experts and "moe_preprocess" in captured and s.moe_clone_hot_experts:
-        yield _later(s, "which experts are cloned is planned on the host, before moe_preprocess.", "moe_clone_hot_experts")
-    if s.num_experts and "moe_preprocess" in captured and s.moe_expert_capacity_factor is not None and not _pads(s):
-        yield _later(s, "moe_preprocess orders a fixed number of rows, and tokens are dropped.", "moe_expert_capacity_factor")
-    if s.num_experts and "moe_preprocess" in captured and s.moe_router_padding_for_quantization:
-        yield _later(s, "moe_preprocess orders a fixed number of rows, and padding adds to them.", "moe_router_padding_for_quantization")
+    if s.num_experts and "moe_preprocess" in captured and s.moe_token_dispatcher_type == "alltoall":  # as in Megatron-LM
+        if s.moe_expert_capacity_factor is not None and not _pads(s):
+            yield _later(s, "moe_preprocess orders a fixed number of rows, and tokens are dropped.", "moe_expert_capacity_factor")
+        if s.moe_router_padding_for_quantization:
+            yield _later(s, "moe_preprocess orders a fixed number of rows, and padding adds to them.", "moe_router_padding_for_quantization")
     if not s.num_experts or "moe" not in captured or not _pads(s):
         return
     for dest, reason in (
@@ -89,11 +106,14 @@ def routing_is_made_of_operators(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 def random_numbers_have_one_stream(s: Settings, f: Facts) -> Iterator[Violation]:
-    """Graphs draw from the device's own generator; streams of tensor-parallel ranks are put in its place by Python."""
+    """Graphs draw from the device's own generator; streams of tensor-parallel ranks are put in its place by Python.
+
+    Forced routing (--moe-router-force-load-balancing) is drawn outside and read by the graph, whatever is recomputed.
+    """
     captured = _captured(s)
     noise = [dest for dest, inside in (
         ("attention_dropout", "attn" in captured), ("hidden_dropout", bool(captured & {"attn", "mlp", "moe", "layer"})),
-        ("moe_input_jitter_eps", bool(captured & {"moe_router", "moe"})), ("moe_router_force_load_balancing", bool(captured & {"moe_router", "moe"})),
+        ("moe_input_jitter_eps", bool(captured & {"moe_router", "moe"})),
     ) if inside and getattr(s, dest) and (s.num_experts or not dest.startswith("moe"))]
     for dest in noise:
         if f.tp > 1 and (dest != "hidden_dropout" or s.sequence_parallel):
@@ -135,8 +155,6 @@ def parameters_stay_in_place(s: Settings, _f: Facts) -> Iterator[Violation]:
     for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if _captured(s) and getattr(s, dest):
             yield _later(s, "sharded parameters are gathered at other addresses every time.", dest)
-    if _captured(s) and s.fp8_param_gather:
-        yield _later(s, "parameters that are kept in 8 bits are not captured.", "fp8_param_gather")
     if "mamba" in _captured(s):
         yield broken(s, f"{_asked(s)}: there are no Mamba layers; leave mamba out of {s.flag(MODULES)}.", MODULES, IMPL, kind="later")
 
@@ -154,7 +172,7 @@ def whole_iteration_runs_on_one_stage(s: Settings, f: Facts) -> Iterator[Violati
             yield _later(s, reason, dest)
 
 
-RESOLVE = (tuning_without_graphs,)
+RESOLVE = (tuning_without_graphs, preprocess_stays_outside)
 CHECKS = (
     whole_layers_have_fixed_rows, experts_inside_wait_for_nothing, routing_is_made_of_operators, random_numbers_have_one_stream,
     attention_sees_no_documents, activations_stay_inside, parameters_stay_in_place, whole_iteration_runs_on_one_stage,

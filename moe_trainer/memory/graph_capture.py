@@ -14,7 +14,7 @@ Memory of graphs with one pool may be shared by their temporary tensors: they mu
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -48,9 +48,11 @@ class Graph(ABC):
 class DeviceGraph(Graph):
     """A CUDA graph. Other threads (the watchdog of NCCL) may use the device meanwhile."""
 
-    def __init__(self, pool: Any):
-        """pool: of memory, a handle of new_pool."""
+    def __init__(self, pool: Any, generators: Sequence[torch.Generator] = ()):
+        """pool: of memory, a handle of new_pool. generators: that operators inside draw from, besides the device's own one."""
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+        for generator in generators:
+            self._graph.register_generator_state(generator)
 
     def capture(self, run: Callable[[], T]) -> T:
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -157,9 +159,9 @@ def new_pool(device: torch.device) -> Any:
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
-def new_graph(device: torch.device, pool: Any) -> Graph:
-    """A graph for a device."""
-    return DeviceGraph(pool) if device.type == "cuda" else EmulatedGraph()
+def new_graph(device: torch.device, pool: Any, generators: Sequence[torch.Generator] = ()) -> Graph:
+    """A graph for a device. generators: as for DeviceGraph."""
+    return DeviceGraph(pool, generators) if device.type == "cuda" else EmulatedGraph()
 
 
 @dataclass(frozen=True)

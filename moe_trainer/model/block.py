@@ -50,8 +50,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
         """rope: cos and sin, or None; visible: see CoreAttention; grad_scale: of the auxiliary losses."""
-        live = self.graphs.live(grad_scale)
-        return self.graphs.run("layer", lambda x: self._feed(self._attend(x, rope, visible, live), live), [self], x_SBH)
+        live, drawn = self.graphs.live(grad_scale), self.mlp.draw_logits(x_SBH) if self.is_moe else ()
+        return self.graphs.run("layer", lambda x, *drawn: self._feed(self._attend(x, rope, visible, live), live, drawn), [self], x_SBH, *drawn)
 
     def _attend(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
         """The layer's first half."""
@@ -65,32 +65,32 @@ class TransformerLayer(nn.Module):
             y_SBH = self.self_attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
         return self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
 
-    def _feed(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Tensor:
-        """The layer's second half."""
+    def _feed(self, x_SBH: Tensor, grad_scale: float | Tensor, drawn: tuple[Tensor, ...]) -> Tensor:
+        """The layer's second half. drawn: logits that take the place of the router's, or nothing."""
         if not self.is_moe or not self.graphs.captures("moe_router"):
-            return self.graphs.run("moe" if self.is_moe else "mlp", lambda x: self._whole_feed(x, grad_scale),
-                                   [self.pre_mlp_layernorm, self.mlp], x_SBH)
-        normed, routed = self.graphs.run("moe_router", lambda x: self._route(x, grad_scale),
-                                         [self.pre_mlp_layernorm, *self.mlp.routing_modules], x_SBH)
+            return self.graphs.run("moe" if self.is_moe else "mlp", lambda x, *drawn: self._whole_feed(x, grad_scale, drawn),
+                                   [self.pre_mlp_layernorm, self.mlp], x_SBH, *drawn)
+        normed, routed = self.graphs.run("moe_router", lambda x, *drawn: self._route(x, grad_scale, drawn),
+                                         [self.pre_mlp_layernorm, *self.mlp.routing_modules], x_SBH, *drawn)
         return self._add(normed if self.residual_after_norm else x_SBH, self.mlp(normed, grad_scale, routed))
 
-    def _whole_feed(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Tensor:
+    def _whole_feed(self, x_SBH: Tensor, grad_scale: float | Tensor, drawn: tuple[Tensor, ...]) -> Tensor:
         with self.activations.offloading("mlp_norm"):
             normed, inside = self.activations.discarding("layernorm", self.pre_mlp_layernorm, x_SBH)
         with inside:
-            y_SBH = self._feed_forward(normed, grad_scale)
+            y_SBH = self._feed_forward(normed, grad_scale, drawn)
         return self._add(normed if self.residual_after_norm else x_SBH, y_SBH)
 
-    def _route(self, x_SBH: Tensor, grad_scale: float | Tensor) -> tuple[Tensor | None, Routed]:
+    def _route(self, x_SBH: Tensor, grad_scale: float | Tensor, drawn: tuple[Tensor, ...]) -> tuple[Tensor | None, Routed]:
         """What of the second half stands before the exchange of tokens; the normed rows where somebody reads them later."""
         normed, inside = self.activations.discarding("layernorm", self.pre_mlp_layernorm, x_SBH)
         with inside:
-            routed = self.mlp.route(normed, grad_scale)
+            routed = self.mlp.route(normed, grad_scale, *drawn)
         return normed if self.residual_after_norm or self.mlp.overlap_shared else None, routed
 
-    def _feed_forward(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Tensor:
+    def _feed_forward(self, x_SBH: Tensor, grad_scale: float | Tensor, drawn: tuple[Tensor, ...]) -> Tensor:
         if self.is_moe:
-            return self.activations.region("moe", lambda x: self.mlp(x, grad_scale), x_SBH)
+            return self.activations.region("moe", lambda x: self.mlp(x, grad_scale, None, *drawn), x_SBH)
         return self.activations.region("mlp", self.mlp, x_SBH)
 
     def _add(self, residual: Tensor, y_SBH: Tensor) -> Tensor:

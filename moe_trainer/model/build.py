@@ -103,13 +103,14 @@ def _activations(args: Arguments, ps: ParallelState, device: torch.device, strea
             parts, device, min_numel=training.min_offloaded_tensor_size if fine else 0,
             fraction=training.activation_offload_fraction, max_in_flight=training.fine_grained_offloading_max_inflight_offloads,
             less_bytes=training.delta_offload_bytes_across_pp_ranks * ps.pp.rank)
-    draws = bool(model.hidden_dropout or model.attention_dropout or moe.moe_input_jitter_eps or moe.moe_router_force_load_balancing)
+    # forced logits are drawn once, whatever is recomputed
+    draws = bool(model.hidden_dropout or model.attention_dropout or moe.moe_input_jitter_eps)
     shared = ps.tp if training.distribute_saved_activations else None
     stash = None
     if moe.moe_paged_stash and device.type != "meta":
         stash = PagedStash(device, moe.moe_paged_stash_page_size, moe.moe_paged_stash_buffer_size_factor_cuda,
                            moe.moe_paged_stash_buffer_size_factor_cpu)
-    return Activations(recomputed_parts(training), draws=draws, stream=stream, shared_by=shared, offload=offload, stash=stash)
+    return Activations(recomputed_parts(training), draws=draws, stream=stream if draws else None, shared_by=shared, offload=offload, stash=stash)
 
 
 def _graphs(args: Arguments, device: torch.device, queue: WeightGradQueue | None) -> Graphs:

@@ -93,15 +93,24 @@ class MoELayer(nn.Module):
         self.fc1_latent_proj = kit.replicated_linear(model.hidden_size, latent, name=f"{name}.fc1_latent_proj", init=hidden_init(model), **options)
         self.fc2_latent_proj = kit.replicated_linear(latent, model.hidden_size, name=f"{name}.fc2_latent_proj", init=residual_init(model), **options)
 
-    def forward(self, x_SBH: Tensor | None, grad_scale: float | Tensor = 1.0, routed: Routed | None = None) -> Tensor:
+    def draw_logits(self, x_SBH: Tensor) -> tuple[Tensor, ...]:
+        """Draw random logits for the tokens of x_SBH that this rank routes, where the router wants them; else nothing.
+
+        This happens outside captured parts, which take them as an input: a graph has no random stream of a tensor-parallel rank.
+        """
+        drawn_TE = self.router.draw_logits(x_SBH.shape[0] * x_SBH.shape[1] // self.replicas.size, x_SBH.device)
+        return () if drawn_TE is None else (drawn_TE,)
+
+    def forward(self, x_SBH: Tensor | None, grad_scale: float | Tensor = 1.0, routed: Routed | None = None,
+                drawn_TE: Tensor | None = None) -> Tensor:
         """Run the layer. grad_scale: factor by which the auxiliary losses enter the gradient. routed: of `route`, if that has run; then
-        x_SBH is read by shared experts that run beside the exchange only.
+        x_SBH is read by shared experts that run beside the exchange only. drawn_TE: of `draw_logits`.
 
         Shapes: x_SBH [S, B, hidden] -> y_SBH.
         Raises: ValueError without sequence parallelism when the ranks of tp do not divide S.
         """
         if routed is None:
-            routed = self._routed(x_SBH, grad_scale)
+            routed = self._routed(x_SBH, grad_scale, drawn_TE)
         dispatcher, redirect, sent, shared_SBH = self.dispatcher, None, routed.sent, routed.shared_SBH
         if sent is None:
             probs_TE, routing_TE = routed.probs_TE, routed.routing_TE
@@ -129,14 +138,14 @@ class MoELayer(nn.Module):
             return y_SBH
         return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
 
-    def route(self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0) -> Routed:
+    def route(self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0, drawn_TE: Tensor | None = None) -> Routed:
         """The part of the layer that is captured by itself: routing, with what prepares the exchange if that is captured too, and the
-        shared experts unless they run beside the exchange. Nothing in it waits for other ranks' rows."""
-        routed = self._routed(x_SBH, grad_scale)
-        if self.graphs.captures("moe_preprocess") and self.dispatcher.takes_known:
+        shared experts unless they run beside the exchange. Nothing in it waits for other ranks' rows. drawn_TE: of `draw_logits`."""
+        routed = self._routed(x_SBH, grad_scale, drawn_TE)
+        known = self._known(routed.shape, self.graphs.captures("moe_preprocess"))
+        if known is not None:
             own_TH = routed.own_SBH.flatten(0, 1)
-            hints = Hints(known=self._known(routed.shape, True))
-            sent = self.dispatcher.preprocess(own_TH, routed.probs_TE, routed.routing_TE, hints)
+            sent = self.dispatcher.preprocess(own_TH, routed.probs_TE, routed.routing_TE, Hints(known=known))
             routed = Routed(routed.shape, None, None, None, sent)
         if self.shared_experts is not None and not self.overlap_shared:
             routed = replace(routed, shared_SBH=self._run_shared(x_SBH))
@@ -149,9 +158,9 @@ class MoELayer(nn.Module):
         modules = (self.router, self.fc1_latent_proj, None if beside else self.shared_experts)
         return [module for module in modules if module is not None]
 
-    def _routed(self, x_SBH: Tensor, grad_scale: float | Tensor) -> Routed:
+    def _routed(self, x_SBH: Tensor, grad_scale: float | Tensor, drawn_TE: Tensor | None) -> Routed:
         own_SBH = scatter_rows_to_group(x_SBH, self.replicas)
-        probs_TE, routing_TE = self.router(own_SBH, grad_scale)
+        probs_TE, routing_TE = self.router(own_SBH, grad_scale, drawn_TE)
         if self.row_multiple > 1 and self.dispatcher.takes_padding:
             routing_TE = pad_routing(routing_TE, self.row_multiple)
         read_SBH = own_SBH if self.fc1_latent_proj is None else self.fc1_latent_proj(own_SBH)

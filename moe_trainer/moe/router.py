@@ -273,16 +273,29 @@ class TopKRouter(nn.Module):
             setattr(self, buffer_name, buffer.float())
         return self
 
-    def forward(self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    def draw_logits(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        """Draw the logits that --moe-router-force-load-balancing puts in place of the router's own; None without it.
+
+        Each rank of tp draws for its own tokens. A region that runs again reuses what its first pass drew.
+        """
+        if not self.moe.moe_router_force_load_balancing:
+            return None
+        generator = None if self.stream is None else self.stream.generator(device)
+        return self.activations.once(lambda: torch.randn(
+            num_tokens, self.num_experts, dtype=self.dtype or self.weight.dtype, device=device, generator=generator))
+
+    def forward(self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0, drawn_TE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route the tokens of one microbatch.
 
         Shapes: x_SBH [S, B, hidden]. Returns: probs_TE (logits' dtype), routing_TE bool.
-        grad_scale: factor of the auxiliary losses' gradients.
+        grad_scale: factor of the auxiliary losses' gradients. drawn_TE: of `draw_logits`; None: they are drawn here, if any are wanted.
         Communication: E counts over tp_cp (aux_loss, seq_aux_loss: B*E) or tp_dp_cp (global_aux_loss).
         """
         active = self.training and torch.is_grad_enabled()
         x_TH = x_SBH.reshape(-1, x_SBH.shape[-1])
-        logits_TE = self._force(self._logits(x_TH, active))
+        if drawn_TE is None:
+            drawn_TE = self.draw_logits(x_TH.shape[0], x_TH.device)
+        logits_TE = self._force(self._logits(x_TH, active), drawn_TE)
         wants_losses = active and (any(self.coefficients.values()) or self.moe.moe_z_loss_coeff is not None)
         unaided_TE = logits_TE.detach()
         if wants_losses:
@@ -318,11 +331,10 @@ class TopKRouter(nn.Module):
         spread = abs(self.moe.moe_router_force_biased)
         return torch.empty(self.num_experts, device="cpu").normal_(0.0, spread, generator=self.bias_stream)
 
-    def _force(self, logits_TE: Tensor) -> Tensor:
+    def _force(self, logits_TE: Tensor, drawn_TE: Tensor | None) -> Tensor:
         """Benchmark modes: random logits (balanced), or an expert bias of the asked spread (unbalanced)."""
-        if self.moe.moe_router_force_load_balancing:
-            with drawing(self.stream, logits_TE.device):
-                logits_TE = _StraightThrough.apply(logits_TE, torch.randn_like(logits_TE))
+        if drawn_TE is not None:
+            logits_TE = _StraightThrough.apply(logits_TE, drawn_TE.to(logits_TE.dtype))
         if self.moe.moe_router_force_biased is not None:
             bias_E = self.activations.once(self._draw_bias) if self.fixed_bias is None else self.fixed_bias
             logits_TE = logits_TE + bias_E.to(logits_TE)

@@ -16,6 +16,7 @@ from moe_trainer.training.step import train_step
 ROUTED = "attn moe_router moe_preprocess"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn layernorm"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+KEPT = "--bf16 --use-distributed-optimizer --fp8-param-gather"
 NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1"
 # name -> (kind of model, further flags, flags of graphs)
 CASES = {
@@ -33,6 +34,11 @@ CASES = {
     "random numbers": ("plain", f"{NOISE} --moe-input-jitter-eps 0.1", [local(ROUTED)]),
     "fp8, delayed": ("plain", "--bf16 --fp8-format hybrid --fp8-recipe delayed", [local(ROUTED)]),
     "fp8, blocks": ("padded capacity", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", [local(), whole()]),
+    "fp8, weights kept in 8 bits": ("plain", f"{KEPT} --fp8-format e4m3 --fp8-recipe blockwise", [local(ROUTED)]),
+    "fp8, weights kept in 8 bits with delayed scales": ("padded capacity", f"{KEPT} --fp8-format hybrid --fp8-recipe delayed", [local("attn moe"), whole()]),
+    "forced routing": ("plain", f"--moe-router-force-load-balancing --hidden-dropout 0.1 {SELECTIVE} moe_act", [local("moe_router")]),
+    "forced routing, padded experts": (
+        "padded capacity", f"--moe-router-force-load-balancing {SELECTIVE} moe", [local("moe"), local("attn"), local(), whole()]),
     "fp16": ("plain", "--fp16 --initial-loss-scale 1024 --loss-scale-window 1", [local(ROUTED)]),
     "per-token loss": ("per-token loss", "", [local(ROUTED)]),
     "residual in fp32 behind the norm": ("plain", "--bf16 --fp32-residual-connection --apply-residual-connection-post-layernorm",
