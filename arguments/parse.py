@@ -62,7 +62,7 @@ def understand(
     rules.resolve(settings, world_size)
     names = {spelling for dest in unread for spelling in OPTIONS[dest].spellings}
     violations += [v for v in rules.check(settings, world_size) if not names.intersection(v.flags)]
-    violations += verdict.check(settings)
+    violations = verdict.merge_architectures(settings, violations + verdict.check(settings))
     verdict.announce(settings)
     return settings, violations
 

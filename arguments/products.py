@@ -21,7 +21,7 @@ PRODUCTS = (
         "serving and text generation",
         "train here, serve the exported weights with an inference engine",
         """
-        --moe-pad-experts-for-cuda-graph-inference --inference-cuda-graph-scope=1 --flash-decode
+        --inference-cuda-graph-scope=1 --flash-decode
         --batch-invariant-mode --batch-invariant-backend=1 --symmetric-ar-type=1 --nccl-all-reduce-for-prefill
         --inference-fuse-tp-communication --inference-disable-triton-nvls-kernels --inference-grouped-gemm-backend=1
         --inference-moe-disable-fused-quant-kernels --inference-moe-token-dispatcher-type=1
@@ -119,11 +119,11 @@ PRODUCTS = (
         "--export-weights writes the trained weights",
         """
         --export-model-type=1 --export-legacy-megatron --export-te-mcore-model --export-default-te-spec
-        --export-force-local-attention --export-kv-cache-quant=1 --export-real-quant-cfg=1 --export-quant-cfg=1
+        --export-kv-cache-quant=1 --export-real-quant-cfg=1 --export-quant-cfg=1
         --export-kd-teacher-load=1 --export-kd-teacher-model-config=1 --export-kd-teacher-ckpt-format=1
         --export-kd-cfg=1 --finetune-hf-dataset=1 --finetune-data-split=1 --finetune-data-files=+
         --qad-train-target=1 --freeze-base-for-mtp --export-qk-l2-norm --export-moe-apply-probs-on-input
-        --export-offline-model --modelopt-enabled --enable-gpt-oss
+        --export-offline-model --modelopt-enabled
         """,
     ),
     Product(

@@ -12,7 +12,7 @@ A record is (spelling, number of values that follow: 0, 1, "?" none or one, "+",
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from arguments.standing import CLUSTER, MODELS, PARALLEL
+from arguments.standing import MODELS, PARALLEL
 
 RENAMED = (
     # (spelling, values, what it became; {} stands for the values)
@@ -35,6 +35,7 @@ RENAMED = (
     ("--local_rank", 1, "--local-rank {}"),
     ("--moe-hybridep-pad-variable-tokens", 0, "--moe-hybridep-pad-uneven-dispatch-inputs"),
     ("--dense-grouped-gemm", 0, "--use-grouped-gemm-for-dense-mlp"),
+    ("--log-moe-overload-factor", 0, "--moe-per-layer-logging"),
     ("--expert-parallel", "?", "--expert-model-parallel-size {}"),
     ("--activations-checkpoint-num-layers", 1, "--recompute-num-layers {}"),
     ("--distribute-checkpointed-activations", 0, "--distribute-saved-activations"),
@@ -139,6 +140,9 @@ IDLE = (
     ("--no-log-learnig-rate-to-tensorboard", 0, "the learning rate is always logged"),
     ("--no-log-learning-rate-to-tensorboard", 0, "the learning rate is always logged"),
     ("--log-batch-size-to-tensorboard", 0, "the batch size is always logged"),
+    ("--moe-pad-experts-for-cuda-graph-inference", 0, "it pads the batches of a server's decode steps; nothing in training reads it"),
+    ("--enable-gpt-oss", 0, "it tells Megatron-LM's ModelOpt builder which model to convert; here the architecture's own flags do (--preset gpt_oss_20b has them)"),
+    ("--export-force-local-attention", 0, "it chooses an attention module for ModelOpt's exports; every backend computes the same attention here"),
     ("--disable-msc", 0, "remote storage clients are never used"),
 )
 
@@ -151,10 +155,24 @@ LATER = (
     ("--head-wise-attn-gate", 0, "gated attention", MODELS, ()),
     ("--csa-compress-ratios", 1, "compressed sparse attention", MODELS, ()),
     ("--moe-n-hash-layers", 1, "hash routing", MODELS, ("0",)),
+    ("--enable-hyper-connections", 0, "hyper-connections", MODELS, ()),
     ("--original-max-position-embeddings", 1, "another original context of YaRN with MLA", MODELS, ("4096",)),
     ("--cp-partition-mode", 1, "another split of sequences", PARALLEL, ("zigzag",)),
-    ("--log-moe-overload-factor", 0, "the overload factor in the log", CLUSTER, ()),
 )
+
+LATER_VALUES = MappingProxyType({
+    ("experimental_attention_variant", "dsv4_hybrid"): ("compressed sparse attention", MODELS),
+})
+"""(destination, value that only Megatron-LM's dev branch has) -> (what it asks for, feature)."""
+
+ARCHITECTURES = MappingProxyType({
+    "the layers of DeepSeek-V4 (compressed sparse attention, hash routing, hyper-connections)": (
+        "--experimental-attention-variant", "--csa-compress-ratios", "--moe-n-hash-layers", "--enable-hyper-connections", "--enable-mhc-connections",
+        "--mhc-num-residual-streams", "--mhc-sinkhorn-iterations", "--mhc-init-gating-factor", "--mhc-recompute-layer-num",
+        "--original-max-position-embeddings", "--recompute-modules",
+    ),
+})
+"""What is missing as a whole -> the flags that ask for parts of it. The first five name it; the others tune it."""
 
 _ENCODER = "encoder-decoder models are not trained here: drop it"
 _RETRO = "models that retrieve are not trained here: drop it"
@@ -191,7 +209,6 @@ REFUSED = (
     ("--retro-no-verify-neighbor-count", 0, _RETRO),
     ("--hybrid-attention-ratio", 1, _HYBRID),
     ("--hybrid-mlp-ratio", 1, _HYBRID),
-    ("--enable-hyper-connections", 0, "this program has one residual stream"),
     ("--mrope-interleaved", 0, "multimodal positions are not trained here"),
     ("--sft-mock-dataset-config-json", 1, "this program pretrains; use --mock-data"),
     ("--inference-dynamic-batching-cuda-graph-max-tokens", 1, "this program trains, it does not serve"),

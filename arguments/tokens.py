@@ -170,6 +170,10 @@ class _Reader:
             if not _is_text(bare):
                 self.refuse(name, f"{name} {text}: the value is no text in UTF-8", "value", option.dest)
                 return
+            if (option.dest, bare) in retired.LATER_VALUES:
+                what, feature = retired.LATER_VALUES[option.dest, bare]
+                self.refuse(name, f"{name} {bare}: this version does not have {what} yet (feature: {feature})", "later", option.dest)
+                return
             new = VALUES.get((option.dest, bare))
             if new is not None:
                 self.out.renamed.append((f"{name} {bare}", f"{name} {new}"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from arguments import standing
+from arguments import retired, standing
 from arguments.settings import Settings, Violation
 
 
@@ -30,6 +30,23 @@ def _other(s: Settings) -> Iterator[Violation]:
         value = s.values[dest]
         if value in refused if refused else value != s.default(dest):
             yield Violation((s.flag(dest),), f"{s.shown(dest)}: {text}", "product")
+
+
+def merge_architectures(s: Settings, violations: list[Violation]) -> list[Violation]:
+    """Replace what is refused of one missing architecture, flag by flag, by one violation that names it.
+
+    What is captured of its layers as CUDA graphs is not judged then: those reasons are left out.
+    """
+    for what, flags in retired.ARCHITECTURES.items():
+        parts = [violation for violation in violations if violation.kind in ("later", "product") and set(violation.flags) & set(flags)]
+        named = [flag for violation in parts for flag in violation.flags if flag in flags]
+        if len(set(named) & set(flags[:5])) < 2:
+            continue
+        text = f"{', '.join(dict.fromkeys(named))}: this version does not have {what} yet (feature: {standing.MODELS})"
+        first, graphs = violations.index(parts[0]), s.flag("cuda_graph_impl")
+        rest = [violation for violation in violations if violation not in parts and not (violation.kind == "later" and graphs in violation.flags)]
+        violations = [*rest[:first], Violation(tuple(dict.fromkeys(named)), text, "later"), *rest[first:]]
+    return violations
 
 
 def announce(s: Settings) -> None:

@@ -6,16 +6,17 @@ routing or on the documents of a batch, stays outside. Parts: attn, mlp, moe_rou
 
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, as_list, balancing_types, broken, say
+from arguments.rules.facts import Facts, as_list, balancing_types, broken, moe_pattern, say
 from arguments.settings import Settings, Violation
+from arguments.standing import MEMORY
 
 IMPL, MODULES = "cuda_graph_impl", "cuda_graph_modules"
 OF_ATTENTION = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
 
 
 def _captured(s: Settings) -> set[str]:
-    """Names of what is captured; whole layers and whole iterations hold every part."""
-    if s.cuda_graph_impl == "none":
+    """Names of what is captured; whole layers and whole iterations hold every part. Nothing of an iteration that is refused as a whole."""
+    if s.cuda_graph_impl == "none" or _iteration_varies(s):
         return set()
     names = {name for word in as_list(s.cuda_graph_modules) for name in str(word).replace(",", " ").split()}
     return names or {"attn", "mlp", "moe", "moe_router", "layer"}
@@ -33,6 +34,14 @@ def _later(s: Settings, reason: str, dest: str) -> Violation:
 
 def _pads(s: Settings) -> bool:
     return s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity
+
+
+def _iteration_varies(s: Settings) -> bool:
+    """Is the whole iteration to be captured, of a model whose experts receive varying numbers of tokens?"""
+    if s.cuda_graph_impl != "full_iteration" or not s.num_experts or _pads(s):
+        return False
+    pattern = moe_pattern(s.moe_layer_freq, s.num_layers)
+    return pattern is None or any(pattern) or bool(s.mtp_num_layers)
 
 
 def tuning_without_graphs(s: Settings, _f: Facts) -> None:
@@ -62,10 +71,20 @@ def preprocess_stays_outside(s: Settings, f: Facts) -> None:
         s.note(f"{_asked(s)} with moe_preprocess: moe_preprocess is not captured ({reason}); moe_router is.")
 
 
+def whole_iteration_has_fixed_rows(s: Settings, _f: Facts) -> Iterator[Violation]:
+    """One reason for all: what else stands in the way of such a graph is not said, since no flag beside it would help."""
+    if _iteration_varies(s):
+        stash = f" ({s.flag('moe_paged_stash')} keeps activations in pages, but its counts are read on the host)" if s.moe_paged_stash else ""
+        yield broken(
+            s, f"{_asked(s)}: this version does not capture the whole iteration of a dropless MoE model yet{stash} (feature: {MEMORY}). Use "
+            "--cuda-graph-impl local --cuda-graph-modules attn moe_router, or --moe-expert-capacity-factor with --moe-pad-expert-input-to-capacity.",
+            IMPL, "moe_pad_expert_input_to_capacity", kind="later")
+
+
 def whole_layers_have_fixed_rows(s: Settings, f: Facts) -> Iterator[Violation]:
     moe = f.experts is not None and (f.moe_layers is None or any(f.moe_layers) or s.mtp_num_layers)
     if "layer" in _captured(s) and moe and not _pads(s):
-        what = "captures the whole iteration" if s.cuda_graph_impl == "full_iteration" else f"without {s.flag(MODULES)} captures whole layers"
+        what = f"without {s.flag(MODULES)} captures whole layers"
         yield broken(
             s, f"{_asked(s)} {what}, and how many rows experts receive varies: use --moe-expert-capacity-factor with "
             "--moe-pad-expert-input-to-capacity, or --cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess. (A budget, "
@@ -160,7 +179,7 @@ def parameters_stay_in_place(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 def whole_iteration_runs_on_one_stage(s: Settings, f: Facts) -> Iterator[Violation]:
-    if s.cuda_graph_impl != "full_iteration":
+    if s.cuda_graph_impl != "full_iteration" or _iteration_varies(s):
         return
     for dest, is_on, reason in (
         ("pipeline_model_parallel_size", f.pp > 1, "messages between pipeline stages are waited for by the host."),
@@ -174,6 +193,7 @@ def whole_iteration_runs_on_one_stage(s: Settings, f: Facts) -> Iterator[Violati
 
 RESOLVE = (tuning_without_graphs, preprocess_stays_outside)
 CHECKS = (
-    whole_layers_have_fixed_rows, experts_inside_wait_for_nothing, routing_is_made_of_operators, random_numbers_have_one_stream,
+    whole_iteration_has_fixed_rows, whole_layers_have_fixed_rows, experts_inside_wait_for_nothing, routing_is_made_of_operators, random_numbers_have_one_stream,
     attention_sees_no_documents, activations_stay_inside, parameters_stay_in_place, whole_iteration_runs_on_one_stage,
 )
+

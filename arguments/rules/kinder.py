@@ -59,6 +59,12 @@ KINDER = (
         "launchers that expand their command unquoted leave them there (the zoo's Kimi-K2)",
     ),
     Difference(
+        "fake_process_group_with_flex",
+        "runs the training loop without a network with --fake-process-group, and refuses --moe-token-dispatcher-type flex there",
+        "prints a plan (--dry-run), which takes any dispatcher",
+        "nothing is sent",
+    ),
+    Difference(
         "old_batch_size",
         "refuses --batch-size",
         "takes it for --micro-batch-size, unless that is given with another value",

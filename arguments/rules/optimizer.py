@@ -130,13 +130,19 @@ def unusual_optimizer_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 def muon_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
-    """The second is ours: a matrix is updated as a whole, in fp32, where the model is. (Other offload needs the precision-aware Adam.)"""
+    """The second is ours: a matrix is updated as a whole, in fp32, where the model is. (Other offload needs the precision-aware Adam.)
+
+    MXFP8 weights stay in the model's format with --fp8-param-gather too, so Muon updates them as any others.
+    """
     if s.optimizer not in ("muon", "dist_muon"):
         return
     if s.muon_coefficient_type not in MUON_COEFFICIENTS:
         yield broken(s, f"{say(s, 'muon_coefficient_type')} must be one of {', '.join(MUON_COEFFICIENTS)}.", "muon_coefficient_type")
-    for dest in ("chunked_optimizer_state_offload", "fp8_param_gather"):
-        if getattr(s, dest):
+    for dest, is_on in (
+        ("chunked_optimizer_state_offload", s.chunked_optimizer_state_offload),
+        ("fp8_param_gather", s.fp8_param_gather and not (s.fp8 and s.fp8_recipe == "mxfp8")),
+    ):
+        if is_on:
             yield broken(
                 s,
                 f"{s.flag(dest)} needs --optimizer adam, sgd or lion, not {s.optimizer}: Muon keeps fp32 state beside the model and updates "

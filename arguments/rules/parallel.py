@@ -273,17 +273,6 @@ def optimizer_instances_divide_data_ranks(s: Settings, f: Facts) -> Iterator[Vio
             return
 
 
-def fake_group_excludes_flex(s: Settings, _f: Facts) -> Iterator[Violation]:
-    if s.fake_process_group and s.moe_token_dispatcher_type == "flex":
-        yield broken(
-            s,
-            f"{s.flag('fake_process_group')} cannot be combined with {say(s, 'moe_token_dispatcher_type')}: its "
-            "backends talk to the network themselves; use alltoall or allgather.",
-            "fake_process_group",
-            "moe_token_dispatcher_type",
-        )
-
-
 RESOLVE = (
     expert_tensor_size,
     sequence_parallel_needs_tensor_ranks,
@@ -308,5 +297,4 @@ CHECKS = (
     dp_last_mapping_needs_equal_grids,
     optimizer_instances_exclude_weight_shards,
     optimizer_instances_divide_data_ranks,
-    fake_group_excludes_flex,
 )

@@ -19,7 +19,7 @@ class IterationLine:
     """Values of one iteration line; optional fields are left out of the line when None.
 
     Units: elapsed_ms milliseconds per iteration, throughput TFLOP/s per GPU, energy (joules per iteration, watts) of a GPU, learning_rate
-    that of the next step.
+    that of the next step. overload_factors: tokens of the fullest expert-parallel rank over the mean, mean and maximum over layers.
     """
 
     iteration: int
@@ -39,6 +39,7 @@ class IterationLine:
     num_zeros: int | None = None
     params_norm: float | None = None
     max_attention_logit: float | None = None
+    overload_factors: tuple[float, float] | None = None
 
     def format(self, now: datetime.datetime) -> str:
         """Return the line, leading blank included."""
@@ -68,6 +69,8 @@ class IterationLine:
             parts.append(f" params norm: {self.params_norm:.3f} |")
         if self.max_attention_logit is not None:
             parts.append(f" max attention logit: {self.max_attention_logit:.3f} |")
+        if self.overload_factors is not None:
+            parts.append(" avg overload factor: {:.3f} | max overload factor: {:.3f} |".format(*self.overload_factors))
         parts.append(f" number of skipped iterations: {self.skipped_iterations:3d} |")
         parts.append(f" number of nan iterations: {self.nan_iterations:3d} |")
         return "".join(parts)

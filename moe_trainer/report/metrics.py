@@ -141,10 +141,10 @@ class MetricsLogger:
         due = record.iteration % self._options.output.log_interval == 0
         if due or self._first:
             self._bar.clear()
-            self.print(self._line(record).format(datetime.datetime.now()))
             health = None
             if record.loads is not None:
                 health = routing_health(record.loads, self._options.expert_ranks, self._options.layer_share)
+            self.print(self._line(record, health).format(datetime.datetime.now()))
             self._write_interval_scalars(record, health)
             self._write_record(record, health)
             self.flush()  # a run that dies has told everything up to its last line
@@ -174,7 +174,7 @@ class MetricsLogger:
     def _tflops(self, flops: float, seconds: float) -> float:
         return flops / (seconds * 1e12 * self._world_size)
 
-    def _line(self, record: IterationRecord) -> IterationLine:
+    def _line(self, record: IterationRecord, health: Mapping[str, Any] | None) -> IterationLine:
         iterations = self._advanced + self._skipped
         return IterationLine(
             iteration=record.iteration,
@@ -192,9 +192,17 @@ class MetricsLogger:
             num_zeros=record.num_zeros,
             params_norm=record.params_norm,
             max_attention_logit=record.max_attention_logit,
+            overload_factors=self._overload_factors(health),
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
         )
+
+    def _overload_factors(self, health: Mapping[str, Any] | None) -> tuple[float, float] | None:
+        """Mean and maximum over layers; None where all experts are on every rank."""
+        if health is None or not health["layers"] or self._options.expert_ranks == 1:
+            return None
+        factors = health["rank_max_over_mean"]
+        return sum(factors) / len(factors), max(factors)
 
     def _write_record(self, record: IterationRecord, health: Mapping[str, Any] | None) -> None:
         if self._file is None:
@@ -294,6 +302,9 @@ class MetricsLogger:
         if health is None or not health["layers"]:
             return
         self._scalar("moe/straggler_cost", health["straggler_cost"], record.iteration)
+        if (factors := self._overload_factors(health)) is not None:
+            for name, value in zip(("avg", "max"), factors):
+                self._scalar(f"moe/{name}_overload_factor", value, record.iteration)
         for name in PER_LAYER:
             for layer, value in zip(health["layers"], health[name], strict=True):
                 self._scalar(f"moe/{name}_layer_{layer}", value, record.iteration)

@@ -43,7 +43,6 @@ BROKEN = (
      "--num-distributed-optimizer-instances"),
     ("--num-distributed-optimizer-instances 3", "", "--num-distributed-optimizer-instances"),
     ("--num-distributed-optimizer-instances 2 --expert-model-parallel-size 8", "", "--num-distributed-optimizer-instances"),
-    ("--fake-process-group --moe-token-dispatcher-type flex", "", "--fake-process-group"),
     # pipeline
     ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule 1f1b", "", "--pipeline-schedule"),
     ("--pipeline-model-parallel-size 2 --pipeline-schedule interleaved", "", "--pipeline-schedule"),

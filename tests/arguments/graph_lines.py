@@ -7,13 +7,13 @@ PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 EXPERTS = f"--cuda-graph-impl local --cuda-graph-modules moe {PADDED}"
 WHOLE = f"--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad {PADDED}"
 CALM = "--attention-dropout 0 --hidden-dropout 0"
+HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 LIMITS = (
     ("--cuda-graph-impl local", "", "--moe-pad-expert-input-to-capacity"),
     ("--enable-cuda-graph", "", "--moe-pad-expert-input-to-capacity"),
     ("--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", "", "--moe-pad-expert-input-to-capacity"),
     (f"{PREPROCESS} --moe-expert-capacity-factor 1.0", "", "--moe-expert-capacity-factor"),
-    (f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2", "", "--moe-clone-hot-experts"),
     (f"{PREPROCESS} --fp8-format hybrid --moe-router-padding-for-quantization", "", "--moe-router-padding-for-quantization"),
     (f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type",
      "--moe-token-dispatcher-type"),
@@ -33,7 +33,6 @@ LIMITS = (
     (f"{ATTN} --fine-grained-activation-offloading --offload-modules core_attn expert_fc1", "", "--offload-modules"),
     (f"{ROUTER} --fine-grained-activation-offloading --offload-modules mlp_norm", "", "--offload-modules"),
     (f"{ATTN} --use-torch-fsdp2", "", "--use-torch-fsdp2"),
-    (f"{ATTN} --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer", "", "--fp8-param-gather"),
     (f"{ATTN} mamba", "", "--cuda-graph-modules"),
     (f"{WHOLE} --pipeline-model-parallel-size 2", "", "--pipeline-model-parallel-size"),
     (f"{WHOLE} --overlap-grad-reduce", "", "--overlap-grad-reduce"),
@@ -44,5 +43,21 @@ POSSIBLE = (
     f"{ROUTER} --fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
     f"{PREPROCESS} --pipeline-model-parallel-size 2", f"{PREPROCESS} --fp8-format hybrid",
     f"{PREPROCESS} {CALM} --recompute-granularity selective --recompute-modules core_attn layernorm",
-    f"{PREPROCESS} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+    f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP}",
+    # the headline recipes of the public zoo
+    *(f"{PREPROCESS} --fp8-format hybrid --fp8-recipe {recipe} --fp8-param-gather --use-distributed-optimizer"
+      for recipe in ("mxfp8", "blockwise", "tensorwise", "delayed")),
+    f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP} --fp8-format e4m3 --fp8-recipe mxfp8 --moe-router-padding-for-quantization",
+    f"{PREPROCESS} {CALM} --moe-router-force-load-balancing {SP2} --recompute-granularity selective --recompute-modules layernorm moe_act",
+    f"{EXPERTS} {CALM} --moe-router-force-load-balancing --recompute-granularity selective --recompute-modules moe",
+    f"{WHOLE} {CALM} --moe-router-force-load-balancing --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2",
 )
+OUTSIDE = (
+    (f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP}", "hybridep"),
+    (f"{PREPROCESS} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", "deepep"),
+    (f"{PREPROCESS} --expert-model-parallel-size 4 --moe-token-dispatcher-type allgather", "allgather"),
+    (f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2", "--moe-clone-hot-experts"),
+    (f"{PREPROCESS} {HYBRIDEP} --fp8-format hybrid --moe-router-padding-for-quantization", "routing"),
+)
+"""(added to the base line, a word of the reason why moe_preprocess is not captured)."""

@@ -1,10 +1,14 @@
 """Recipes: the public zoo's YAML shape, variables, presets, and the command line on top."""
 
+import re
+
 import pytest
 
 import model_zoo
 from arguments import ArgumentError, parse_args
 from arguments.parse import understand
+from arguments.report import run_validate_only
+from moe_trainer.shape.batch_sizes import sizes_that_wait
 
 FILE = """
 ENV_VARS:
@@ -112,6 +116,8 @@ def test_mistakes_inside_a_recipe_name_the_file(recipe):
         ("just text", "no MODEL_ARGS"),
         ("MODEL_ARGS:\n  --a: [1", "not YAML"),
         ("", "no MODEL_ARGS"),
+        (FILE + "ARGS:\n  num_layers: 4\n", "both hold flags"),
+        ("ARGS:\n  num_layers:\n    deep: 4\n", "ARGS must be a table"),
     ],
 )
 def test_what_is_no_recipe_is_refused(recipe, text, reason):
@@ -147,3 +153,86 @@ def test_every_preset_parses_and_sets_its_vocabulary(name):
 def test_other_tables_of_a_recipe_file_are_left_alone(recipe):
     path = recipe("TEST_TYPE: regular\nMETRICS: [a]\n" + FILE)
     assert parse_args(["--preset", path], world_size=1).model.num_layers == 4
+
+
+NAMES = """
+DEPENDENCIES:
+  pytorch_base_image: example.invalid/pytorch:1
+  dockerfile: |
+    # ${NOTHING} is replaced in here
+    FROM scratch
+ENV_VARS:
+  NVTE_FUSED_ATTN: '1'
+  USE_MNNVL: 1
+ARGS:
+  # names of flags, as Megatron-LM's own recipes write them
+  num_layers: 4
+  hidden_size: 64
+  num_attention_heads: 4
+  seq_length: 32
+  max_position_embeddings: ${SEQ}
+  micro_batch_size: 1
+  global_batch_size: 8
+  train_samples: 100
+  lr: 3.9e-06
+  eval_interval: 10
+  bf16: true
+  swiglu: true
+  finetune: false
+  no_check_for_nan_in_loss_and_grad: true
+  override_opt_param_scheduler: true
+  num_experts: 4
+  moe_layer_freq: ([0]*1+[1]*3)
+  disable_bias_linear: true
+  use_mcore_models: true
+  moe_grouped_gemm: true
+  moe_router_load_balancing_type: aux_loss
+  attention_dropout: 0.0
+  hidden_dropout: 0.0
+  cuda_graph_impl: local
+  cuda_graph_scope:
+  - attn
+  - moe_router
+  recompute_granularity: selective
+  recompute_modules: moe_act layernorm
+  transformer_impl: transformer_engine
+  mock_data: true
+  tokenizer_type: NullTokenizer
+  vocab_size: 100
+"""
+
+
+def test_megatrons_own_recipes_are_read(recipe):
+    args = parse_args(["--preset", recipe(NAMES)], world_size=1)
+    assert args.model.num_layers == 4 and args.model.max_position_embeddings == 64 and args.optimizer.lr == 3.9e-06
+    assert args.moe.moe_layer_freq == [0, 1, 1, 1]
+    assert args.training.cuda_graph_modules == ["attn", "moe_router"] and args.training.recompute_modules == ["moe_act", "layernorm"]
+    assert args.output.finetune is False and args.training.check_for_nan_in_loss_and_grad is False
+    assert args.source["num_layers"] == "recipe" and args.recipe_env == {"NVTE_FUSED_ATTN": "1", "USE_MNNVL": "1"}
+    assert parse_args(["--preset", recipe(NAMES), "--num-layers", "4", "--hidden-size", "32"], world_size=1).model.hidden_size == 32
+
+
+def test_both_spellings_name_the_same_flags(recipe):
+    """`override_opt_param_scheduler` is the flag --override-opt_param-scheduler."""
+    named = parse_args(["--preset", recipe(NAMES)], world_size=1)
+    dashed = re.sub(r"(?m)^  ([a-z]\w+):(?=.*$)", lambda found: f"  --{found.group(1).replace('_', '-')}:", NAMES.partition("ARGS:")[2])
+    dashed = dashed.replace("--override-opt-param-scheduler", "--override-opt_param-scheduler")
+    for table in ("ARGS", "MODEL_ARGS"):
+        assert parse_args(["--preset", recipe(f"{table}:{dashed}", "dashed.yaml")], world_size=1).as_dict() == named.as_dict() | {
+            "preset": str(recipe(f"{table}:{dashed}", "dashed.yaml"))}
+
+
+def test_names_without_dashes_that_are_no_flags_are_named(recipe):
+    path = recipe(NAMES.replace("swiglu:", "swigglu:"))
+    with pytest.raises(ArgumentError) as caught:
+        parse_args(["--preset", path], world_size=1)
+    found = [violation.message for violation in caught.value.violations]
+    assert len(found) == 1 and path in found[0] and "--swigglu: this flag is unknown; did you mean --swiglu " in found[0]
+
+
+@pytest.mark.parametrize("table", ["MODEL_ARGS", "ARGS"])
+def test_a_recipe_that_says_too_little_is_refused_without_a_traceback(recipe, table, capsys):
+    argv = ["--preset", recipe(f"{table}:\n  num_layers: 4\n"), "--validate-only", "--world-size", "8"]
+    assert run_validate_only(argv, lambda args: {}, judge_batches=sizes_that_wait) == 2
+    assert "--hidden-size is missing" in capsys.readouterr().out
+    assert run_validate_only([recipe(), *argv[2:]], lambda args: {}, judge_batches=sizes_that_wait) == 2

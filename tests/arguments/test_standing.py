@@ -284,3 +284,37 @@ def test_spellings_of_older_scripts_say_what_they_said(old, new):
 def test_flags_of_models_that_retrieve_are_refused_by_name():
     found = violations("--retro-add-retriever", "--retro-num-neighbors", "2", "--encoder-pipeline-model-parallel-size", "1")
     assert [violation.flags for violation in found] == [("--retro-add-retriever",), ("--retro-num-neighbors",), ("--encoder-pipeline-model-parallel-size",)]
+
+
+@pytest.mark.parametrize("flag", ["--moe-pad-experts-for-cuda-graph-inference", "--enable-gpt-oss", "--export-force-local-attention"])
+def test_flags_of_upstream_recipes_have_no_effect_for_a_reason(flag):
+    settings, found = understand([*TOY, *MOE, flag], 1)
+    assert not found and [name for name, reason in settings.idle if reason] == [flag]
+
+
+def test_the_overload_factor_comes_with_the_health_of_routing():
+    settings, found = understand([*TOY, *MOE, "--log-moe-overload-factor"], 1)
+    assert not found and settings.moe_per_layer_logging and settings.renamed == [("--log-moe-overload-factor", "--moe-per-layer-logging")]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
+def test_muon_updates_weights_that_stay_in_the_models_format(recipe):
+    """MXFP8 weights do, also with --fp8-param-gather; those of the other recipes are kept in 8 bits."""
+    line = ["--optimizer", "muon", "--bf16", "--fp8-format", "e4m3", "--fp8-recipe", recipe, "--fp8-param-gather", "--use-distributed-optimizer"]
+    found = {flag for violation in understand([*TOY, *MOE, *line], 1)[1] for flag in violation.flags}
+    assert ("--fp8-param-gather" in found) == (recipe != "mxfp8")
+
+
+def test_a_plan_without_a_network_takes_any_dispatcher():
+    parse("--fake-process-group", "--moe-token-dispatcher-type", "flex", "--expert-model-parallel-size", "2", "--global-batch-size", "8", world_size=2)
+
+
+def test_a_missing_architecture_is_one_reason():
+    line = ("--experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4,128] --csa-window-size 128 --moe-n-hash-layers 3 "
+            "--enable-hyper-connections --mhc-sinkhorn-iterations 20 --recompute-granularity selective --recompute-modules mhc "
+            "--cuda-graph-impl local --cuda-graph-modules attn --reset-attention-mask")
+    found = violations(*line.split())
+    assert len(found) == 1 and found[0].kind == "later" and "DeepSeek-V4" in found[0].message
+    assert {"--csa-compress-ratios", "--moe-n-hash-layers", "--enable-hyper-connections", "--recompute-modules"} < set(found[0].flags)
+    alone = violations("--moe-n-hash-layers", "3")
+    assert len(alone) == 1 and "hash routing" in alone[0].message and "DeepSeek-V4" not in alone[0].message

@@ -7,24 +7,30 @@ from train.layouts import train_ranks
 
 ROUTED = local("attn moe_router moe_preprocess")
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+FORCED = "--moe-router-force-load-balancing --recompute-granularity selective"
 PP2 = "--pipeline-model-parallel-size 2"
 # name -> (kind of model, mapping, flags of graphs); two ranks each
 CASES = {
     "pipeline": ("accumulation", PP2, ROUTED),
     "pipeline, weight gradients that wait": ("accumulation", f"{PP2} --pipeline-schedule zero-bubble", ROUTED),
     "pipeline, virtual stages": ("accumulation", f"{PP2} --num-virtual-stages-per-pipeline-rank 2", ROUTED),
-    "tensor parallel, rows cut": ("plain", "--tensor-model-parallel-size 2 --sequence-parallel", ROUTED),
+    "tensor parallel, rows cut": ("plain", SP2, ROUTED),
     "tensor parallel": ("deepseek", "--tensor-model-parallel-size 2", local("attn mlp moe_router moe_preprocess")),
+    "tensor parallel, forced routing and recompute": ("plain", f"{SP2} {FORCED} --recompute-modules layernorm moe_act", ROUTED),
+    "tensor parallel, forced routing, whole iteration": ("padded capacity", f"{SP2} {FORCED} --recompute-modules moe --expert-tensor-parallel-size 1", whole()),
     "context parallel": ("plain", "--context-parallel-size 2", ROUTED),
     "expert parallel": ("accumulation", EP2, ROUTED),
     "expert parallel, all-gather": ("plain", "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather", ROUTED),
+    "expert parallel, weights kept in 8 bits": (
+        "accumulation", f"{EP2} --bf16 --use-distributed-optimizer --fp8-param-gather --fp8-format e4m3 --fp8-recipe tensorwise", ROUTED),
     "expert parallel, two passes in turns": ("accumulation", f"{EP2} --overlap-moe-expert-parallel-comm --bf16", ROUTED),
     "expert parallel, padded, whole layers": ("padded capacity", EP2, local()),
     "expert parallel, padded, whole iteration": ("padded capacity", EP2, whole()),
     "data parallel, overlapped": ("distributed optimizer, overlap", "", ROUTED),
     "data parallel, whole iteration": ("padded capacity", "--use-distributed-optimizer", whole()),
 }
-HALVES = [list(CASES)[:6], list(CASES)[6:]]
+HALVES = [list(CASES)[:8], list(CASES)[8:]]
 
 
 @pytest.mark.parametrize("names", HALVES, ids=["model", "data"])

@@ -22,8 +22,8 @@ def record(iteration, loss, skipped=False, **changes):
 
 def run(tmp_path, records, capsys, **options):
     path = tmp_path / "metrics.jsonl"
-    per_layer = options.pop("moe_per_layer_logging", False)
-    log = MetricsLogger(LogOptions(OutputArgs(**options), 10, str(path), per_layer), 2, 0, {})
+    per_layer, expert_ranks = options.pop("moe_per_layer_logging", False), options.pop("expert_ranks", 1)
+    log = MetricsLogger(LogOptions(OutputArgs(**options), 10, str(path), per_layer, expert_ranks=expert_ranks), 2, 0, {})
     for one in records:
         log.record(one)
     log.close()
@@ -117,6 +117,20 @@ def test_tensorboard_shows_the_routing(tmp_path, capsys):
     assert events.Scalars("moe/straggler_cost")[0].step == 1
     (image,) = events.Images("moe/load")
     assert (image.step, image.height, image.width) == (1, 8, 16) and image.encoded_image_string[:4] == b"\x89PNG"
+
+
+def test_the_line_shows_how_overloaded_the_fullest_rank_is(tmp_path, capsys):
+    """--log-moe-overload-factor; two ranks of two experts each, three layers, of which the first has no experts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, rows = tmp_path / "tb", [[0] * 4 + [0] * 4, [5, 1, 1, 1, 0, 0, 0, 1], [2, 2, 2, 2, 0, 0, 0, 1]]
+    given = record(1, 4.0, loads=torch.tensor(rows, dtype=torch.float64))
+    _, lines = run(tmp_path, [given], capsys, log_interval=1, expert_ranks=2, tensorboard_dir=str(folder))
+    assert " avg overload factor: 1.250 | max overload factor: 1.500 |" in lines[0]
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert events.Scalars("moe/avg_overload_factor")[0].value == 1.25 and events.Scalars("moe/max_overload_factor")[0].value == 1.5
+    assert "overload" not in run(tmp_path, [given], capsys, log_interval=1)[1][0]
 
 
 def test_what_is_logged_is_there_without_a_close(tmp_path):
