@@ -155,6 +155,8 @@ class _Substitution:
         name, fallback = match.group(1) or match.group(3), match.group(2)
         if fallback is not None:
             return self.environ.get(name) or fallback
+        if name == "SLURM_NODEID":  # elsewhere than in a job of SLURM: torchrun's number of this node; where flags are only judged, the first
+            return self.environ.get(name) or self.environ.get("GROUP_RANK") or "0"
         if name not in self.environ:
             text = f"{self.path}, line {line}: the variable {name} is not set; export it or write ${{{name}:-default}}"
             self.violations.append(Violation(("--preset",), text, "recipe"))

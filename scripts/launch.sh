@@ -2,7 +2,7 @@
 # Train with torchrun on this node, or on several nodes where this script is started once on each.
 #
 #   MODEL=mixtral_tiny EP=2 GPUS_PER_NODE=2 bash scripts/launch.sh --train-iters 100
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MODEL=Mixtral-8x7B PP=4 EP=8 bash scripts/launch.sh     and NODE_RANK=1 on the other
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MODEL=Mixtral-8x7B PP=2 EP=8 bash scripts/launch.sh     and NODE_RANK=1 on the other
 #   DRY_RUN=1 ...    print the command, validate and plan it; start nothing (exit code 2: wrong flags, 3: does not fit)
 #
 # The other variables stand in launch_flags.sh. SIGTERM and SIGUSR1 reach the ranks, which save; this script then ends with exit
@@ -12,20 +12,24 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
 
 help_asked "$@"
-read_cluster
-positive NNODES GPUS_PER_NODE
+read_variables
 flags_of_run "$@"
 nodes=${NNODES:-1}
 gpus=${GPUS_PER_NODE:-8}
 python=$(find_run_python)
 rendezvous=(--standalone)
 if [ "$nodes" -gt 1 ]; then
-    if [ -z "${NODE_RANK:-}" ] || [ -z "${MASTER_ADDR:-}" ]; then fail "NNODES=$nodes needs NODE_RANK and MASTER_ADDR"; fi
+    if [ "${DRY_RUN:-0}" = 1 ]; then
+        NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-node0}
+    elif [ -z "${NODE_RANK:-}" ] || [ -z "${MASTER_ADDR:-}" ]; then
+        whose=${DEFAULTS[NNODES]:+", the default of the model zoo for $MODEL,"}
+        fail "NNODES=$nodes$whose needs NODE_RANK and MASTER_ADDR on every node; NNODES=1 trains on this one"
+    fi
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 logs=$OUTPUT_PATH/logs/node${NODE_RANK:-0}
 command=("$python" "$ROOT/scripts/torchrun.py" "${rendezvous[@]}" --nproc-per-node "$gpus" --log-dir "$logs" --tee 3
-    --no-python bash "$ROOT/scripts/rank.sh" "$python" -u "$ROOT/pretrain_moe.py" "${FLAGS[@]}")
+    --no-python bash "$ROOT/scripts/rank.sh" "$python" -u "$PROGRAM" "${FLAGS[@]}")
 
 printf 'environment:'
 printf ' %q' "${EXPORTS[@]}"

@@ -4,39 +4,126 @@
 #   flags_of_run EXTRA_FLAGS...   sets FLAGS (the command line of pretrain_moe.py) and EXPORTS (NAME=VALUE), both arrays
 #   check_flags RANKS             ends the script with 2 where the flags are wrong, with 3 where a dry run's plan does not fit its device
 #
-#   MODEL            a preset (model_zoo/), any spelling: DeepSeek-V3, mixtral_8x7b; or a YAML file
-#   TP PP EP CP ETP  parallel sizes     VPP or LAYERS_PER_VP, PP_FIRST PP_LAST, LAYOUT   layers of the pipeline
+#   MODEL            a preset (model_zoo/), any spelling: DeepSeek-V3, mixtral_8x7b; or a YAML file. For a model of the public zoo, what is
+#                    not set has the zoo's value (launch_defaults.txt)
+#   TRAINING_PARAMS_PATH   a YAML file in place of the preset; its ${VARIABLES} are those of this list
+#   TRAINING_PARAMS  flags, before the extra ones      TRAINING_SCRIPT_PATH   a program in place of pretrain_moe.py
+#   TP PP EP CP ETP  parallel sizes     VPP or LAYERS_PER_VP, PP_FIRST PP_LAST, LAYOUT   layers of the pipeline (false: not set)
 #   MBS GBS SEQ_LEN NUM_LAYERS TRAIN_ITERS      RECOMPUTE   full, or modules: "layernorm mlp moe_act"
-#   PR               bf16 | fp8 | mxfp8          DISPATCHER   alltoall | deepep | hybridep
+#   PR               bf16 | fp8 | mxfp8
+#   DISPATCHER       alltoall | allgather | deepep | hybridep; else MOE_TOKEN_DISPATCHER; else for the zoo's models deepep
+#                    (launch.sh: the zoo's MOE_TOKEN_DISPATCHER). MOE_GROUPED_GEMM=true
 #   A2A_OVERLAP=1 OPTIMIZER_OFFLOAD=1 PROFILE=torch|nsys
-#   OUTPUT_PATH      checkpoints, tensorboard and logs go here   DATA_PATH ("PREFIX" or "0.7 A 0.3 B"; unset, and no flag
-#                    of data among the extra ones: mock data)   TOKENIZER_MODEL, TOKENIZER_TYPE (HuggingFaceTokenizer)
+#   OUTPUT_PATH      checkpoints, tensorboard and logs go here (runs/RUN_NAME, runs/MODEL)
+#   DATA_PATH        "PREFIX" or "0.7 A 0.3 B"; mock, or unset and no flag of data among the extra ones: mock data
+#   DATASET          a name for DATA_PATHS["DATASET:MODEL"] or DATA_PATHS[DATASET] of the cluster file, where DATA_PATH is not set
+#   TOKENIZER_MODEL, TOKENIZER_TYPE (HuggingFaceTokenizer)
 #   LOAD_PATH        weights to start from (PRETRAIN=1: ignored)   AUTO_RESUME=0   start anew whatever is under OUTPUT_PATH
+#   RUN_NAME COMMENT WANDB_PROJECT WANDB_MODE WANDB_API_KEY   with a key (or WANDB_MODE=offline) the run is logged to Weights & Biases
 #   HARDWARE         what a dry run plans for: h100 (the default), h200, b200, gb200, a100, ... or a YAML file
-#   ENVIRONMENT      array or blank-separated NAME=VALUE, for a cluster file
+#   GB200_CLUSTER=1  4 GPUs per node, NVLINK_DOMAIN_SIZE=72, HARDWARE=gb200
+#   ENVIRONMENT      array or blank-separated NAME=VALUE, for a cluster file. $SLURM_NODEID in a value is replaced on the node
 # Extra flags come last and win. A variable that is not set leaves the preset's value.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# What a cluster file may set and the caller's environment overrides.
-CLUSTER_NAMES="ACCOUNT PARTITION RUN_TIME OUTPUT_PATH DATA_PATH TOKENIZER_MODEL LOAD_PATH CONTAINER_IMAGE CONTAINER_MOUNTS GPUS_PER_NODE
-NNODES PYTHON MODULES SETUP HARDWARE SIGNAL_SECONDS MAX_REQUEUES MAX_STALLED REQUEUE SEGMENT COMMENT BIND BINDPCIE_PATH GB200_CLUSTER"
+# Whatever the caller's environment sets of these wins over the cluster file, and that over the zoo's defaults.
+VARIABLES="ACCOUNT PARTITION RUN_TIME OUTPUT_PATH DATA_PATH DATASET TOKENIZER_MODEL TOKENIZER_TYPE LOAD_PATH CONTAINER_IMAGE CONTAINER_MOUNTS
+GPUS_PER_NODE NNODES PYTHON MODULES SETUP HARDWARE SIGNAL_SECONDS MAX_REQUEUES MAX_STALLED REQUEUE SEGMENT COMMENT BIND BINDPCIE_PATH
+GB200_CLUSTER NVLINK_DOMAIN_SIZE GRES RUN_NAME WANDB_PROJECT WANDB_MODE PROFILE PR DISPATCHER MOE_TOKEN_DISPATCHER MOE_GROUPED_GEMM PRETRAIN
+A2A_OVERLAP OPTIMIZER_OFFLOAD TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST LAYOUT MBS GBS SEQ_LEN NUM_LAYERS TRAIN_ITERS RECOMPUTE
+TRAINING_PARAMS TRAINING_PARAMS_PATH TRAINING_SCRIPT_PATH"
+NOTES=()
+declare -A ZOO=() DEFAULTS=() # the zoo's values for MODEL; those of them that are in use
 
 fail() {
     echo "error: $*" >&2
     exit 2
 }
 
-read_cluster() {
-    [ -n "${CLUSTER:-}" ] || return 0
-    [ -f "$CLUSTER" ] || fail "CLUSTER=$CLUSTER: there is no such file"
-    local name
+# Take over the zoo's defaults of MODEL and the cluster file, each below what the caller has set.
+read_variables() {
+    local name file
     local -A typed=()
-    for name in $CLUSTER_NAMES; do
-        [ -z "${!name+set}" ] || typed[$name]=${!name}
+    for name in $VARIABLES; do
+        [ -z "${!name:-}" ] || typed[$name]=${!name}
     done
-    # shellcheck source=/dev/null
-    . "$CLUSTER"
+    if [ -n "${TRAINING_PARAMS_PATH:-}" ]; then
+        MODEL=${MODEL:-$(basename "$TRAINING_PARAMS_PATH" .yaml)}
+    fi
+    zoo_defaults
+    if [ -n "${CLUSTER:-}" ]; then
+        file=$(cluster_file) || exit 2
+        # shellcheck source=/dev/null
+        . "$file"
+    fi
     for name in "${!typed[@]}"; do printf -v "$name" %s "${typed[$name]}"; done
+    for name in "${!DEFAULTS[@]}"; do
+        [ "${!name:-}" = "${DEFAULTS[$name]}" ] || unset "DEFAULTS[$name]"
+    done
+    for name in VPP LAYERS_PER_VP PP_FIRST PP_LAST LAYOUT SEGMENT LOAD_PATH; do
+        [ "${!name:-}" != false ] || printf -v "$name" %s ""
+    done
+    positive TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST MBS GBS SEQ_LEN NUM_LAYERS TRAIN_ITERS NNODES GPUS_PER_NODE
+    if [ "${GB200_CLUSTER:-0}" = 1 ]; then
+        HARDWARE=${HARDWARE:-gb200} NVLINK_DOMAIN_SIZE=${NVLINK_DOMAIN_SIZE:-72} GPUS_PER_NODE=${GPUS_PER_NODE:-4}
+    fi
+    data_of_cluster
+    for name in MEGATRON_PATH MCORE_RELEASE_VERSION; do
+        [ -z "${!name:-}" ] || NOTES+=("$name=${!name} has no effect: the program that trains is this checkout's")
+    done
+}
+
+# CLUSTER is a file, or the name of one where the zoo keeps them.
+cluster_file() {
+    local folder
+    if [ -f "$CLUSTER" ]; then
+        echo "$CLUSTER"
+        return
+    fi
+    for folder in "${WORKSPACE:-$PWD}" "$PWD" "$ROOT"; do
+        for file in "$folder/cluster_configs/benchmarking/$CLUSTER.conf" "$folder/cluster_configs/$CLUSTER.conf"; do
+            [ ! -f "$file" ] || { echo "$file" && return; }
+        done
+    done
+    fail "CLUSTER=$CLUSTER: there is no such file, and no $CLUSTER.conf in cluster_configs/benchmarking or cluster_configs, here or in $ROOT"
+}
+
+# One spelling of MODEL: a word in lower case.
+model_key() {
+    local key=${MODEL##*/}
+    key=${key%.yaml} key=${key,,}
+    echo "${key//[-.]/_}"
+}
+
+zoo_defaults() {
+    [ -n "${MODEL:-}" ] || return 0
+    local key names=() values index
+    key=$(model_key)
+    while read -ra values; do
+        case ${values[0]:-} in
+            MODEL) names=("${values[@]}") ;;
+            "$key")
+                for ((index = 1; index < ${#names[@]}; index++)); do
+                    ZOO[${names[index]}]=${values[index]}
+                    if [ -z "${!names[index]:-}" ] && [ "${values[index]}" != - ]; then
+                        printf -v "${names[index]}" %s "${values[index]}"
+                        DEFAULTS[${names[index]}]=${values[index]}
+                    fi
+                done
+                ;;
+        esac
+    done <"$ROOT/scripts/launch_defaults.txt"
+}
+
+# DATA_PATH from the cluster file's DATA_PATHS, by DATASET and MODEL.
+data_of_cluster() {
+    [ -z "${DATA_PATH:-}" ] && [ -n "${DATASET:-}" ] || return 0
+    # shellcheck disable=SC2153 # a cluster file's table
+    if declare -p DATA_PATHS 2>/dev/null | grep -q '^declare -A'; then
+        DATA_PATH=${DATA_PATHS["$DATASET:$MODEL"]:-${DATA_PATHS["$DATASET"]:-}}
+    fi
+    [ -n "${DATA_PATH:-}" ] || [ -n "${DEFAULTS[DATASET]:-}" ] ||
+        fail "DATASET=$DATASET: neither DATA_PATH nor DATA_PATHS[$DATASET:$MODEL] of a cluster file (CLUSTER=FILE) says where it is"
 }
 
 # What the head of the script that is run says of it.
@@ -80,14 +167,13 @@ one_of() {
     fail "$name=${!name}: one of $* is needed"
 }
 
-# Do the extra flags say which layers go where?
-names_stages() {
-    local flag
-    for flag; do
-        case $flag in
-            --pipeline-model-parallel-layout* | --decoder-first-* | --decoder-last-* | --num-layers-per-virtual-* | --num-virtual-stages-* | \
-                --account-for-*) return 0 ;;
-        esac
+# given PATTERN WORDS...: is a flag of this pattern (a|b*) among the words?
+given() {
+    local word pattern=$1
+    shift
+    for word; do
+        # shellcheck disable=SC2053 # a pattern
+        [[ ${word%%=*} != @($pattern) ]] || return 0
     done
     return 1
 }
@@ -97,7 +183,60 @@ own_layout() {
     local options=(--pp "$PP")
     [ -z "${VPP:-}" ] || options+=(--vpp "$VPP")
     [ "${A2A_OVERLAP:-0}" != 1 ] || options+=(--overlap)
-    "$(find_run_python)" "$ROOT/scripts/pipeline_layout.py" "${options[@]}" -- --preset "$MODEL" ${NUM_LAYERS:+--num-layers "$NUM_LAYERS"} "$@"
+    "$(find_run_python)" "$ROOT/scripts/pipeline_layout.py" "${options[@]}" -- --preset "$RECIPE" ${NUM_LAYERS:+--num-layers "$NUM_LAYERS"} "$@"
+}
+
+# The zoo's VPP, PP_FIRST and PP_LAST go with its PP and NUM_LAYERS.
+fit_default_stages() {
+    local layers=${NUM_LAYERS:-} inner
+    if [ "${PP:-}" != "${ZOO[PP]:-}" ] || [ -z "${DEFAULTS[NUM_LAYERS]:-}" ]; then drop_defaults VPP PP_FIRST PP_LAST; fi
+    [ "${VPP:-}" != 1 ] || drop_defaults VPP # one chunk; or as many as overlap needs
+    if [ -n "${DEFAULTS[PP_FIRST]:-}${DEFAULTS[PP_LAST]:-}" ]; then
+        inner=$((PP > 2 ? PP - 2 : 1))
+        # (the zoo's own numbers for Kimi-K2 do not work out: its last stage, of one layer, would have four chunks)
+        if [ $((layers % PP)) = 0 ] || [ -n "${LAYERS_PER_VP:-}" ] || [ "${A2A_OVERLAP:-0}" = 1 ] ||
+            [ $((PP_FIRST % ${VPP:-1} + PP_LAST % ${VPP:-1} + (layers - PP_FIRST - PP_LAST) % (inner * ${VPP:-1}))) != 0 ]; then
+            drop_defaults PP_FIRST PP_LAST
+        fi
+    fi
+    # what counts embedding and loss as layers is no --num-layers
+    drop_defaults NUM_LAYERS
+}
+
+drop_defaults() {
+    local name
+    for name; do
+        [ -z "${DEFAULTS[$name]:-}" ] || { printf -v "$name" %s "" && unset "DEFAULTS[$name]"; }
+    done
+}
+
+# Which layers go where. A layout says it all, for the variables too.
+stage_flags() {
+    local words=(${RECIPE_FLAGS[@]+"${RECIPE_FLAGS[@]}"} "$@") name layout=
+    if [ -n "${LAYOUT:-}" ] || given --pipeline-model-parallel-layout "${words[@]}"; then
+        for name in VPP LAYERS_PER_VP PP_FIRST PP_LAST; do
+            [ -z "${!name:-}" ] || [ -n "${DEFAULTS[$name]:-}" ] ||
+                NOTES+=("$name=${!name} has no effect: --pipeline-model-parallel-layout says what every stage holds")
+        done
+        drop_defaults VPP PP_FIRST PP_LAST
+        add LAYOUT --pipeline-model-parallel-layout
+        return
+    fi
+    add PP_FIRST --decoder-first-pipeline-num-layers
+    add PP_LAST --decoder-last-pipeline-num-layers
+    if given '--num-layers-per-virtual-pipeline-stage|--num-virtual-stages-per-pipeline-rank' "${words[@]}"; then
+        return
+    elif [ "${LAYERS_PER_VP:-false}" != false ]; then
+        FLAGS+=(--num-layers-per-virtual-pipeline-stage "$LAYERS_PER_VP")
+        return
+    elif [ "${PP:-1}" -gt 1 ] && [ -z "${PP_FIRST:-}${PP_LAST:-}" ] && ! given '--decoder-first-*|--decoder-last-*|--account-for-*' "${words[@]}"; then
+        layout=$(own_layout "$@") || exit 2
+    fi
+    if [ -n "$layout" ]; then
+        FLAGS+=(--pipeline-model-parallel-layout "$layout")
+    elif [ "${VPP:-1}" -gt 1 ]; then
+        FLAGS+=(--num-virtual-stages-per-pipeline-rank "$VPP")
+    fi
 }
 
 mapping_flags() {
@@ -108,24 +247,17 @@ mapping_flags() {
     add CP --context-parallel-size
     # without ETP the zoo's default, 1; Megatron's own would be TP
     if [ -n "${ETP:-}" ] || [ "${TP:-1}" -gt 1 ]; then FLAGS+=(--expert-tensor-parallel-size "${ETP:-1}"); fi
-    add PP_FIRST --decoder-first-pipeline-num-layers
-    add PP_LAST --decoder-last-pipeline-num-layers
-    add LAYOUT --pipeline-model-parallel-layout
-    local layout=
-    if [ "${PP:-1}" -gt 1 ] && [ -z "${LAYERS_PER_VP:-}${PP_FIRST:-}${PP_LAST:-}${LAYOUT:-}" ] && ! names_stages "$@"; then
-        layout=$(own_layout "$@") || exit 2
-    fi
-    if [ -n "$layout" ]; then
-        FLAGS+=(--pipeline-model-parallel-layout "$layout")
-    elif [ -n "${LAYERS_PER_VP:-}" ]; then
-        FLAGS+=(--num-layers-per-virtual-pipeline-stage "$LAYERS_PER_VP")
-    elif [ "${VPP:-1}" -gt 1 ]; then
-        FLAGS+=(--num-virtual-stages-per-pipeline-rank "$VPP")
-    fi
+    stage_flags "$@"
     add NUM_LAYERS --num-layers
     add MBS --micro-batch-size
     add GBS --global-batch-size
-    if [ -n "${SEQ_LEN:-}" ]; then FLAGS+=(--seq-length "$SEQ_LEN" --max-position-embeddings "${MAX_POSITIONS:-$SEQ_LEN}"); fi
+    if [ -n "${SEQ_LEN:-}" ] && [ -z "${DEFAULTS[SEQ_LEN]:-}" ]; then
+        FLAGS+=(--seq-length "$SEQ_LEN")
+        # as many positions as the recipe has, or more
+        if [ "${MAX_POSITIONS:-$SEQ_LEN}" -gt "$(recipe_value --max-position-embeddings)" ]; then
+            FLAGS+=(--max-position-embeddings "${MAX_POSITIONS:-$SEQ_LEN}")
+        fi
+    fi
     add TRAIN_ITERS --train-iters
     case ${RECOMPUTE:-} in
         '') ;;
@@ -149,60 +281,172 @@ precision_flags() {
             [ "${OPTIMIZER_OFFLOAD:-0}" = 1 ] || FLAGS+=(--fp8-param-gather)
             ;;
         mxfp8)
-            FLAGS+=(--bf16 --fp8-recipe mxfp8 --fp8-format e4m3 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag
-                --overlap-grad-reduce --overlap-param-gather "${states[@]}" --moe-router-padding-for-quantization)
+            FLAGS+=(--bf16 --fp8-recipe mxfp8 --fp8-format e4m3 "${states[@]}" --moe-router-padding-for-quantization)
+            [ "${OPTIMIZER_OFFLOAD:-0}" = 1 ] ||
+                FLAGS+=(--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --overlap-grad-reduce --overlap-param-gather)
             ;;
     esac
 }
 
 dispatcher_flags() {
-    one_of DISPATCHER alltoall deepep hybridep
+    local named='--moe-token-dispatcher-type|--moe-flex-dispatcher-backend|--moe-enable-deepep'
+    if [ -z "${DISPATCHER:-}" ] && [ -n "${MOE_TOKEN_DISPATCHER:-}" ]; then
+        if [ -z "${DEFAULTS[MOE_TOKEN_DISPATCHER]:-}" ]; then
+            DISPATCHER=$MOE_TOKEN_DISPATCHER
+        elif [ $((${EP:-1} * ${TP:-1})) -gt 1 ] && ! given "$named" "$@"; then
+            DISPATCHER=${ZOO_DISPATCHER:-$MOE_TOKEN_DISPATCHER}
+            DEFAULTS[DISPATCHER]=$DISPATCHER
+        fi
+    fi
+    unset 'DEFAULTS[MOE_TOKEN_DISPATCHER]'
+    [ -n "${DISPATCHER:-}" ] || return 0
+    one_of DISPATCHER alltoall allgather flex deepep hybridep
     case $DISPATCHER in
-        alltoall) FLAGS+=(--moe-token-dispatcher-type alltoall) ;;
-        deepep) FLAGS+=(--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep) ;;
+        alltoall | allgather) FLAGS+=(--moe-token-dispatcher-type "$DISPATCHER") ;;
+        flex | deepep) FLAGS+=(--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep) ;;
         hybridep) FLAGS+=(--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 32) ;;
     esac
 }
 
-# Do the extra flags say where the data is?
+expert_flags() {
+    [ -z "${MOE_GROUPED_GEMM:-}" ] || one_of MOE_GROUPED_GEMM true false
+    case ${MOE_GROUPED_GEMM:-} in
+        true) FLAGS+=(--moe-grouped-gemm) ;;
+        false) [ "$(recipe_value --moe-grouped-gemm)" != true ] || NOTES+=("MOE_GROUPED_GEMM=false has no effect: $RECIPE sets --moe-grouped-gemm") ;;
+    esac
+}
+
+# Do the words, or the recipe file, say where the data is?
 names_data() {
-    local flag
-    for flag; do
-        case $flag in --data-path* | --train-data-path* | --data-args-path* | --per-split-data-args-path* | --mock-data*) return 0 ;; esac
-    done
-    return 1
+    given '--data-path|--train-data-path|--data-args-path|--per-split-data-args-path|--mock-data' ${RECIPE_FLAGS[@]+"${RECIPE_FLAGS[@]}"} "$@"
+}
+
+# With a key of Weights & Biases, or where WANDB_MODE asks for it. Without: no project.
+decide_wandb() {
+    local mode=${WANDB_MODE:-disabled}
+    [ -z "${WANDB_API_KEY:-}" ] || mode=${WANDB_MODE:-online}
+    if [ "$mode" != disabled ]; then
+        WANDB_PROJECT=${WANDB_PROJECT:-moe-trainer}
+        EXPORTS+=("WANDB_MODE=$mode")
+        return
+    fi
+    [ -z "${WANDB_PROJECT:-}" ] || NOTES+=("WANDB_PROJECT=$WANDB_PROJECT has no effect: WANDB_API_KEY is not set (nor WANDB_MODE=offline)")
+    WANDB_PROJECT=
+}
+
+wandb_flags() {
+    local name
+    [ -n "$WANDB_PROJECT" ] || return 0
+    name=$(basename "$MODEL" .yaml)-TP${TP:-1}PP${PP:-1}EP${EP:-1}CP${CP:-1}VPP${VPP:-1}-MBS${MBS:-}GBS${GBS:-}${COMMENT:+-$COMMENT}
+    FLAGS+=(--wandb-project "$WANDB_PROJECT")
+    given --wandb-exp-name ${RECIPE_FLAGS[@]+"${RECIPE_FLAGS[@]}"} || FLAGS+=(--wandb-exp-name "$name")
+}
+
+place_output() {
+    OUTPUT_PATH=${OUTPUT_PATH:-$PWD/runs/${RUN_NAME:-${MODEL##*/}}}
+    case $OUTPUT_PATH in /*) ;; *) OUTPUT_PATH=$PWD/$OUTPUT_PATH ;; esac
 }
 
 output_flags() {
-    OUTPUT_PATH=${OUTPUT_PATH:-$PWD/runs/${MODEL##*/}}
-    case $OUTPUT_PATH in /*) ;; *) OUTPUT_PATH=$PWD/$OUTPUT_PATH ;; esac
     FLAGS+=(--save "$OUTPUT_PATH/checkpoints" --tensorboard-dir "$OUTPUT_PATH/tensorboard")
     [ "${AUTO_RESUME:-1}" = 0 ] || FLAGS+=(--auto-resume)
-    [ "${PRETRAIN:-0}" = 1 ] || [ -z "${LOAD_PATH:-}" ] || FLAGS+=(--load "$LOAD_PATH" --finetune)
+    [ -z "${LOAD_PATH:-}" ] || FLAGS+=(--load "$LOAD_PATH" --finetune)
     if [ -n "${DATA_PATH:-}" ]; then
         local parts
         read -ra parts <<<"$DATA_PATH"
         FLAGS+=(--data-path "${parts[@]}")
     elif ! names_data "$@"; then
         FLAGS+=(--mock-data)
-        NO_DATA="note: neither DATA_PATH nor a flag names data, so this run trains on mock data"
+        [ "$MOCK" = 1 ] || NOTES+=("neither DATA_PATH nor a flag names data, so this run trains on mock data")
     fi
     [ -z "${TOKENIZER_MODEL:-}" ] || FLAGS+=(--tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}" --tokenizer-model "$TOKENIZER_MODEL")
     case ${PROFILE:-0} in
         0) ;;
-        1 | nsys) FLAGS+=(--profile --profile-step-start 23 --profile-step-end 25 --profile-ranks 0) ;;
+        1 | nsys)
+            FLAGS+=(--profile --profile-step-start 23 --profile-step-end 25 --profile-ranks 0)
+            EXPORTS+=("NSYS_OUTPUT=$OUTPUT_PATH/nsys/$(basename "$MODEL" .yaml)-$(date +%Y%m%d-%H%M%S)") # rank.sh runs these ranks under nsys
+            ;;
         torch) FLAGS+=(--profile --use-pytorch-profiler --profile-step-start 23 --profile-step-end 25 --profile-ranks 0) ;;
         *) fail "PROFILE=$PROFILE: one of 0 1 nsys torch is needed" ;;
     esac
 }
 
+# recipe_value FLAG: what the preset or recipe file says of it; 0: nothing
+recipe_value() {
+    local value=
+    [ ! -f "$RECIPE_FILE" ] || value=$(sed -n "s/^ *[\"']\{0,1\}$1[\"']\{0,1\} *: *\([^ #]*\).*/\1/p" "$RECIPE_FILE" | tail -n 1)
+    case $value in '$'*) value=0 ;; esac
+    echo "${value:-0}"
+}
+
+# Which recipe, and for a file: the variables that it names are exported, and RECIPE_FLAGS are the flags that it then sets.
+find_recipe() {
+    RECIPE=${TRAINING_PARAMS_PATH:-$MODEL} RECIPE_FLAGS=()
+    RECIPE_FILE=$RECIPE
+    case $RECIPE in
+        */* | *.yaml | *.yml) ;;
+        *)
+            RECIPE_FILE=$ROOT/model_zoo/$(model_key).yaml
+            return
+            ;;
+    esac
+    [ -f "$RECIPE" ] || fail "the recipe $RECIPE: there is no such file"
+    case $RECIPE in /*) ;; *) RECIPE=$PWD/$RECIPE RECIPE_FILE=$PWD/$RECIPE ;; esac
+}
+
+# A recipe file's variables, from the launcher's.
+export_recipe_variables() {
+    case $RECIPE in */*) ;; *) return 0 ;; esac
+    local name flag value
+    local -A known=([WORKSPACE]=1 [WANDB_PROJECT]=1)
+    for name in $VARIABLES; do known[$name]=1; done
+    # shellcheck disable=SC2016 # the file's text, in which nothing is expanded here
+    while read -r name; do
+        [ "$name" != LAYERS_PER_VP ] || [ -n "${LAYERS_PER_VP:-}" ] || LAYERS_PER_VP=$(layers_per_chunk)
+        [ "$name" != WORKSPACE ] || WORKSPACE=${WORKSPACE:-$PWD}
+        [ -n "${known[$name]:-}" ] || continue
+        export "$name=${!name:-}"
+        EXPORTS+=("$name=${!name:-}")
+    done < <(grep -v '^ *#' "$RECIPE" | grep -oE '\$\{?[A-Za-z_][A-Za-z0-9_]*' | tr -d '${' | sort -u)
+    # shellcheck disable=SC2016
+    while IFS=: read -r flag value; do
+        value=${value%%#*} value=${value//[[:space:]]/}
+        case $value in
+            '${'*'}') name=${value:2:-1} && [ -z "${known[$name]:-}" ] || value=${!name:-} ;;
+        esac
+        [ -z "$value" ] || [ "$value" = false ] || RECIPE_FLAGS+=("$flag")
+    done < <(sed -n "s/^ *[\"']\{0,1\}\(--[a-z0-9-]*\)[\"']\{0,1\} *: */\1:/p" "$RECIPE")
+}
+
+# What LAYERS_PER_VP is for VPP, for a recipe file that asks.
+layers_per_chunk() {
+    local layers=${NUM_LAYERS:-${ZOO[NUM_LAYERS]:-}}
+    layers=${layers:-$(recipe_value --num-layers)}
+    if [ "${VPP:-1}" -gt 1 ]; then echo $((layers / ${PP:-1} / VPP)); else echo false; fi
+}
+
 flags_of_run() {
     [ -n "${MODEL:-}" ] || fail "MODEL is not set; MODEL=DeepSeek-V3 for example, or the path of a YAML file"
-    FLAGS=(--preset "$MODEL")
+    local words name MOCK=0
+    read -ra words <<<"${TRAINING_PARAMS:-}"
+    set -- ${words[@]+"${words[@]}"} "$@"
+    PROGRAM=${TRAINING_SCRIPT_PATH:-$ROOT/pretrain_moe.py}
+    [ -f "$PROGRAM" ] || [ -n "${CONTAINER_IMAGE:-}" ] || fail "TRAINING_SCRIPT_PATH=$PROGRAM: there is no such file"
+    # "mock", as in the zoo's line for Kimi-K2, and a run from scratch
+    [ "${DATA_PATH:-}" != mock ] || DATA_PATH='' MOCK=1
+    [ "${TOKENIZER_MODEL:-}" != mock ] || TOKENIZER_MODEL=
+    [ "${PRETRAIN:-0}" != 1 ] || LOAD_PATH=
     EXPORTS=()
+    find_recipe
+    place_output
+    fit_default_stages
+    decide_wandb
+    export_recipe_variables
+    FLAGS=(--preset "$RECIPE")
     mapping_flags "$@"
     [ -z "${PR:-}" ] || precision_flags
-    [ -z "${DISPATCHER:-}" ] || dispatcher_flags
+    dispatcher_flags "$@"
+    expert_flags
     [ "${OPTIMIZER_OFFLOAD:-0}" != 1 ] || FLAGS+=(--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer)
     if [ "${A2A_OVERLAP:-0}" = 1 ]; then
         FLAGS+=(--overlap-moe-expert-parallel-comm --delay-wgrad-compute)
@@ -210,7 +454,11 @@ flags_of_run() {
     else
         EXPORTS+=(CUDA_DEVICE_MAX_CONNECTIONS=1)
     fi
-    EXPORTS+=(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVTE_ALLOW_NONDETERMINISTIC_ALGO=1)
+    # captured graphs and expandable segments work together without NCCL's registration of the graph's buffers
+    EXPORTS+=(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 NCCL_GRAPH_REGISTER=0)
+    [ -z "${NVLINK_DOMAIN_SIZE:-}" ] || EXPORTS+=("NVLINK_DOMAIN_SIZE=$NVLINK_DOMAIN_SIZE")
+    output_flags "$@"
+    wandb_flags
     local pair own=(${ENVIRONMENT[@]+"${ENVIRONMENT[@]}"})
     [ "${#own[@]}" != 1 ] || read -ra own <<<"${own[0]}"
     for pair in ${own[@]+"${own[@]}"}; do
@@ -222,16 +470,23 @@ flags_of_run() {
         pair=${EXPORTS[$index]%%=*}
         [ -z "${!pair:-}" ] || EXPORTS[index]="$pair=${!pair}"
     done
-    NO_DATA=
-    output_flags "$@"
     FLAGS+=("$@")
+    say_defaults
+}
+
+say_defaults() {
+    local name text=
+    for name in TP PP EP CP VPP PP_FIRST PP_LAST MBS GBS NNODES DISPATCHER; do
+        [ -z "${DEFAULTS[$name]:-}" ] || text+=" $name=${!name}"
+    done
+    [ -z "$text" ] || NOTES+=("the model zoo's defaults for $MODEL:$text")
 }
 
 # Judge the command line for this many ranks before anything waits in a queue; with DRY_RUN=1 plan it too.
 check_flags() {
     local world_size=$1 python verdict
     python=$(find_run_python)
-    [ -z "$NO_DATA" ] || echo "$NO_DATA"
+    [ "${#NOTES[@]}" = 0 ] || printf 'note: %s\n' "${NOTES[@]}"
     if [ "${VALIDATE:-1}" = 0 ]; then return; fi
     if [ "${DRY_RUN:-0}" != 1 ]; then
         verdict=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" 2>&1) ||

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import arguments
+from arguments.parse import understand
 from moe_trainer.planner.mappings import layer_counts, layout_text
 
 CHUNKS = (4, 3, 2)
@@ -37,10 +37,11 @@ def main() -> None:
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("flags", nargs="*")
     asked = parser.parse_args()
-    try:
-        model = arguments.parse_args([*asked.flags, "--mock-data"]).model
-    except ValueError:
-        return  # the launcher validates the whole command line next, and says what is wrong
+    # whatever else is wrong with the flags: the launcher judges the whole command line next, and should not find a second mistake there that
+    # is only the missing layout
+    model, _ = understand(asked.flags, None)
+    if not model.num_layers:
+        return
     text = layout(model.num_layers, model.mtp_num_layers or 0, asked.pp, asked.vpp, asked.overlap)
     if text is not None:
         print(text)

@@ -22,6 +22,44 @@ numa_node() {
     echo "$node"
 }
 
+# Which node this is, is known only here: in the variables and arguments that name it.
+node=${SLURM_NODEID:-${GROUP_RANK:-0}}
+# shellcheck disable=SC2016 # the name, not its value
+on_node() {
+    local text=${1//'${SLURM_NODEID}'/$node}
+    printf '%s' "${text//'$SLURM_NODEID'/$node}"
+}
+while read -r name; do
+    case ${!name} in *SLURM_NODEID*) export "$name=$(on_node "${!name}")" ;; esac
+done < <(compgen -e)
+arguments=()
+for argument; do
+    case $argument in *SLURM_NODEID*) argument=$(on_node "$argument") ;; esac
+    arguments+=("$argument")
+done
+# Compiled kernels stay on the node: a home folder on the network would have all ranks of all nodes write one cache.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_cache_$(id -u)_$node}
+
+# NSYS_OUTPUT (of PROFILE=nsys): the ranks that --profile-ranks names run under nsys.
+profiler=()
+if [ -n "${NSYS_OUTPUT:-}" ]; then
+    rank=${RANK:-${SLURM_PROCID:-0}} listed=0
+    for argument in "${arguments[@]}"; do
+        case $argument in
+            --profile-ranks) listed=1 profiler=() ;;
+            --*) listed=0 ;;
+            "$rank") [ "$listed" = 0 ] || profiler=(nsys) ;;
+        esac
+    done
+    if [ "${#profiler[@]}" != 0 ]; then
+        command -v nsys >/dev/null || { echo "error: PROFILE=nsys: there is no nsys on $(hostname); PROFILE=torch needs none" >&2 && exit 2; }
+        mkdir -p "$(dirname "$NSYS_OUTPUT")"
+        # shellcheck disable=SC2054 # one option
+        profiler=(nsys profile --sample=none --cpuctxsw=none --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop
+            --cuda-graph-trace=node --force-overwrite=true --export=sqlite --output="$NSYS_OUTPUT-rank$rank")
+    fi
+fi
+
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / ranks > 8 ? 8 : cores / ranks > 0 ? cores / ranks : 1))}
 bind=()
@@ -33,4 +71,4 @@ elif [ "${BIND:-auto}" != none ] && command -v numactl >/dev/null && node=$(numa
     "${bind[@]}" true 2>/dev/null || bind=()
 fi
 echo "rank ${RANK:-${SLURM_PROCID:-0}} on $(hostname), local rank $local_rank: ${bind[*]:-no binding}, OMP_NUM_THREADS=$OMP_NUM_THREADS" >&2
-exec ${bind[@]+"${bind[@]}"} "$@"
+exec ${profiler[@]+"${profiler[@]}"} ${bind[@]+"${bind[@]}"} "${arguments[@]}"

@@ -4,7 +4,7 @@
 #   MODEL=DeepSeek-V3 TP=2 PP=8 EP=64 NNODES=128 PR=fp8 DISPATCHER=deepep A2A_OVERLAP=1 bash scripts/sbatch_train.sh --extra flags
 #   DRY_RUN=1 ...     print job and command, validate and plan them; submit nothing (exit code 2: wrong flags, 3: does not fit)
 #
-#   CLUSTER=FILE      bash that sets what a site needs: ACCOUNT PARTITION RUN_TIME GPUS_PER_NODE OUTPUT_PATH CONTAINER_IMAGE
+#   CLUSTER=FILE      (or NAME: cluster_configs/benchmarking/NAME.conf) bash that sets what a site needs: ACCOUNT PARTITION RUN_TIME GPUS_PER_NODE OUTPUT_PATH CONTAINER_IMAGE
 #                     CONTAINER_MOUNTS MODULES SETUP (commands) PYTHON, and the arrays SBATCH_OPTIONS SRUN_OPTIONS ENVIRONMENT;
 #                     what the caller's environment sets wins
 #   RUN_TIME=4:00:00  ACCOUNT= PARTITION= COMMENT= SEGMENT= GPUS_PER_NODE=8 (GB200_CLUSTER=1: 4)
@@ -18,15 +18,14 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
 
 help_asked "$@"
-read_cluster
-positive NNODES GPUS_PER_NODE
+read_variables
+# shellcheck disable=SC2034 # what the zoo's launcher for SLURM takes, whatever its table of models says
+ZOO_DISPATCHER=deepep
 flags_of_run "$@"
 nodes=${NNODES:-1}
-gpus=8
-[ "${GB200_CLUSTER:-0}" != 1 ] || gpus=4
-gpus=${GPUS_PER_NODE:-$gpus}
+gpus=${GPUS_PER_NODE:-8}
 python=$(find_run_python)
-name=moe-$(basename "$MODEL" .yaml)
+name=moe-${RUN_NAME:-$(basename "$MODEL" .yaml)}
 
 options=(--job-name="$name" --nodes="$nodes" --ntasks-per-node="$gpus" --time="${RUN_TIME:-4:00:00}"
     --output="$OUTPUT_PATH/logs/slurm-%j.log" --open-mode=append --requeue --signal="USR1@${SIGNAL_SECONDS:-120}")
@@ -70,7 +69,7 @@ job_file() {
     done
     echo "# written by scripts/sbatch_train.sh"
     echo 'set -uo pipefail'
-    printf 'ROOT=%q PYTHON=%q LOGS=%q RANKS_PER_NODE=%q\n' "$ROOT" "$python" "$OUTPUT_PATH/logs" "$gpus"
+    printf 'ROOT=%q PYTHON=%q PROGRAM=%q LOGS=%q RANKS_PER_NODE=%q\n' "$ROOT" "$python" "$PROGRAM" "$OUTPUT_PATH/logs" "$gpus"
     printf 'REQUEUE=%q MAX_REQUEUES=%q MAX_STALLED=%q\n' "${REQUEUE:-1}" "${MAX_REQUEUES:-100}" "${MAX_STALLED:-2}"
     printf 'MODULES=%q SETUP=%q\n' "${MODULES:-}" "${SETUP:-}"
     printf 'export BIND=%q BINDPCIE_PATH=%q\n' "${BIND:-auto}" "${BINDPCIE_PATH:-}"
@@ -84,7 +83,7 @@ job_file() {
 if [ "${DRY_RUN:-0}" = 1 ]; then
     job_file
     printf '\ncommand: srun'
-    printf ' %q' ${srun_options[@]+"${srun_options[@]}"} env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$python" -u "$ROOT/pretrain_moe.py" "${FLAGS[@]}"
+    printf ' %q' ${srun_options[@]+"${srun_options[@]}"} env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$python" -u "$PROGRAM" "${FLAGS[@]}"
     printf '\n\n'
     check_flags $((nodes * gpus))
     exit 0

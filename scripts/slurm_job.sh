@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What a job of sbatch_train.sh does; sourced by the job file, which has set FLAGS, EXPORTS, SRUN_OPTIONS (arrays), ROOT, PYTHON,
-# LOGS, REQUEUE, MAX_REQUEUES, MAX_STALLED, MODULES and SETUP.
+# PROGRAM, LOGS, REQUEUE, MAX_REQUEUES, MAX_STALLED, MODULES and SETUP.
 #
 # Outcomes                                           exit code   and then
 #   the run is done                                  0           what is left of an array is cancelled
@@ -83,7 +83,7 @@ export RANKS_PER_NODE=${RANKS_PER_NODE:?}
 print_environment >"$logs/environment.txt"
 
 # env: in a container the image's own values would win over exported ones.
-command=(env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$PYTHON" -u "$ROOT/pretrain_moe.py" "${FLAGS[@]}")
+command=(env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$PYTHON" -u "$PROGRAM" "${FLAGS[@]}")
 echo "job $SLURM_JOB_ID, attempt $attempt, nodes $SLURM_JOB_NODELIST, logs of the ranks in $logs"
 printf 'command:'
 printf ' %q' "${command[@]}"

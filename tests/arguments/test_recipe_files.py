@@ -126,6 +126,16 @@ def test_what_is_no_recipe_is_refused(recipe, text, reason):
     assert len(caught.value.violations) == 1
 
 
+@pytest.mark.parametrize("environ, node", [({}, "0"), ({"GROUP_RANK": "2"}, "2"), ({"SLURM_NODEID": "5", "GROUP_RANK": "2"}, "5")])
+def test_the_node_of_a_recipe_is_known_where_it_runs(recipe, monkeypatch, environ, node):
+    for name in ("SLURM_NODEID", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    path = recipe("ENV_VARS:\n  TRITON_CACHE_DIR: /tmp/cache_$SLURM_NODEID\n" + FILE.partition("ENV_VARS")[0] + FILE[FILE.index("MODEL_ARGS") :])
+    assert parse_args(["--preset", path], world_size=1).recipe_env["TRITON_CACHE_DIR"] == f"/tmp/cache_{node}"
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="cannot be read"):
         parse_args(["--preset", str(tmp_path / "none.yaml")])

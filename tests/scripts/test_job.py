@@ -196,6 +196,30 @@ def test_without_a_gpu_ranks_share_the_numa_nodes(node, rank, wanted):
     assert ranked(node, SLURM_LOCALID=str(rank))[0] == f"numactl --cpunodebind={wanted} --membind={wanted}"
 
 
+def test_what_names_the_node_is_read_on_the_node(node):
+    settings = {"PATH": os.environ["PATH"], "BIND": "none", "SLURM_NODEID": "3", "SLURM_PROCID": "1", "CACHE": "/tmp/a_$SLURM_NODEID/${SLURM_NODEID}"}
+    done = subprocess.run(["bash", str(SCRIPTS / "rank.sh"), "bash", "-c", 'echo "$CACHE $1 $TRITON_CACHE_DIR"', "x", "--path=/tmp/$SLURM_NODEID"],
+                          env=settings, check=True, capture_output=True, text=True)
+    cache, path, triton = done.stdout.split()
+    assert (cache, path) == ("/tmp/a_3/3", "--path=/tmp/3") and triton == f"/tmp/triton_cache_{os.geteuid()}_3"
+
+
+@pytest.mark.parametrize("rank, ranks, profiled", [("0", "0", True), ("1", "0", False), ("9", "0 9", True)])
+def test_the_ranks_to_profile_run_under_nsys(node, rank, ranks, profiled):
+    output = node / "nsys" / "run"
+    settings = {"PATH": f"{node / 'bin'}:{os.environ['PATH']}", "BIND": "none", "SLURM_PROCID": rank, "NSYS_OUTPUT": str(output)}
+    command = ["bash", str(SCRIPTS / "rank.sh"), "echo", "--profile-ranks", "7", "--profile", "--profile-ranks", *ranks.split(), "--lr", "1"]
+    if profiled:
+        absent = subprocess.run(command, env=settings, check=False, capture_output=True, text=True)
+        assert absent.returncode == 2 and "there is no nsys on" in absent.stderr
+    stand_in(node / "bin", "nsys")
+    done = subprocess.run(command, env=settings, check=True, capture_output=True, text=True)
+    made = calls(node / "bin", "nsys")
+    assert bool(made) == profiled == (not done.stdout)
+    if profiled:
+        assert "profile" in made[0] and "--capture-range=cudaProfilerApi" in made[0] and f"--output={output}-rank{rank} echo --profile-ranks" in made[0]
+
+
 def test_binding_can_be_off_or_anothers_or_impossible(node):
     assert ranked(node, BIND="none")[:2] == ("no binding", [])
     stand_in(node / "bin", "bindpcie", 'exec "$@"')

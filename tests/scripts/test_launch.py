@@ -1,12 +1,14 @@
 """The launchers: variables become flags, dry runs validate, torchrun's ranks save on a signal and the exit code is theirs."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from commands import environment, read_metrics
@@ -18,7 +20,8 @@ from scripts.torchrun import exit_code
 
 SCRIPTS = ROOT / "scripts"
 WRAPPERS = sorted(path.name for path in SCRIPTS.glob("train_*.sh"))
-NAMES = ("MODEL", "TP", "PP", "EP", "CP", "ETP", "VPP", "NNODES", "PR", "DISPATCHER", "CLUSTER", "OUTPUT_PATH", "CUDA_DEVICE_MAX_CONNECTIONS")
+NAMES = {"MODEL", "CLUSTER", "WORKSPACE", "CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_PATH", "WANDB_API_KEY", "TRITON_CACHE_DIR",
+         *(SCRIPTS / "launch_flags.sh").read_text().partition('VARIABLES="')[2].partition('"')[0].split()} - {"PYTHON"}
 
 
 def surroundings(**extra):
@@ -100,10 +103,10 @@ def test_what_does_not_run_is_not_submitted(tmp_path):
 
 def test_a_plan_that_does_not_fit_is_an_error_of_its_own(tmp_path):
     for script in ("sbatch_train.sh", "launch.sh"):
-        done = dry(script, tmp_path, MODEL="mixtral_8x7b", EP="8", code=3)
+        done = dry(script, tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
         assert "does not fit: stage 0 needs" in done.stdout and "8 x h100" in done.stdout
         assert "error: this run DOES NOT FIT the memory of its devices: stage 0 needs" in done.stderr
-    done = dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="gb300")
+    done = dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", HARDWARE="gb300")
     assert "fits: the fullest device" in done.stdout and "8 x gb300" in done.stdout and done.stderr == ""
     assert "there are a100" in dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="b3000", code=2).stderr
 
@@ -112,7 +115,7 @@ def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
     cluster = tmp_path / "cluster.conf"
     cluster.write_text("ACCOUNT=ours\nPARTITION=slow\nGPUS_PER_NODE=4\nCONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\n"
                        "MODULES='cuda gcc'\nSBATCH_OPTIONS=(--mem=0 '--comment=two words')\nENVIRONMENT=('A=x y' NCCL_DEBUG=INFO)\n")
-    done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", NNODES="2", CLUSTER=str(cluster), PARTITION="fast", OUTPUT_PATH="out",
+    done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="2", CLUSTER=str(cluster), PARTITION="fast", OUTPUT_PATH="out",
                HARDWARE="gb300")
     for wanted in ("--account=ours", "--partition=fast", "--ntasks-per-node=4", "--mem=0", '#SBATCH "--comment=two words"\n',
                    "--container-image=/images/torch.sqsh", "MODULES=cuda\\ gcc", "A=x\\ y", "NCCL_DEBUG=INFO", "PYTHON=" + sys.executable):
@@ -120,8 +123,181 @@ def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
     assert f":{tmp_path}/out\\,/data:/data" in done.stdout
 
 
+ZOO_BARE = {
+    "Mixtral-8x2B": "tp=1 pp=1 ep=8 mbs=2 gbs=256 nodes=8", "Mixtral-8x7B": "tp=1 pp=4 ep=8 vpp=8 mbs=1 gbs=256 nodes=8",
+    "Mixtral-8x22B": "tp=2 pp=8 ep=8 vpp=7 mbs=1 gbs=256 nodes=16", "DeepSeek-V2": "tp=1 pp=16 ep=8 first=2 last=2 vpp=2 mbs=1 gbs=1024 nodes=32",
+    "DeepSeek-V2-Lite": "tp=1 pp=1 ep=8 mbs=1 gbs=512 nodes=1", "DeepSeek-V3": "tp=1 pp=16 ep=64 first=4 last=1 mbs=1 gbs=8192 nodes=128",
+    "DeepSeek-V3-Proxy": "tp=1 pp=4 ep=16 first=2 last=2 mbs=1 gbs=512 nodes=8",
+    "Qwen2-57B-A14B": "tp=2 pp=4 ep=4 vpp=7 mbs=1 gbs=256 nodes=8",
+    "Qwen3-235B-A22B": "tp=2 pp=8 ep=32 layout=Ett|(ttt|)*30ttL mbs=1 gbs=256 nodes=32", "Qwen3-30B-A3B": "tp=1 pp=1 ep=8 mbs=1 gbs=256 nodes=4",
+    "Qwen3-Next-80B-A3B": "tp=1 pp=4 ep=8 vpp=3 mbs=1 gbs=256 nodes=8", "Kimi-K2": "tp=1 pp=4 ep=64 layout=Ettt|ttt|(tttt|)*13tttL mbs=1 gbs=128 nodes=32",
+}
+SHORT = {"--tensor-model-parallel-size": "tp", "--pipeline-model-parallel-size": "pp", "--expert-model-parallel-size": "ep",
+         "--num-virtual-stages-per-pipeline-rank": "vpp", "--decoder-first-pipeline-num-layers": "first", "--decoder-last-pipeline-num-layers": "last",
+         "--pipeline-model-parallel-layout": "layout", "--micro-batch-size": "mbs", "--global-batch-size": "gbs"}
+
+
+@pytest.mark.parametrize("model", ZOO_BARE)
+def test_a_bare_model_has_the_zoos_mapping(tmp_path, model):
+    done = dry("sbatch_train.sh", tmp_path, MODEL=model, VALIDATE="0")
+    flags = flags_in(done.stdout)
+    found = [f"{SHORT[name]}={flags[index + 1]}" for index, name in enumerate(flags) if name in SHORT]
+    nodes, = re.findall(r"^#SBATCH --nodes=(\d+)$", done.stdout, re.MULTILINE)
+    assert " ".join([*found, f"nodes={nodes}"]) == ZOO_BARE[model]
+    assert value(flags, "--moe-flex-dispatcher-backend") == "deepep" and "--seq-length" not in flags
+    assert f"note: the model zoo's defaults for {model}: TP=" in done.stdout
+
+
+def test_the_zoos_defaults_stand_below_everything_else(tmp_path):
+    cluster = tmp_path / "cluster.conf"
+    cluster.write_text("NNODES=2 PP=2\n")
+    flags = flags_in(dry("launch.sh", tmp_path, MODEL="Mixtral-8x7B", CLUSTER=str(cluster), PP="1", VALIDATE="0").stdout.replace("command: ", "FLAGS="))
+    assert value(flags, "--pipeline-model-parallel-size") == "1" and value(flags, "--nnodes") == "2"
+    assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the zoo's VPP goes with its PP
+    assert value(flags, "--moe-token-dispatcher-type") == "alltoall"  # the other launcher of the zoo takes its table's
+    env = surroundings(MODEL="Mixtral-8x7B", VALIDATE="0")
+    several = subprocess.run(["bash", str(SCRIPTS / "launch.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert several.returncode == 2 and "NNODES=8, the default of the model zoo for Mixtral-8x7B, needs NODE_RANK" in several.stderr
+
+
+@pytest.mark.parametrize("variables, words, wanted", [
+    (dict(VPP="4", PP_LAST="2"), ("--pipeline-model-parallel-layout", "Et|(tt|)*30mL"), []),
+    (dict(VPP="4", LAYOUT="Et|(tt|)*30mL"), (), ["--pipeline-model-parallel-layout"]),
+    (dict(VPP="1", LAYERS_PER_VP="false", PP_FIRST="false", PP_LAST="false"), (), ["--pipeline-model-parallel-layout"]),
+    (dict(PP_FIRST="7", PP_LAST="6"), (), ["--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"]),
+    (dict(LAYERS_PER_VP="2"), (), ["--num-layers-per-virtual-pipeline-stage"]),
+    (dict(VPP="4"), ("--num-layers-per-virtual-pipeline-stage", "2"), []),
+])
+def test_stages_are_said_once(tmp_path, variables, words, wanted):
+    done = dry("sbatch_train.sh", tmp_path, *words, MODEL="DeepSeek-V3", PP="8", EP="32", VALIDATE="0", **variables)
+    flags = flags_in(done.stdout)
+    about = ("--num-virtual", "--num-layers-per", "--pipeline-model-parallel-layout", "--decoder-")
+    assert [flag for flag in flags[: len(flags) - len(words)] if flag.startswith(about)] == wanted
+    says = ["VPP=4 has no effect"] if "Et|(tt|)*30mL" in (*words, variables.get("LAYOUT")) else []
+    assert re.findall(r"VPP=\d has no effect", done.stdout) == says
+
+
+def test_a_wrong_flag_makes_no_second_mistake(tmp_path):
+    """94 layers over 8 stages need the launcher's own layout, whatever else is wrong."""
+    done = dry("sbatch_train.sh", tmp_path, "--cuda-graph-warmup-steps", "x", MODEL="Qwen3-235B-A22B", TP="2", PP="8", VPP="4", EP="32", NNODES="32", code=2)
+    assert "1 problem" in done.stdout and "--num-layers" not in done.stderr
+
+
+def test_a_named_cluster_of_the_zoos_shape(tmp_path):
+    """cluster_configs/benchmarking/NAME.conf sees the defaults, finds the data by DATASET, and the caller still wins."""
+    folder = tmp_path / "cluster_configs" / "benchmarking"
+    folder.mkdir(parents=True)
+    (folder / "OURS.conf").write_text("""export ACCOUNT=${ACCOUNT:-"them"}
+export PARTITION=${PARTITION:-"batch"}
+export OUTPUT_PATH=${OUTPUT_PATH:-"/results/${MODEL}-TP${TP}PP${PP}EP${EP}VPP${VPP}-MBS${MBS}GBS${GBS}"}
+declare -A DATA_PATHS=(["Pile:Mixtral-8x7B"]="/data/pile_text_document")
+""")
+    given = dict(MODEL="Mixtral-8x7B", CLUSTER="OURS", VALIDATE="0", ACCOUNT="us", PARTITION="")
+    done = dry("sbatch_train.sh", tmp_path, DATASET="Pile", RUN_NAME="baseline", COMMENT="v1", MEGATRON_PATH="/opt/megatron", **given)
+    flags = flags_in(done.stdout)
+    assert value(flags, "--save") == "/results/Mixtral-8x7B-TP1PP4EP8VPP8-MBS1GBS256/checkpoints"
+    assert value(flags, "--data-path") == "/data/pile_text_document" and "--mock-data" not in flags
+    for wanted in ("--account=us", "--partition=batch", "--job-name=moe-baseline", "--comment=v1"):
+        assert f"#SBATCH {wanted}\n" in done.stdout, wanted
+    assert "note: MEGATRON_PATH=/opt/megatron has no effect" in done.stdout
+    assert "DATASET=Dolma: neither" in dry("sbatch_train.sh", tmp_path, DATASET="Dolma", code=2, **given).stderr
+    assert "no THEIRS.conf in cluster_configs" in dry("sbatch_train.sh", tmp_path, code=2, **{**given, "CLUSTER": "THEIRS"}).stderr
+
+
+ZOO_FILE = """ENV_VARS:
+  TRITON_CACHE_DIR: /tmp/triton_cache_$SLURM_NODEID
+MODEL_ARGS:
+  --tensor-model-parallel-size: ${TP}
+  --pipeline-model-parallel-size: ${PP}
+  --num-layers-per-virtual-pipeline-stage: ${LAYERS_PER_VP}
+  --expert-model-parallel-size: ${EP}
+  --context-parallel-size: ${CP}
+  --micro-batch-size: ${MBS}
+  --global-batch-size: ${GBS}
+  --train-samples: 1000
+  --eval-interval: 100
+  --save-interval: 100
+  --data-cache-path: ${WORKSPACE}/data_cache
+  --tokenizer-type: NullTokenizer
+  --vocab-size: 31999
+  --data-path: ${DATA_PATH}
+  --num-layers: 32
+  --hidden-size: 256
+  --num-attention-heads: 8
+  --seq-length: ${SEQ_LEN}
+  --max-position-embeddings: 4096
+  --lr: 1e-4
+  --num-experts: 8
+  --moe-router-topk: 2
+  --moe-grouped-gemm: ${MOE_GROUPED_GEMM}
+  --moe-token-dispatcher-type: ${MOE_TOKEN_DISPATCHER}
+  --load: ${LOAD_PATH}
+  --use-distributed-optimizer: true
+  --wandb-project: ${WANDB_PROJECT}
+  --wandb-exp-name: Mixtral-8x7B-TP${TP}-${COMMENT}
+  --bf16: true
+"""
+
+
+def test_a_recipe_of_the_zoo_has_the_launchers_variables(tmp_path):
+    recipe = tmp_path / "Mixtral-8x7B.yaml"
+    recipe.write_text(ZOO_FILE)
+    done = dry("sbatch_train.sh", tmp_path, "--log-interval", "7", TRAINING_PARAMS_PATH=str(recipe), TRAINING_PARAMS="--lr 2e-4 --min-lr 1e-5",
+               WANDB_PROJECT="ours", HARDWARE="b200")
+    flags = flags_in(done.stdout)
+    assert value(flags, "--preset") == str(recipe) and flags[-6:] == ["--lr", "2e-4", "--min-lr", "1e-5", "--log-interval", "7"]
+    exports = done.stdout.partition("EXPORTS=(")[2].partition("\n")[0].split()
+    assert {"TP=1", "PP=4", "EP=8", "LAYERS_PER_VP=1", "SEQ_LEN=4096", "DATA_PATH=", "WANDB_PROJECT=", f"WORKSPACE={tmp_path}"} <= set(exports)
+    assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the file says it
+    assert "valid for 64 ranks" in done.stdout and "64 x b200" in done.stdout
+    assert "WANDB_PROJECT=ours has no effect" in done.stdout
+    missing = dry("launch.sh", tmp_path, TRAINING_PARAMS_PATH=str(tmp_path / "none.yaml"), code=2)
+    assert missing.stderr == f"error: the recipe {tmp_path}/none.yaml: there is no such file\n"
+
+
+def test_other_variables_of_the_zoo_act(tmp_path):
+    def flags_of(script="sbatch_train.sh", **variables):
+        done = dry(script, tmp_path, VALIDATE="0", **{"MODEL": "qwen3_30b_a3b", **variables})
+        return flags_in(done.stdout.replace("command: ", "FLAGS=") if script == "launch.sh" else done.stdout), done.stdout
+
+    flags, text = flags_of(MOE_TOKEN_DISPATCHER="alltoall", MOE_GROUPED_GEMM="true", SEQ_LEN="4096", DATA_PATH="mock", TOKENIZER_MODEL="mock",
+                           LOAD_PATH="/weights", PRETRAIN="1")
+    assert value(flags, "--moe-token-dispatcher-type") == "alltoall" and "--moe-grouped-gemm" in flags
+    assert value(flags, "--seq-length") == "4096" and "--max-position-embeddings" not in flags  # raised, not lowered
+    assert "--mock-data" in flags and "--tokenizer-model" not in flags and "--load" not in flags and "names data" not in text
+    assert value(flags_of(SEQ_LEN="131072")[0], "--max-position-embeddings") == "131072"
+    assert "MOE_GROUPED_GEMM=false has no effect" in flags_of(MOE_GROUPED_GEMM="false")[1]
+    flags, text = flags_of(PR="mxfp8", OPTIMIZER_OFFLOAD="1", WANDB_API_KEY="secret", WANDB_PROJECT="ours", COMMENT="first", PROFILE="nsys")
+    assert "--fp8-param-gather" not in flags and value(flags, "--wandb-project") == "ours"
+    assert value(flags, "--wandb-exp-name") == "qwen3_30b_a3b-TP1PP1EP8CP1VPP1-MBS1GBS256-first"
+    assert "WANDB_MODE=online" in text and "secret" not in text and f"NSYS_OUTPUT={tmp_path}/runs/qwen3_30b_a3b/nsys/qwen3_30b_a3b-" in text
+    program = tmp_path / "mine.py"
+    program.touch()
+    for script in ("sbatch_train.sh", "launch.sh"):
+        flags, text = flags_of(script, GB200_CLUSTER="1", TRAINING_SCRIPT_PATH=str(program))
+        assert f" -u {program} --preset" in text and "NVLINK_DOMAIN_SIZE=72" in text
+        assert ("--ntasks-per-node=4" if script == "sbatch_train.sh" else "--nproc-per-node 4") in text
+    assert "TRAINING_SCRIPT_PATH=none.py" in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TRAINING_SCRIPT_PATH="none.py", code=2).stderr
+    assert "TP=x: a whole number" in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TP="x", code=2).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["sbatch_train.sh", "launch.sh"])
+def test_every_best_practice_line_of_the_zoo(tmp_path, script):
+    """Each is accepted, and planned to fit the hardware it was measured on."""
+    lines = [line for line in Path(__file__).with_name("zoo_lines.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) == 33
+    codes = {}
+    for line in lines:
+        hardware, *words = shlex.split(line)  # (one layout comes in quotes of its own)
+        count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+        env = surroundings(DRY_RUN="1", HARDWARE=hardware, **dict(word.split("=", 1) for word in words[:count]))
+        codes[line] = subprocess.run(["bash", str(SCRIPTS / script), *words[count:]], cwd=tmp_path, env=env, capture_output=True, check=False).returncode
+    assert {line: code for line, code in codes.items() if code != 0} == {}
+
+
 def test_arrays_dependencies_and_requeueing_are_sbatchs(tmp_path):
-    done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", ARRAY="5", DEPENDENCY="afterok:12", SIGNAL_SECONDS="300",
+    done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", ARRAY="5", DEPENDENCY="afterok:12", SIGNAL_SECONDS="300",
                RUN_TIME="1:00:00", GB200_CLUSTER="1", NNODES="2", SEGMENT="2", HARDWARE="gb200")
     for wanted in ("--array=1-5%1", "--dependency=afterok:12", "--signal=USR1@300", "--time=1:00:00", "--ntasks-per-node=4", "--segment=2"):
         assert f"#SBATCH {wanted}\n" in done.stdout, wanted
