@@ -93,14 +93,14 @@ def open_job(job: Job) -> None:
                 raise CheckpointError(f"{job.folder} belongs to another conversion, or its source has changed since; remove that folder to begin anew")
         else:
             write_text(job.folder / _PLAN, json.dumps(head))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise error if isinstance(error, CheckpointError) else StorageError(f"{job.folder} cannot be used: {error}") from error
 
 
 def _says(path: Path, head: Mapping[str, Any]) -> bool:
     try:
         return json.loads(path.read_text()) == head
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 
@@ -179,7 +179,7 @@ def _note(folder: Path, name: str) -> Path:
 def _is_done(folder: Path, name: str) -> bool:
     try:
         return json.loads(_note(folder, name).read_text())["bytes"] == (folder / name).stat().st_size
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

@@ -83,6 +83,8 @@ def read_split_blends_file(path: str) -> tuple[Blend | None, Blend | None, Blend
         content = json.loads(_read_text(path, "--per-split-data-args-path"))
     except json.JSONDecodeError as error:
         raise ValueError(f"--per-split-data-args-path {path}: not JSON (line {error.lineno}: {error.msg})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--per-split-data-args-path {path}: cannot be read ({error})") from None
     if not isinstance(content, dict):
         raise InputError(f"--per-split-data-args-path {path}: needed an object with the keys train, valid, test")
     blends = []

@@ -366,7 +366,9 @@ class IndexCache:
             path = self._array_path(name)
             try:
                 array = np.load(path, mmap_mode="r")
-            except (ValueError, EOFError, OSError) as error:
+                if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
+                    raise ValueError(f"an array of {array.ndim} dimensions and type {array.dtype}")
+            except Exception as error:  # noqa: BLE001  numpy reads the header with Python's own parser, which has errors of its own
                 raise ValueError(f"index cache {path}: cannot be read ({error}); delete it and start again") from None
             if needed is not None and len(array) != needed:
                 raise ValueError(

@@ -157,6 +157,8 @@ class _Encoder:
             raise InputError(f"{where}: not UTF-8 ({error.reason})") from None
         except json.JSONDecodeError as error:
             raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: cannot be read ({error})") from None
         if not isinstance(fields, dict):
             raise InputError(f"{where}: needed a JSON object, found {type(fields).__name__}")
         for key in self._keys:

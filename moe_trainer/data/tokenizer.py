@@ -82,7 +82,7 @@ def _library(data: DataArgs, kind: str) -> str:
     try:
         with open(data.metadata_path, encoding="utf-8") as stream:
             named = json.load(stream)["library"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(
             f"--tokenizer-metadata {data.metadata_path}: needed a JSON file with the key library ({error})"
         ) from None

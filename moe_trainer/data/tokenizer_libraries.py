@@ -184,15 +184,20 @@ def _special_token_config(folder: str) -> dict:
             try:
                 with open(path, encoding="utf-8") as stream:
                     merged |= {key: value for key, value in json.load(stream).items() if value is not None}
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from None
     result: dict = {}
-    for role in ("eos_token", "sep_token", "pad_token", "bos_token"):
-        token = merged.get(role)
-        result[role] = token["content"] if isinstance(token, dict) else token
-    keys = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    by_id = sorted(merged.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
-    result["added"] = [{key: token[key] for key in keys if key in token} for _, token in by_id]
+    try:
+        for role in ("eos_token", "sep_token", "pad_token", "bos_token"):
+            token = merged.get(role)
+            result[role] = token["content"] if isinstance(token, dict) else token
+            if not isinstance(result[role], str | None):
+                raise TypeError(f"{role} is no text")
+        keys = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+        by_id = sorted(merged.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+        result["added"] = [{key: token[key] for key in keys if key in token} for _, token in by_id]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{os.path.join(folder, 'tokenizer_config.json')}: its special tokens cannot be read ({error})") from None
     return result | {switch: merged.get(switch) for switch in ("add_bos_token", "add_eos_token")}
 
 
@@ -380,7 +385,7 @@ def _read_tiktoken(path: str) -> list[bytes]:
                     (int(rank), base64.b64decode(token))
                     for token, rank in (line.split() for line in stream if line.strip())
                 ]
-    except (OSError, ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, binascii.Error) as error:
         raise ValueError(f"--tokenizer-model {path}: not a tiktoken vocabulary ({error})") from None
     if [rank for rank, _ in ranked] != list(range(len(ranked))) or len({token for _, token in ranked}) != len(ranked):
         raise ValueError(f"--tokenizer-model {path}: ranks must count up from 0 and tokens be distinct")

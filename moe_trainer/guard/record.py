@@ -158,13 +158,15 @@ class Record:
             files = {str(name): (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in head["files"].items()}
         except FileNotFoundError:
             raise ValueError(f"{path}: there is no such file; {folder} is no record of --record-step, or one that was not finished") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path}: this is not the head of a record ({type(error).__name__}: {error})") from error
         if head.get("format") != FORMAT:
             raise ValueError(f"{path}: format {head.get('format')}, this version reads {FORMAT}")
         if own != _hash_of_head(head):
             raise ValueError(f"{path}: damaged (its text is not the one written)")
         for name, (size, digest_of_file) in files.items():
+            if Path(name).name != name:
+                raise ValueError(f"{path}: it names the file {name!r}, outside its folder")
             try:
                 found = (folder / name).stat().st_size
                 whole = found == size and _hash(folder / name) == digest_of_file

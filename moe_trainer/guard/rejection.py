@@ -198,8 +198,11 @@ class Suspicion:
         if not path.is_file():
             return None
         try:
-            return Suspicion(**json.loads(path.read_text()))
-        except (TypeError, ValueError) as error:
+            found = Suspicion(**json.loads(path.read_text()))
+            if type(found.iteration) is not int or not isinstance(found.devices, list) or not all(isinstance(one, str) for one in (found.because, found.place, *found.devices)):
+                raise ValueError("its values are not of the types that are written")
+            return found
+        except (OSError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read ({error}); delete it, and nothing is compared with the earlier result") from error
 
     def write(self, folder: str) -> None:

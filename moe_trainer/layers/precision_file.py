@@ -66,7 +66,7 @@ class PrecisionFile:
 
         try:
             root = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise PrecisionFileError(f"{FLAG} {path}: {' '.join(str(error).split())}") from None
         found = _Reader(path, default)
         root = found.table(root, "the file", ("configs", "matchers"))

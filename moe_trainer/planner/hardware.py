@@ -104,7 +104,7 @@ def _from_file(path: Path) -> Hardware:
         table = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise HardwareError(f"{where}: the file cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date or number that there is none of
         raise HardwareError(f"{where}: the file is not YAML ({' '.join(str(error).split())})") from None
     fields = {field.name: field.type for field in dataclasses.fields(Hardware)}
     if not isinstance(table, dict):

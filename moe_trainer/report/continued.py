@@ -40,7 +40,7 @@ def end_before(path: Path, key: str, value: int, kept: Callable[[dict[str, Any]]
                     record = json.loads(line)
                     if not line.endswith(b"\n") or record[key] >= value:
                         break
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, LookupError, TypeError, RecursionError):
                     break
                 kept(record)
                 end += len(line)

@@ -33,6 +33,7 @@ MAX_PARSED = 200_000_000  # bytes of a metrics file
 MAX_LAYER_VALUES = 200_000
 MAX_LOADS = 300_000
 SHARE_OF_TIME = 0.01
+_LARGEST = 1e300  # of a number that a page can draw
 
 
 class Thinned:
@@ -153,6 +154,46 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value is one that the page can draw; None where JSON had none for it."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST)
+
+
+def _checked(record: Any) -> dict[str, Any] | None:
+    """What the page can draw of a line that anybody may have written: one text where a number belongs would leave the page empty.
+
+    Returns: None for what is no record.
+    """
+    if not isinstance(record, dict) or not _is_number(record.get("iteration")) or not isinstance(record["iteration"], int):
+        return None
+    found = {name: value for name, value in record.items() if _is_number(value) and name not in ("routing", "rejected", "own_time_ms")}
+    if "validation" in record:
+        return found | {"validation": record["validation"]} if isinstance(record["validation"], str) else None
+    times = record.get("own_time_ms")
+    if isinstance(times, dict):
+        found["own_time_ms"] = {str(name): value for name, value in times.items() if _is_number(value) or isinstance(value, str)}
+        if not all(_is_number(times.get(name)) for name in ("min", "median", "max")):
+            del found["own_time_ms"]
+    rejected = record.get("rejected")
+    if isinstance(rejected, list):
+        found["rejected"] = [one for one in rejected if isinstance(one, dict) and isinstance(one.get("iteration"), int) and isinstance(one.get("because"), str)]
+    if _is_routing(record.get("routing")):
+        found["routing"] = record["routing"]
+    return found
+
+
+def _is_routing(routing: Any) -> bool:
+    """Whether it has numbers for every layer, and as many experts in each."""
+    if not isinstance(routing, dict) or not isinstance(layers := routing.get("layers"), list) or not layers:
+        return False
+    loads = routing.get("tokens_per_expert")
+    lists = [value for name, value in routing.items() if name not in ("tokens_per_expert", "straggler_cost")]
+    return (_is_number(routing.get("straggler_cost")) and all(isinstance(value, list) and len(value) == len(layers) and all(map(_is_number, value)) for value in lists)
+            and isinstance(loads, list) and len(loads) == len(layers)
+            and all(isinstance(row, list) and row and len(row) == len(loads[0]) and all(map(_is_number, row)) for row in loads)
+            and all(name in routing for name in ("load_max_over_mean", "load_entropy", "dead_experts", "rank_max_over_mean")))
+
+
 def page_beside(metrics_file: str | Path) -> Path:
     """Where the page of a metrics file stands: dashboard.html for metrics.jsonl, NAME-dashboard.html for NAME.jsonl."""
     path = Path(metrics_file)
@@ -168,11 +209,11 @@ def open_dashboard(metrics_file: str | Path, head: Mapping[str, Any]) -> Dashboa
     try:
         for line in _lines(path):
             try:
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("iteration"), int):
-                    dashboard.take(record)
-            except (ValueError, TypeError, LookupError):
+                record = _checked(json.loads(line))
+            except (ValueError, TypeError, LookupError, RecursionError):
                 continue  # torn by a kill, or written by somebody else
+            if record is not None:
+                dashboard.take(record)
     except OSError as error:
         logger.warning("the dashboard begins anew, %s cannot be read: %s", path, error.strerror or error)
         return Dashboard(dashboard.path, head)

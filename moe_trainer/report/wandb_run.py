@@ -68,6 +68,6 @@ def _read(file: Path, place: Mapping[str, object]) -> str | None:
         known = json.loads(file.read_text(encoding="utf-8"))
         if {name: known[name] for name in place} == place:
             return str(known["id"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         logger.warning("Weights & Biases begins a new run, since %s does not tell which one to continue: %s", file, error)
     return None
