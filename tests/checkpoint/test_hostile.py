@@ -345,7 +345,7 @@ def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, whole, tmp
     try:
         load(tmp_path / kind, [model], None, SINGLE, LoadOptions(RECORD))
     except CheckpointError as error:
-        assert "random states" in str(error) and "--no-load-rng" in str(error)
+        assert "random state" in str(error) and "--no-load-rng" in str(error)
     else:
         assert torch.equal(torch.get_rng_state(), state) or value in ([], {})
     load(tmp_path / kind, [model], None, SINGLE, LoadOptions(RECORD, load_rng=False))
