@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from arguments.container import OPTIONS
+from arguments.rules.facts import evaluates_only
 from arguments.settings import Settings
 
 SHAPE = (
@@ -41,6 +42,17 @@ DROPOUT = ("attention_dropout", "hidden_dropout")
 
 CONVERSION = ("bf16", "fp16", "optimizer")
 """Taken for --ckpt-convert-format where the command line does not say: what is stored of a parameter."""
+
+EVALUATION = ("micro_batch_size", "eval_micro_batch_size", "bf16", "fp16", "seed", "eval_iters", "full_validation", "eod_mask_loss", "reset_position_ids",
+              "reset_attention_mask", "create_attention_mask_in_dataloader", "dataloader_inter_document_masking")  # fmt: skip
+"""Taken for --skip-train where the command line does not say: with these, and the data below, an evaluation reads what the run's own validations read."""
+
+CAPACITY = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_token_dispatcher_type")
+"""Taken for --skip-train from a run that drops tokens, where the command line does not say: the losses depend on them."""
+
+DATA = ("data_path", "split", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path", "mock_data",
+        "multiple_validation_sets", "validation_set_names")  # fmt: skip
+"""Taken for --skip-train if the command line names no data at all."""
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "special_tokens")
 """Taken too, unless --no-use-tokenizer-model-from-checkpoint-args."""
@@ -90,6 +102,8 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
     names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
     not_given = WHERE_NOT_GIVEN + (DROPOUT if recorded.get("hf_model_type") else ()) + (CONVERSION if settings.ckpt_convert_format is not None else ())
     names += tuple(dest for dest in not_given if not settings.given(dest))
+    if evaluates_only(settings):
+        names += _for_evaluation(settings, recorded)
     for dest in names:
         value = recorded.get(dest)
         if dest not in OPTIONS or dest not in recorded or value == settings.values[dest]:
@@ -98,3 +112,37 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
             settings.note(f"{settings.shown(dest)} gives way to the checkpoint's {value} (--use-checkpoint-args)")
         settings.forget(dest)
         settings.set_derived(dest, value, "from the checkpoint")
+
+
+def _for_evaluation(settings: Settings, recorded: Mapping[str, object]) -> tuple[str, ...]:
+    """What an evaluation takes from the checkpoint besides the architecture; sets its batch size, which a run may record under another name."""
+    names = [dest for dest in EVALUATION if not settings.given(dest)]
+    if recorded.get("moe_expert_capacity_factor") is not None:
+        names += [dest for dest in CAPACITY if not settings.given(dest)]
+    if settings.bf16 or settings.fp16:
+        names = [dest for dest in names if dest not in ("bf16", "fp16")]
+    size = recorded.get("eval_global_batch_size") or recorded.get("global_batch_size")
+    if isinstance(size, int) and size > 0 and not settings.given("global_batch_size") and not settings.given("eval_global_batch_size"):
+        settings.set_derived("eval_global_batch_size", size, "from the checkpoint")
+    if not any(settings.given(dest) for dest in DATA):
+        names += DATA
+        taken = [f"{OPTIONS[dest].spellings[0]} {_text(recorded[dest])}".strip() for dest in DATA if recorded.get(dest) and _is_value(dest, recorded[dest])]
+        if taken:
+            settings.note(f"no data was given: the evaluation takes the checkpoint's, {', '.join(taken)}")
+    return tuple(dest for dest in names if _is_value(dest, recorded.get(dest)))
+
+
+def _is_value(dest: str, value: object) -> bool:
+    """Could the flag have this value? None could not: nothing is taken then."""
+    option = OPTIONS[dest]
+    kind = {"int": int, "float": (int, float), "bool": bool}.get(option.type_name, str)
+    if option.is_list:
+        return isinstance(value, list | tuple) and all(isinstance(item, kind) for item in value)
+    return isinstance(value, kind)
+
+
+def _text(value: object) -> str:
+    """A value as it would stand on a command line."""
+    if isinstance(value, bool):
+        return ""
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

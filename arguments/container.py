@@ -57,6 +57,11 @@ class Arguments:
     world_size: int | None = None
     unbuildable: tuple[Violation, ...] = ()
 
+    @property
+    def evaluates_only(self) -> bool:
+        """Does the run evaluate a model and nothing else: --skip-train that neither upcycles nor converts a checkpoint?"""
+        return self.training.skip_train and not self.moe.moe_use_upcycling and self.output.ckpt_convert_format is None
+
     def as_dict(self) -> dict[str, object]:
         """Every flag by destination, flat, in order of declaration (for logs and for the checkpoint's record)."""
         return {f.name: getattr(getattr(self, name), f.name) for name, cls in SECTIONS for f in dataclasses.fields(cls)}

@@ -26,6 +26,8 @@ class OutputArgs:
     """What --dry-run plans for: a100, h100, h200, h800, b200, gb200, gb300, or a YAML file that describes a machine. Unset: h100."""
     report: str | None = None
     """Write what --validate-only or --dry-run found to this JSON file."""
+    log_all_arguments: bool = False
+    """Print every setting at the start and with --validate-only, not only those that are not at their defaults."""
     metrics_file: str | None = None
     """One JSON object per logged iteration goes here. Unset: under --save, else under --tensorboard-dir."""
     init_from: str | None = None

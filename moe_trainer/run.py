@@ -92,17 +92,20 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything the loop works with, built once by `pretrain`."""
+    """Everything the loop works with, built once by `pretrain`.
+
+    An evaluation (`Arguments.evaluates_only`) has neither gradients, optimizer nor schedules, and 0 iterations to train.
+    """
 
     args: Arguments
     runtime: Runtime
     padded_vocab_size: int
     chunks: list[Transformer]
     schedule: Schedule
-    grads: DataParallelGrads | ShardedGrads
-    optimizer: Optimizer
-    learning_rate: LrSchedule
-    weight_decay: WeightDecaySchedule
+    grads: DataParallelGrads | ShardedGrads | None
+    optimizer: Optimizer | None
+    learning_rate: LrSchedule | None
+    weight_decay: WeightDecaySchedule | None
     batch_size: BatchSizeSchedule
     train_iters: int
     save_options: SaveOptions
@@ -122,6 +125,11 @@ class Run:
     def ps(self):
         """The groups of this rank."""
         return self.runtime.ps
+
+    def wait_params(self) -> None:
+        """Wait until the parameters hold what the last update made of them."""
+        if self.optimizer is not None:
+            self.optimizer.wait_params()
 
     @property
     def per_token(self) -> bool:
@@ -158,23 +166,29 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         if ps.dp_cp.rank == 0:
             print(f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank "
                   f"({ps.tp.rank}, 0, {ps.pp.rank}): {count}", flush=True)
-        grads = keep_gradients(args, runtime, chunks)
-        optimizer = build_optimizer(
-            chunks, grads, args.optimizer, args.precision, args.parallel, ps, device=runtime.device,
-            check_for_nan=args.training.check_for_nan_in_loss_and_grad,
-            count_zeros=args.output.log_num_zeros_in_grad, timer=timers,
-        )
+        grads, optimizer = None, None
+        if args.evaluates_only:
+            prepare_evaluation(args, runtime, chunks)
+        else:
+            grads = keep_gradients(args, runtime, chunks)
+            optimizer = build_optimizer(
+                chunks, grads, args.optimizer, args.precision, args.parallel, ps, device=runtime.device,
+                check_for_nan=args.training.check_for_nan_in_loss_and_grad,
+                count_zeros=args.output.log_num_zeros_in_grad, timer=timers,
+            )
     with user_input("schedules"):
         batch_size = build_batch_size_schedule(args.training, ps.dp.size, args.data.seq_length)
-        final_batch_size = batch_size.final_global_batch_size
-        learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
-        weight_decay = build_weight_decay_schedule(args.optimizer, args.training, final_batch_size)
+        learning_rate, weight_decay, train_iters = None, None, 0
+        if not args.evaluates_only:
+            final_batch_size = batch_size.final_global_batch_size
+            learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
+            weight_decay = build_weight_decay_schedule(args.optimizer, args.training, final_batch_size)
+            # --train-samples wins: with it, --train-iters is a derived number that knows nothing of a batch-size schedule
+            samples = args.training.train_samples
+            train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters
         schedule = build_schedule(args, runtime, chunks)
         if waiting := sizes_that_wait(args, ps.dp.size):
             raise ValueError("; ".join(waiting))
-    # --train-samples wins: with it, --train-iters is a derived number that knows nothing of a batch-size schedule
-    samples = args.training.train_samples
-    train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters
     return Run(
         args=args,
         runtime=runtime,
@@ -202,6 +216,14 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
 def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transformer]) -> IterationGraph:
     streams = [chunk.stream.generator(device) for chunk in chunks if chunk.stream is not None]
     return IterationGraph(device, args.training.cuda_graph_warmup_steps, streams)
+
+
+def prepare_evaluation(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:
+    """Shard the model over the data-parallel ranks where the flags say so; nothing else is kept beside the weights. Collective."""
+    if shards_parameters(args.parallel) and runtime.ps.dp_cp.size > 1:
+        shard_model(args, runtime, chunks)
+    if keeps_8_bits(args):
+        logger.info("--fp8-param-gather has no effect on an evaluation: there are no updated weights to gather")
 
 
 def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> DataParallelGrads | ShardedGrads:

@@ -20,10 +20,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from arguments import Arguments
-from moe_trainer.data.build import AnyDataset
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import told_once, user_input
 from moe_trainer.guard.bulletin import Bulletin
@@ -33,7 +31,6 @@ from moe_trainer.guard.signals import AGAIN, ExitSignal
 from moe_trainer.guard.watchdog import Watchdog
 from moe_trainer.initialize import Runtime, counter_of_words, initialize
 from moe_trainer.memory.host_allocator import keep_freed_memory
-from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import close_groups
 from moe_trainer.place import Place
@@ -43,7 +40,6 @@ from moe_trainer.report.timers import format_report
 from moe_trainer.run import (
     Run,
     TrainState,
-    batches_of,
     build_run,
     open_data,
     print_rank_0,
@@ -52,13 +48,14 @@ from moe_trainer.shape.flops import training_flops
 from moe_trainer.training.agreement import Agreement, agree
 from moe_trainer.training.checkpoint import convert_checkpoint, finish_save, save_checkpoint, save_is_due, save_upcycled
 from moe_trainer.training.description import describe_run
+from moe_trainer.training.evaluation import can_validate, evaluate, evaluate_checkpoint, set_training, validate
 from moe_trainer.training.export import export_weights
 from moe_trainer.training.judgement import recall_suspicion, remember, remembering, tell_spread
 from moe_trainer.training.metrics import close_metrics, open_metrics
 from moe_trainer.training.outputs import check_outputs
 from moe_trainer.training.record import record_step, recording_is_due
 from moe_trainer.training.resume import find_own_checkpoint, resume
-from moe_trainer.training.step import run_microbatches, shared_sums, train_step
+from moe_trainer.training.step import train_step
 from moe_trainer.training.watches import Watches
 
 logger = logging.getLogger(__name__)
@@ -109,6 +106,8 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
     recall_suspicion(run, state)
     describe_run(run)
     run = replace(open_metrics(run, state), watches=Watches(args, runtime))
+    if run.metrics is not None:
+        run.metrics.begin()
     print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")
     leaving = None
     if args.training.skip_train:
@@ -117,13 +116,21 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
         print_rank_0(runtime, "training ...")
         leaving = train(run, state, started, patience, exit_signal)
     if leaving is None:
-        print_datetime(runtime, "after training is done")
+        if not args.training.skip_train:
+            print_datetime(runtime, "after training is done")
         with patience.longer():
-            finish(run, state)
+            if args.evaluates_only:
+                evaluate_checkpoint(run, state, tokenizer)
+            else:
+                finish(run, state)
+            if args.output.export_weights is not None:
+                export_weights(run, args.output.export_weights)
     with patience.longer():
         finish_save(run)
     if leaving is not None:
         print_datetime(runtime, leaving.reason)
+    if run.metrics is not None and not args.training.skip_train:
+        run.metrics.end(why_ended(run, state, leaving), run.failed_saves.saved)
     close_metrics(run)
     run.failed_saves.settle()
     run.watches.close()
@@ -132,11 +139,23 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
     return AGAIN if leaving is not None and leaving.interrupted and args.output.auto_resume else 0
 
 
+def why_ended(run: Run, state: TrainState, leaving: Agreement | None) -> str:
+    """One line for the summary."""
+    if leaving is None:
+        return f"all {run.train_iters} iterations are done"
+    return f"early, after iteration {state.iteration}: {leaving.reason.rstrip('.')}"
+
+
 def announce(args: Arguments, runtime: Runtime) -> None:
-    """Print what will run: notes on the flags, then every setting."""
+    """Print what will run: notes on the flags, then the settings that are not at their defaults (all with --log-all-arguments)."""
     for note in args.notes:
         logger.info("%s", note)
-    print_rank_0(runtime, arguments_block(args.as_dict()))
+    settings = args.as_dict()
+    shown = settings if args.output.log_all_arguments else {
+        name: value for name, value in settings.items() if args.source.get(name, "default") != "default"}
+    print_rank_0(runtime, arguments_block(shown))
+    if len(shown) < len(settings):
+        print_rank_0(runtime, f"{len(settings) - len(shown)} settings are at their defaults (--log-all-arguments prints them too)")
 
 
 def print_datetime(runtime: Runtime, text: str) -> None:
@@ -268,52 +287,8 @@ def evaluation_is_due(run: Run, state: TrainState) -> bool:
     )
 
 
-def can_validate(run: Run) -> bool:
-    """Is there anything to validate on?"""
-    return bool(run.datasets.valid) and (run.args.training.eval_iters > 0 or run.args.training.full_validation)
-
-
-def validate(run: Run, state: TrainState, where: str) -> None:
-    """Evaluate every validation set and report it; consumes validation samples as the training goes on."""
-    training = run.args.training
-    consumed = 0 if training.full_validation else state.consumed_valid_samples
-    samples = 0
-    for name, dataset in zip(run.datasets.valid_names, run.datasets.valid):
-        kind = f"validation-{name}" if name else "validation"
-        samples = evaluate(run, state, where, kind, dataset, consumed, training.full_validation)
-    if not training.full_validation:
-        state.consumed_valid_samples += samples
-
-
-def evaluate(run: Run, state: TrainState, where: str, kind: str, dataset: AnyDataset, consumed: int, whole: bool) -> int:
-    """Mean loss over `--eval-iters` evaluation batches of a dataset (or all of it), from sample `consumed` on.
-
-    Returns: samples used.
-    """
-    training, ps = run.args.training, run.ps
-    micro, batch_size = training.eval_micro_batch_size, training.eval_global_batch_size
-    # a whole pass ends with the last full microbatch of all ranks, not with the last full batch
-    microbatches = len(dataset) // (micro * ps.dp.size) if whole else training.eval_iters * (batch_size // (micro * ps.dp.size))
-    with user_input(f"the {kind} set"):
-        batches = batches_of(run, dataset, micro, consumed)
-    set_training(run.chunks, False)
-    if training.manual_gc and training.manual_gc_eval:
-        gc.collect()
-    sums: list[Tensor] = []
-    with run.timers("evaluate"), torch.no_grad():
-        run.optimizer.wait_params()
-        if microbatches > 0:
-            sums = run_microbatches(run, batches, microbatches, micro, forward_only=True)
-    set_training(run.chunks, True)
-    loss_sum, tokens = shared_sums(run, sums)
-    if run.metrics is not None:
-        losses = {"lm loss": loss_sum / max(tokens, 1.0)}
-        run.metrics.validation(where, kind, losses, state.iteration, state.consumed_train_samples)
-    return microbatches * micro * ps.dp.size
-
-
 def finish(run: Run, state: TrainState) -> None:
-    """What follows the last iteration: save, validate, test, export."""
+    """What follows the last iteration: save, validate, test."""
     output, training = run.args.output, run.args.training
     unsaved = not save_is_due(run, state) or run.failed_saves.in_a_row > 0
     if output.save is not None and state.iteration > 0 and unsaved and not training.skip_train:
@@ -322,8 +297,6 @@ def finish(run: Run, state: TrainState) -> None:
         validate(run, state, f"iteration {state.iteration} on validation set")
     if run.datasets.test is not None and training.eval_iters > 0:
         evaluate(run, state, f"iteration {state.iteration} on test set", "test", run.datasets.test, 0, False)
-    if output.export_weights is not None:
-        export_weights(run, output.export_weights)
 
 
 def report_timers(run: Run, iteration: int) -> None:
@@ -355,12 +328,6 @@ def used_of_device(device: torch.device) -> int:
     """Bytes of the device that are taken, by this process and others, its communicators' and the driver's included."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
-
-
-def set_training(chunks: list[Transformer], training: bool) -> None:
-    """Switch every chunk between training and evaluation."""
-    for chunk in chunks:
-        chunk.train(training)
 
 
 def peak_memory_mb(device: torch.device) -> float:

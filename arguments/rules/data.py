@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, as_list, broken, say
+from arguments.rules.facts import Facts, as_list, broken, evaluates_only, say
 from arguments.settings import Settings, Violation
 
 SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
@@ -57,6 +57,18 @@ def one_source(s: Settings, _f: Facts) -> Iterator[Violation]:
     given = [dest for dest in candidates if getattr(s, dest)] + ([split_paths] if split_paths else [])
     if len(given) > 1:
         yield broken(s, f"Use only one source of data: {' or '.join(s.flag(dest) for dest in given)}.", *given)
+
+
+def evaluation_has_data(s: Settings, _f: Facts) -> Iterator[Violation]:
+    evaluates = evaluates_only(s) and (s.eval_iters > 0 or s.full_validation)
+    if evaluates and not any(getattr(s, dest) for dest in ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)):
+        yield broken(
+            s,
+            f"{s.flag('skip_train')} needs data to evaluate on: --valid-data-path PREFIX (all of it), --data-path PREFIX with --split, or --mock-data.",
+            "skip_train",
+            "data_path",
+            kind="build",
+        )
 
 
 def split_is_readable(s: Settings, _f: Facts) -> Iterator[Violation]:
@@ -121,4 +133,4 @@ def validation_names_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 RESOLVE = (legacy_split, tokenizer_and_loader)
-CHECKS = (one_source, split_is_readable, split_needs_one_corpus, blends_are_readable, null_tokenizer_has_a_size, validation_names_fit)
+CHECKS = (one_source, evaluation_has_data, split_is_readable, split_needs_one_corpus, blends_are_readable, null_tokenizer_has_a_size, validation_names_fit)

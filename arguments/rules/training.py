@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.rules.batch_schedule import read_batch_schedule
-from arguments.rules.facts import Facts, as_list, broken, divides, positive, say
+from arguments.rules.facts import Facts, as_list, broken, divides, evaluates_only, positive, say
 from arguments.settings import Settings, Violation
 
 GBS, MBS = "global_batch_size", "micro_batch_size"
@@ -33,6 +33,24 @@ def eval_batch_sizes(s: Settings, f: Facts) -> None:
         if s.decrease_batch_size_if_needed and step is not None and size > step:
             size -= size % step
         s.set_derived("eval_global_batch_size", size, "as --global-batch-size")
+
+
+def evaluation_batch_fits_the_ranks(s: Settings, f: Facts) -> None:
+    """A batch of evaluation that nobody typed is rounded down to what these ranks can divide among them; there is no other batch then."""
+    dest, step = "eval_global_batch_size", _per_microstep(s, f, s.eval_micro_batch_size)
+    if not evaluates_only(s) or s.given(dest) or s.given(GBS) or step is None or not positive(s.eval_global_batch_size):
+        return
+    size = s.eval_global_batch_size
+    if size % step:
+        s.set_derived(dest, max(size // step, 1) * step, f"a multiple of {step} near {size}")
+        s.note(f"an evaluation batch of {size} samples does not divide among {f.dp} data ranks with micro-batches of {s.eval_micro_batch_size}: "
+               f"{s.eval_global_batch_size} are taken, so the evaluation reads {s.eval_iters} x {s.eval_global_batch_size} samples.")
+    s.set_derived(GBS, s.eval_global_batch_size, "as the batch of evaluation")
+
+
+def evaluation_loads_no_optimizer(s: Settings, _f: Facts) -> None:
+    if evaluates_only(s):
+        s.set_derived("no_load_optim", True, "--skip-train")
 
 
 def iterations_of_samples(s: Settings, _f: Facts) -> None:
@@ -150,7 +168,7 @@ def one_training_length(s: Settings, _f: Facts) -> Iterator[Violation]:
             "train_iters",
             "train_samples",
         )
-    elif not iters_given and s.train_samples is None and not s.skip_train:
+    elif not iters_given and s.train_samples is None and (not s.skip_train or s.moe_use_upcycling):
         yield broken(
             s,
             "The length of training is missing: give --train-iters or --train-samples.",
@@ -160,7 +178,7 @@ def one_training_length(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 def schedule_uses_the_training_unit(s: Settings, _f: Facts) -> Iterator[Violation]:
-    if s.given("train_iters") == (s.train_samples is not None):
+    if evaluates_only(s) or s.given("train_iters") == (s.train_samples is not None):
         return
     length, strangers = ("train_iters", SAMPLES) if s.given("train_iters") else ("train_samples", ITERATIONS)
     for dest in strangers:
@@ -248,7 +266,7 @@ def switch_has_a_port(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{say(s, 'straggler_ctrlr_port')}: the number of a port is at most 65535.", "straggler_ctrlr_port")
 
 
-RESOLVE = (batch_size, eval_batch_sizes, iterations_of_samples, decay_length)
+RESOLVE = (batch_size, eval_batch_sizes, evaluation_batch_fits_the_ranks, evaluation_loads_no_optimizer, iterations_of_samples, decay_length)
 CHECKS = (
     batch_divides,
     eval_batch_divides,

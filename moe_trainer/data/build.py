@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from arguments.data import DataArgs
@@ -30,23 +30,27 @@ class Datasets:
     """The datasets of a run.
 
     valid: one entry, or one per file with --multiple-validation-sets; valid_names are their log suffixes ("" for one).
+    domains: with --skip-train, the prefixes of a blend one by one, for validation and test, by the names of their results.
     """
 
     train: AnyDataset | None
     valid: tuple[AnyDataset, ...]
     valid_names: tuple[str, ...]
     test: AnyDataset | None
+    domains: tuple[tuple[str, AnyDataset], ...] = ()
 
 
 def requested_sizes(training: TrainingArgs) -> tuple[int, int | None, int]:
     """Return how many samples training, validation (None: one full pass) and test will read over the whole run."""
     eval_batch = training.eval_global_batch_size or training.global_batch_size
-    if training.train_samples:
+    if training.skip_train:
+        train, train_iters = 0, 0
+    elif training.train_samples:
         train, train_iters = training.train_samples, training.train_samples // training.global_batch_size
     else:
         train_iters = training.train_iters or 0
         train = train_iters * training.global_batch_size
-    evaluations = train_iters // training.eval_interval + 1 if training.eval_interval else 1
+    evaluations = train_iters // training.eval_interval + 1 if training.eval_interval and not training.skip_train else 1
     valid = None if training.full_validation else evaluations * training.eval_iters * eval_batch
     return train, valid, training.eval_iters * eval_batch
 
@@ -91,7 +95,7 @@ def build_datasets(
     """
     sizes = requested_sizes(training) if sizes is None else sizes
     datasets = _Plan(data, training, tokenizer).datasets(sizes)
-    everything = [dataset for dataset in (datasets.train, *datasets.valid, datasets.test) if dataset is not None]
+    everything = [dataset for dataset in (datasets.train, *datasets.valid, datasets.test, *(each for _, each in datasets.domains)) if dataset is not None]
     try:
         if is_builder:
             for dataset in everything:
@@ -150,7 +154,19 @@ class _Plan:
     def datasets(self, sizes) -> Datasets:
         train, test = (self._split(number, sizes[number]) for number in (0, 2))
         valid, names = self._validation(sizes[1])
-        return Datasets(train, valid, names, test)
+        domains = tuple(self._domains(sizes)) if self._training.skip_train else ()
+        return Datasets(train, valid, names, test, domains)
+
+    def _domains(self, sizes) -> Iterator[tuple[str, AnyDataset]]:
+        """Each prefix of a blend of several, in the splits that are evaluated, unless these are several sets already."""
+        for number, kind in ((1, "validation"), (2, "test")):
+            blend = self._blend_of(number)
+            if blend is None or len(blend.prefixes) < 2 or self._share_of(number) is None or sizes[number] == 0:
+                continue
+            if number == 1 and self._training.multiple_validation_sets:
+                continue
+            for name, prefix in zip(domain_names(blend.prefixes), blend.prefixes):
+                yield f"{kind}-{name}", self._single(prefix, number, sizes[number])
 
     def _validation(self, size) -> tuple[tuple[AnyDataset, ...], tuple[str, ...]]:
         blend = self._blend_of(1)
@@ -236,6 +252,15 @@ class _Plan:
         low = MockTokens(self._tokenizer.vocab_size, self._tokenizer.eod)
         begin, end = split_range(self._share_of(number), len(low))
         return GPTDataset(low, None, begin, end, size, SPLIT_NAMES[number], self._config)
+
+
+def domain_names(prefixes: Sequence[str]) -> list[str]:
+    """Names of a blend's prefixes: the ends of their paths that tell them apart, without what preprocessing appends."""
+    paths = [prefix.removesuffix("_text_document").rstrip("/").split("/") for prefix in prefixes]
+    depth = next((depth for depth in range(1, max(map(len, paths)) + 1) if len({tuple(path[-depth:]) for path in paths}) == len(paths)), None)
+    if depth is None:  # the same prefix twice
+        return [f"{number}-{path[-1]}" for number, path in enumerate(paths)]
+    return ["/".join(path[-depth:]) for path in paths]
 
 
 def _source(data: DataArgs, number: int) -> str:

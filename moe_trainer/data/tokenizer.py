@@ -53,6 +53,13 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
     def detokenize(self, ids: Sequence[int]) -> str: ...
 
+    def byte_lengths(self) -> list[int]:
+        """Of every id the UTF-8 bytes of the text that it decodes to; 0 for special tokens and for those of unknown text.
+
+        Raises: ValueError saying why that is not known.
+        """
+        ...
+
 
 def build_tokenizer(data: DataArgs) -> Tokenizer:
     """Build the tokenizer that the flags describe.
@@ -189,3 +196,6 @@ class NullTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
+
+    def byte_lengths(self) -> list[int]:
+        raise ValueError("the ids of a NullTokenizer stand for no text")

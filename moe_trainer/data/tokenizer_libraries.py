@@ -36,6 +36,7 @@ _TIKTOKEN_PATTERNS = MappingProxyType(
 )
 _EXTRA_SPACE = "\u262f"  # stands for a blank that SentencePiece would drop; not a character of any vocabulary
 _SPACE_PIECE = "\u2581"
+_BYTE_PIECE = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 _HUB_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -62,6 +63,9 @@ class JsonTokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._encoder.decode(list(ids), skip_special_tokens=False)
 
+    def byte_lengths(self) -> list[int]:
+        return json_byte_lengths(self._encoder)
+
 
 class TransformersTokenizer:
     """A transformers tokenizer (slow ones, remote code, folders without tokenizer.json)."""
@@ -79,6 +83,41 @@ class TransformersTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids))
+
+    def byte_lengths(self) -> list[int]:
+        encoder = getattr(self._tokenizer, "backend_tokenizer", None)
+        if encoder is None:
+            raise ValueError(f"the tokenizer {type(self._tokenizer).__name__} does not say which bytes its tokens stand for")
+        return json_byte_lengths(encoder)
+
+
+def json_byte_lengths(encoder) -> list[int]:
+    """The bytes of every token of a `tokenizers.Tokenizer`, by its decoder: byte-level, or pieces with byte fallback.
+
+    Raises: ValueError for decoders whose tokens do not stand for bytes of their own (WordPiece, ...).
+    """
+    content = json.loads(encoder.to_str())
+    decoder = content.get("decoder") or {}
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    kinds = {step.get("type") for step in steps}
+    added = {token["id"]: token for token in content.get("added_tokens") or ()}
+    unknown = (content.get("model") or {}).get("unk_token")
+    if "ByteLevel" in kinds:
+        length_of = len  # one character of the byte alphabet stands for one byte
+    elif kinds & {"Metaspace", "ByteFallback", "Replace"}:
+        def length_of(token: str) -> int:
+            return 1 if "ByteFallback" in kinds and _BYTE_PIECE.match(token) else len(token.replace(_SPACE_PIECE, " ").encode())
+    else:
+        raise ValueError(f"the tokenizer's decoder ({', '.join(sorted(map(str, kinds)))}) does not say which bytes a token stands for")
+    lengths = [0] * encoder.get_vocab_size(with_added_tokens=True)
+    for token, number in encoder.get_vocab(with_added_tokens=True).items():
+        if number in added:
+            length = 0 if added[number].get("special") else len(token.encode())
+        else:
+            length = 0 if token == unknown else length_of(token)
+        if number < len(lengths):
+            lengths[number] = length
+    return lengths
 
 
 def open_hugging_face(
@@ -316,6 +355,17 @@ class SentencePieceTokenizer:
                 run.append(int(number))
         return " ".join(piece for piece in [*pieces, self._model.decode(run)] if piece)
 
+    def byte_lengths(self) -> list[int]:
+        model, lengths = self._model, [0] * self.vocab_size
+        for number in range(model.get_piece_size()):
+            if model.is_byte(number):
+                lengths[number] = 1
+            elif not (model.is_control(number) or model.is_unknown(number) or model.is_unused(number)):
+                lengths[number] = len(model.id_to_piece(number).replace(_SPACE_PIECE, " ").encode())
+        for number in self._special.values():
+            lengths[number] = 0
+        return lengths
+
 
 class TikTokenizer:
     """A tiktoken vocabulary: special tokens first, then the file's byte sequences by rank.
@@ -372,6 +422,13 @@ class TikTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))
+
+    def byte_lengths(self) -> list[int]:
+        lengths = [0] * self.vocab_size
+        special = {self._encoding.encode_single_token(name) for name in self._encoding.special_tokens_set}
+        for number in set(range(self.vocab_size)) - special:
+            lengths[number] = len(self._encoding.decode_single_token_bytes(number))
+        return lengths
 
 
 def _read_tiktoken(path: str) -> list[bytes]:

@@ -8,16 +8,23 @@ MOST_IN_A_ROW = 3
 class FailedSaves:
     """The saves of a run that have failed since the last one that succeeded; the same on every rank.
 
-    in_a_row: how many. last: the error of the last one.
+    in_a_row: how many. last: the error of the last one. saved: the iterations of those that succeeded.
     """
 
     def __init__(self) -> None:
         self.in_a_row = 0
         self.last: InputError | None = None
+        self.saved: list[int] = []
+        self._iteration = 0
+
+    def begun(self, iteration: int) -> None:
+        """The save of an iteration begins."""
+        self._iteration = iteration
 
     def succeeded(self) -> None:
         """A checkpoint is complete: what failed before is made good."""
         self.in_a_row, self.last = 0, None
+        self.saved.append(self._iteration)
 
     def failed(self, error: InputError) -> None:
         """Count a failure.

@@ -101,7 +101,7 @@ def memory_line(rank: int, iteration: int, allocated: int, max_allocated: int, r
 
 
 def arguments_block(settings: Mapping[str, object]) -> str:
-    """Return all settings sorted, one a line, names padded with dots to 48 columns, between Megatron-LM's markers."""
+    """Return settings sorted, one a line, names padded with dots to 48 columns, between Megatron-LM's markers."""
     lines = ["------------------------ arguments ------------------------"]
     for name in sorted(settings, key=str.lower):
         dots = "." * (48 - len(name))
@@ -110,24 +110,38 @@ def arguments_block(settings: Mapping[str, object]) -> str:
     return "\n".join(lines)
 
 
+def duration(seconds: float) -> str:
+    """Return a time span as H:MM:SS, with days in front where there are any."""
+    return str(datetime.timedelta(seconds=int(seconds)))
+
+
 class ProgressBar:
-    """One line at the foot of a terminal: iterations done, rate, time left. Does nothing when the stream is no terminal."""
+    """One line at the foot of a terminal: iterations done, speed, time left. Does nothing when the stream is no terminal.
 
-    def __init__(self, total: int, stream: TextIO = sys.stderr):
+    Speed and time left follow a running mean of the iterations' times, in which an iteration counts SHARE.
+    """
+
+    SHARE = 0.2
+
+    def __init__(self, total: int, stream: TextIO | None = None):
         self._total = total
-        self._stream = stream
-        self._active = stream.isatty() and total > 0
+        self._stream = sys.stderr if stream is None else stream
+        self._active = self._stream.isatty() and total > 0
         self._shown = False
+        self._seconds: float | None = None
 
-    def update(self, iteration: int, seconds_per_iteration: float, loss: float | None) -> None:
-        """Redraw the bar."""
+    def update(self, iteration: int, seconds: float, loss: float | None, tokens: int = 0) -> None:
+        """Redraw the bar. seconds, tokens: of this iteration."""
         if not self._active:
             return
+        self._seconds = seconds if self._seconds is None else self._seconds + self.SHARE * (seconds - self._seconds)
         width = 24
         filled = int(width * iteration / self._total)
-        left = datetime.timedelta(seconds=int((self._total - iteration) * seconds_per_iteration))
         text = f"[{'#' * filled}{'.' * (width - filled)}] {iteration}/{self._total}"
-        text += f"  {seconds_per_iteration * 1e3:.0f} ms/it  left {left}"
+        text += f"  {self._seconds * 1e3:.0f} ms/it"
+        if tokens:
+            text += f"  {tokens / self._seconds:,.0f} tokens/s"
+        text += f"  ETA {duration((self._total - iteration) * self._seconds)}"
         if loss is not None:
             text += f"  loss {loss:.4f}"
         self._stream.write("\r\x1b[2K" + text)

@@ -36,8 +36,10 @@ from moe_trainer.report.board import Board
 from moe_trainer.report.console import IterationLine, ProgressBar, perplexity, validation_line
 from moe_trainer.report.dashboard import open_dashboard
 from moe_trainer.report.energy import Energy
+from moe_trainer.report.evaluation import SetResult
 from moe_trainer.report.metrics_file import open_metrics_file, writes
 from moe_trainer.report.routing import PER_LAYER, heat_map, routing_health
+from moe_trainer.report.summary import RunSummary
 from moe_trainer.report.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,8 @@ class LogOptions:
 
     metrics_file: where metrics.jsonl goes, None for nowhere; moe_per_layer_logging: the flag of that name; expert_ranks,
     layer_share: see routing.routing_health; peak_tflops: of the device, in bf16, None where it is not known. own: the run is one
-    with what is already in --tensorboard-dir, which it has logged up to `start_samples` samples and perhaps further.
+    with what is already in --tensorboard-dir, which it has logged up to `start_samples` samples and perhaps further. evaluates_only:
+    a checkpoint is evaluated; the records are added to the metrics file, and nothing in it is dropped.
     """
 
     output: OutputArgs
@@ -97,6 +100,7 @@ class LogOptions:
     metrics_file: str | None = None
     moe_per_layer_logging: bool = False
     own: bool = False
+    evaluates_only: bool = False
     start_samples: int = 0
     expert_ranks: int = 1
     layer_share: float = 0.0
@@ -113,13 +117,15 @@ class MetricsLogger:
     def __init__(self, options: LogOptions, world_size: int, start_iteration: int, settings: Mapping[str, object]):
         self._options = options
         self._world_size = world_size
-        self._file = open_metrics_file(options.metrics_file, start_iteration) if options.metrics_file else None
+        begin = None if options.evaluates_only else start_iteration
+        self._file = open_metrics_file(options.metrics_file, begin) if options.metrics_file else None
         head = {"train_iters": options.train_iters, "world_size": world_size, "settings": settings}
-        self._dashboard = open_dashboard(options.metrics_file, head) if options.metrics_file else None
+        self._dashboard = open_dashboard(options.metrics_file, head) if options.metrics_file and not options.evaluates_only else None
         self._tensorboard = _open_tensorboard(options, start_iteration, settings)
         resumes = options.own and start_iteration > 0
         self._wandb = WandbRun(options.output, settings, resumes) if options.output.wandb_project else None
         self._bar = ProgressBar(options.train_iters)
+        self._summary = RunSummary(options.train_iters, world_size, start_iteration)
         self._first = True
         self._resumed_from = self._recorded = start_iteration
         self._reset_line_sums()
@@ -136,6 +142,7 @@ class MetricsLogger:
     def record(self, record: IterationRecord) -> None:
         """Take in one iteration; print and write what is due."""
         self._accumulate(record)
+        self._summary.add_iteration(record.iteration, record.tokens, record.flops, record.elapsed_s, record.losses.get("lm loss"), record.skipped)
         if record.iteration % self._options.output.tensorboard_log_interval == 0:
             self._write_scalars(record)
         due = record.iteration % self._options.output.log_interval == 0
@@ -144,14 +151,16 @@ class MetricsLogger:
             health = None
             if record.loads is not None:
                 health = routing_health(record.loads, self._options.expert_ranks, self._options.layer_share)
-            self.print(self._line(record, health).format(datetime.datetime.now()))
+            line = self._line(record, health)
+            self.print(line.format(datetime.datetime.now()))
+            self._summary.add_line(self._advanced, line.losses)
             self._write_interval_scalars(record, health)
             self._write_record(record, health)
             self.flush()  # a run that dies has told everything up to its last line
             if not self._first:
                 self._reset_line_sums()
             self._first = False
-        self._bar.update(record.iteration, record.elapsed_s, record.losses.get("lm loss"))
+        self._bar.update(record.iteration, record.elapsed_s, record.losses.get("lm loss"), record.tokens)
 
     def print(self, text: str) -> None:
         """Print a line for the user, above the progress bar."""
@@ -317,16 +326,21 @@ class MetricsLogger:
             for name, seconds in seconds_by_name.items():
                 self._scalar(f"{name}-time", seconds, iteration)
 
-    def validation(self, where: str, kind: str, losses: Mapping[str, float], iteration: int, samples: int) -> None:
+    def validation(self, where: str, kind: str, losses: Mapping[str, float], iteration: int, samples: int,
+                   evaluated: SetResult | None = None) -> None:
         """Print the validation line and write its record and scalars.
 
-        Args: where "iteration 200" or "iteration 200 on test set"; kind "validation", "validation-NAME" or "test".
+        Args: where "iteration 200" or "iteration 200 on test set"; kind "validation", "validation-NAME" or "test"; evaluated: what an
+        evaluation of a checkpoint adds to the record.
         """
         self.print(validation_line(where, losses))
+        self._summary.add_validation(kind, iteration, losses["lm loss"])
         if self._file is not None:
             record: dict[str, object] = {"validation": kind, "iteration": iteration}
             record.update(losses)
             record["ppl"] = perplexity(losses["lm loss"])
+            if evaluated is not None:
+                record.update(evaluated.as_record())
             self._append(record)
         suffix = "validation" if kind == "test" else kind
         for name, value in losses.items():
@@ -334,6 +348,20 @@ class MetricsLogger:
             if self._options.output.log_validation_ppl_to_tensorboard:
                 self._scalar(f"{name} {suffix} ppl", perplexity(value), iteration, samples)
         self.flush()
+
+    @property
+    def dashboard_path(self) -> str | None:
+        """Where the page is, None where there is none."""
+        return None if self._dashboard is None else str(self._dashboard.path.resolve())
+
+    def begin(self) -> None:
+        """Say where the run can be watched."""
+        if self.dashboard_path is not None:
+            self.print(f"dashboard: {self.dashboard_path} (open it in a browser; it is rewritten as the run goes on)")
+
+    def end(self, why: str, saved: Sequence[int]) -> None:
+        """Print the summary of the run. why: it ended. saved: the iterations that this start has saved."""
+        self.print("\n".join(self._summary.lines(why, saved, self._options.output.save, self.dashboard_path)))
 
     def flush(self) -> None:
         """Hand over to the system whatever is still held back."""

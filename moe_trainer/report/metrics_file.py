@@ -73,17 +73,17 @@ class MetricsFile:
             self._descriptor = None
 
 
-def open_metrics_file(path: str, start_iteration: int) -> MetricsFile:
+def open_metrics_file(path: str, start_iteration: int | None) -> MetricsFile:
     """Open metrics.jsonl for appending after `start_iteration`.
 
     Records of later iterations (they will be repeated) and a torn last line (a killed run) are dropped; with
-    start_iteration 0 an old file is kept under a numbered name.
+    start_iteration 0 an old file is kept under a numbered name. None: nothing is dropped, whatever is appended comes from no training.
     Raises: InputError if the file cannot be written.
     """
     target = Path(path)
     with writes("--metrics-file", target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and target.stat().st_size > 0:
+        if start_iteration is not None and target.exists() and target.stat().st_size > 0:
             if start_iteration == 0:
                 target.rename(_free_name(target))
             else:

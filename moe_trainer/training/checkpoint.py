@@ -43,7 +43,8 @@ def save_checkpoint(run: Run, state: TrainState) -> None:
         run.metrics.flush()  # a run killed after this goes on from here: nothing logged until now may be lost
     finish_save(run)
     with run.timers("save-checkpoint"), user_input(f"--save {output.save}"), _counting_failures(run):
-        run.optimizer.wait_params()
+        run.wait_params()
+        run.failed_saves.begun(state.iteration)
         if output.async_save:
             run.saver.start(output.save, content, run.chunks, run.optimizer, run.ps, run.save_options)
         else:

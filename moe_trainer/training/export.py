@@ -34,7 +34,7 @@ def export_weights(run: Run, path: str) -> None:
 
     Raises: InputError on every rank when the file cannot be written.
     """
-    run.optimizer.wait_params()
+    run.wait_params()
     weights = export_named_weights(run.chunks, run.ps)
     with written_by_all(run, f"--export-weights {path}"):
         with sent_by_all(weights):

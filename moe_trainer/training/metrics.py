@@ -33,6 +33,8 @@ def close_metrics(run: Run) -> None:
 def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
     args, output, place = run.args, run.args.output, run.runtime.place
     folder = output.save or output.tensorboard_dir
+    if args.evaluates_only:  # as in Megatron-LM; and the metrics beside a checkpoint are those of the run that wrote it
+        folder, output = None, replace(output, tensorboard_dir=None, wandb_project=None)
     options = LogOptions(
         output,
         run.train_iters,
@@ -43,5 +45,6 @@ def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
         layer_share=routed_layer_share(args, args.data.seq_length, run.padded_vocab_size),
         own=output.auto_resume or (state.iteration > 0 and output.save is not None and output.load == output.save),
         start_samples=state.consumed_train_samples,
+        evaluates_only=args.evaluates_only,
     )
     return MetricsLogger(options, place.world_size, state.iteration, args.as_dict())

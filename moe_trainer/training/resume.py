@@ -16,7 +16,7 @@ from arguments import Arguments
 from moe_trainer.checkpoint.checkpoint import check_writable, latest_iteration, load
 from moe_trainer.checkpoint.errors import DamagedError
 from moe_trainer.checkpoint.find import newest_whole
-from moe_trainer.checkpoint.options import LoadedState, LoadOptions
+from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import InputError, user_input
 from moe_trainer.guard.rejection import History
@@ -56,7 +56,7 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
     """Load the checkpoint that `--load` names, if there is one; returns where the run goes on, and with which schedules."""
     output = run.args.output
     state = TrainState()
-    if output.save is not None:
+    if output.save is not None and not run.args.evaluates_only:
         with user_input("--save"):
             options = replace(run.save_options, file_system=check_writable(output.save, run.ps))
         run = replace(run, save_options=options)
@@ -66,6 +66,8 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
     if folder is None:
         return run, state
     options = LoadOptions.from_args(output, run.args.as_dict(), tokenizer.vocab_size)
+    if run.args.evaluates_only:  # nothing is drawn in an evaluation
+        options = replace(options, load_optim=False, load_rng=False)
     upcycle = run.args.moe.moe_use_upcycling
     if upcycle:
         with user_input(f"--save {output.save}"):
@@ -79,25 +81,56 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
         loaded = _load(folder, run, replace(options, finetune=finetune))
         if loaded is None and weights_only:  # to start from random weights is not what was asked for
             raise InputError(f"--pretrained-checkpoint {folder}: there is no checkpoint in this folder")
+        if loaded is None and run.args.evaluates_only:
+            raise InputError(f"--load {folder}: there is no checkpoint in this folder, so there is nothing to evaluate (--skip-train)")
     if loaded is None or finetune or loaded.weights_only:
-        return run, state
+        return run, state if loaded is None or finetune else _at_iteration(state, run)
     saved = loaded.state
-    optimizer = run.args.optimizer
+    run, scheduled_samples = _resume_schedules(run, saved)
+    with user_input(f"--load {output.load}"):
+        history = History.of(saved.extra.get("history"))
+    return run, _at_iteration(TrainState(
+        iteration=loaded.iteration,
+        consumed_train_samples=saved.consumed_train_samples,
+        consumed_valid_samples=saved.consumed_valid_samples,
+        skipped_train_samples=saved.skipped_train_samples,
+        scheduled_samples=scheduled_samples,
+        total_flops=saved.num_floating_point_operations_so_far,
+        history=history,
+    ), run)
+
+
+def _at_iteration(state: TrainState, run: Run) -> TrainState:
+    """With --override-ckpt-iteration the run goes on at that iteration, and the data where so many full batches end, as in Megatron-LM."""
+    iteration = run.args.output.override_ckpt_iteration
+    if iteration is None:
+        return state
+    return replace(state, iteration=iteration, consumed_train_samples=iteration * run.args.training.global_batch_size, skipped_train_samples=0)
+
+
+def _resume_schedules(run: Run, saved: CheckpointState) -> tuple[Run, int]:
+    """The schedules of learning rate and weight decay, and the samples after which they go on.
+
+    As in Megatron-LM (main, d98e8a64): --no-load-optim leaves the scheduler out too, so the learning rate starts its schedule again while
+    the iteration and the data go on; --override-opt_param-scheduler counts the schedule by the samples consumed.
+    Raises: InputError when the flags' schedules are not the checkpoint's.
+    """
+    output, optimizer = run.args.output, run.args.optimizer
+    if run.args.evaluates_only:
+        return run, 0
+    goes_on_by_itself = output.auto_resume and output.load == output.save  # then the flag means that there is no state to load
+    if output.no_load_optim and not goes_on_by_itself and output.ckpt_convert_format is None:
+        if run.runtime.place.rank == 0:
+            logger.info("--no-load-optim: the schedules of learning rate and weight decay start at their beginning, as in Megatron-LM")
+        return run, 0
     with user_input(f"--load {output.load}"):
         learning_rate, weight_decay = resume_schedules(
             run.learning_rate, run.weight_decay, saved.scheduler,
             override=optimizer.override_opt_param_scheduler, use_saved=optimizer.use_checkpoint_opt_param_scheduler,
         )
-        history = History.of(saved.extra.get("history"))
-    return replace(run, learning_rate=learning_rate, weight_decay=weight_decay), TrainState(
-        iteration=loaded.iteration if output.override_ckpt_iteration is None else output.override_ckpt_iteration,
-        consumed_train_samples=saved.consumed_train_samples,
-        consumed_valid_samples=saved.consumed_valid_samples,
-        skipped_train_samples=saved.skipped_train_samples,
-        scheduled_samples=saved.scheduler.get("num_steps", saved.consumed_train_samples),
-        total_flops=saved.num_floating_point_operations_so_far,
-        history=history,
-    )
+    override = optimizer.override_opt_param_scheduler
+    samples = saved.consumed_train_samples if override else saved.scheduler.get("num_steps", saved.consumed_train_samples)
+    return replace(run, learning_rate=learning_rate, weight_decay=weight_decay), samples
 
 
 def _load(folder: str, run: Run, options: LoadOptions) -> LoadedState | None:

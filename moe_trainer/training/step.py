@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -191,7 +192,7 @@ def run_microbatches(run: Run, batches: Iterator[Batch], num_microbatches: int, 
     results = run.schedule.run(Work(
         forward_step, num_microbatches,
         specs=[chunk.input_spec(micro_batch_size, run.args.data.seq_length) for chunk in chunks],
-        grad_scale=grad_scale, accumulate=run.grads.accumulate, timer=run.timers, forward_only=forward_only,
+        grad_scale=grad_scale, accumulate=nullcontext if run.grads is None else run.grads.accumulate, timer=run.timers, forward_only=forward_only,
     ))
     trace.microbatch = None
     return results

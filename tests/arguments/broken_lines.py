@@ -303,6 +303,7 @@ BROKEN = (
     ("--split 0,0,0", "", "--split"),
     ("--split 0,1,1", "", "--split"),
     ("--split 1,a", "", "--split"),
+    ("--skip-train", "--mock-data", "--skip-train"),
     ("--split 98,1,1 --train-data-path /d", "--mock-data", "--split"),
     ("--multiple-validation-sets --train-data-path /t --valid-data-path /a /b --validation-set-names a", "--mock-data",
      "--validation-set-names"),

@@ -321,3 +321,45 @@ def test_metadata_names_another_library(tmp_path, sentencepiece_model):
         build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / "meta.json"))
     with pytest.raises(ValueError, match="--tokenizer-metadata .*absent"):
         build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / "absent"))
+
+
+def num_bytes(tokenizer, text):
+    lengths = tokenizer.byte_lengths()
+    return sum(lengths[number] for number in tokenizer.tokenize(text))
+
+
+def test_bytes_of_tokens_are_those_of_the_text(tmp_path, sentencepiece_model):
+    folder = write_json_tokenizer(tmp_path / "tok", CONFIGS["template"][0], CONFIGS["template"][1])
+    vocabulary = write_tiktoken(tmp_path / "v.json", [b"th", b"the", b" t", b"12"])
+    byte_level = [
+        build("HuggingFaceTokenizer", folder), build("HuggingFaceTokenizer", folder, tokenizer_hf_no_use_fast=True),
+        build("TikTokenizer", vocabulary, tiktoken_num_special_tokens=10, vocab_size=270),
+    ]
+    for tokenizer in byte_level:
+        for text in TEXTS[:4]:
+            assert num_bytes(tokenizer, text) == len(text.encode())  # a begin token counts none
+    assert num_bytes(byte_level[0], TEXTS[4]) == len(TEXTS[4].encode()) - len("<|endoftext|>")
+    pieces = build("SentencePieceTokenizer", sentencepiece_model)
+    assert num_bytes(pieces, "the lazy dog") == len(" the lazy dog")  # SentencePiece's own blank before a text
+    assert num_bytes(pieces, "the \u4e2d") == len(" the ")  # an unknown character
+    lengths = pieces.byte_lengths()
+    assert lengths[pieces.eod] == lengths[pieces.pad] == 0 and len(lengths) == 120
+
+
+def test_pieces_with_byte_fallback_and_word_pieces(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581theogd", "\u2581the"]
+    model = tokenizers.models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    encoder = tokenizers.Tokenizer(model)
+    encoder.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    decoders = tokenizers.decoders
+    encoder.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    path = tmp_path / "tokenizer.json"
+    encoder.save(str(path))
+    assert num_bytes(build("HuggingFaceTokenizer", path), "the dog \u4e2d") == len("the dog \u4e2d".encode())
+    encoder.decoder = decoders.WordPiece()
+    encoder.save(str(path))
+    with pytest.raises(ValueError, match=r"decoder \(WordPiece\) does not say which bytes"):
+        build("HuggingFaceTokenizer", path).byte_lengths()
+    with pytest.raises(ValueError, match="stand for no text"):
+        build("NullTokenizer", vocab_size=511).byte_lengths()

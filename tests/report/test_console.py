@@ -55,6 +55,6 @@ def test_progress_bar_is_silent_without_a_terminal_and_draws_on_one():
 
     quiet, loud = io.StringIO(), Terminal()
     for stream in (quiet, loud):
-        ProgressBar(10, stream).update(5, 2.0, 3.5)
+        ProgressBar(10, stream).update(5, 2.0, 3.5, tokens=4096)
     assert quiet.getvalue() == ""
-    assert "5/10" in loud.getvalue() and "left 0:00:10" in loud.getvalue() and "loss 3.5000" in loud.getvalue()
+    assert "5/10" in loud.getvalue() and "2,048 tokens/s  ETA 0:00:10  loss 3.5000" in loud.getvalue()

@@ -14,7 +14,8 @@ from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.proof import observe
 from moe_trainer.proof.emulate import Topology, emulate
-from moe_trainer.train import run_microbatches, set_training, shared_sums
+from moe_trainer.training.evaluation import set_training
+from moe_trainer.training.step import run_microbatches, shared_sums
 
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 A2A_P2P = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"

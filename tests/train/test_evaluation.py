@@ -1,0 +1,94 @@
+"""--skip-train: one command evaluates a checkpoint, without anything that only training needs; and --no-load-optim restarts the schedule."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import read_metrics, run
+from train.tiny import MOCK, TINY
+
+from moe_trainer.data.indexed import IndexedDatasetBuilder
+
+SETS = ("validation", "test", "validation-a", "validation-b", "test-a", "test-b")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 4 iterations on a blend of two files, which ends with an evaluation of its own."""
+    folder = tmp_path_factory.mktemp("trained")
+    generator = np.random.default_rng(3)
+    for name, high in (("a", 40), ("b", 119)):
+        with IndexedDatasetBuilder(str(folder / f"{name}_text_document"), np.uint16) as builder:
+            for _ in range(40):
+                builder.add_document(generator.integers(0, high, 97), [97])
+    data = "--data-path 0.7 a_text_document 0.3 b_text_document --split 60,20,20 --tokenizer-type NullTokenizer --vocab-size 120".split()
+    finished = run([*TINY, *data, "--train-iters", "4", "--eval-iters", "3", "--save", "ck", "--save-interval", "4", "--data-cache-path", "cache"], folder)
+    assert finished.returncode == 0, finished.stderr
+    return folder
+
+
+def evaluate(folder, *flags, ranks=1):
+    metrics = folder / "evaluated.jsonl"
+    metrics.unlink(missing_ok=True)
+    finished = run(["--skip-train", "--metrics-file", metrics.name, *flags], folder, ranks)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout, {record["validation"]: record for record in read_metrics(metrics)}
+
+
+def test_one_command_evaluates_a_checkpoint_at_its_iteration(trained, monkeypatch):
+    for name in ("build_optimizer", "build_lr_schedule", "build_weight_decay_schedule", "keep_gradients"):
+        monkeypatch.setattr(f"moe_trainer.run.{name}", lambda *args, **kwargs: pytest.fail("an evaluation builds nothing of the optimizer"))
+    before = (trained / "ck" / "metrics.jsonl").read_text()
+    text, found = evaluate(trained, "--use-checkpoint-args", "--load", "ck", "--save", "ck", "--save-interval", "1")
+    assert (trained / "ck" / "metrics.jsonl").read_text() == before  # the run's own record is not the evaluation's
+    assert "validation loss at iteration 4 on validation set" in text and "validation loss at iteration 4 on test set" in text
+    assert tuple(found) == SETS and {record["iteration"] for record in found.values()} == {4}
+    own = [json.loads(line) for line in before.splitlines()]
+    assert found["test"]["lm loss"] == next(each["lm loss"] for each in own if each.get("validation") == "test")
+    assert found["test-a"]["lm loss"] != found["test-b"]["lm loss"]
+    assert "evaluation of ck, iteration 4" in text
+    assert "per byte: not reported, because the ids of a NullTokenizer stand for no text" in text and "bytes" not in found["test"]
+    assert found["validation"]["tokens"] == found["validation"]["samples"] * 32 == 3 * 4 * 32
+
+
+@pytest.mark.parametrize("mapping", [
+    "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1",
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --use-distributed-optimizer --context-parallel-size 1",
+])
+def test_another_mapping_gives_the_same_losses(trained, mapping):
+    _, one = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+    _, other = evaluate(trained, "--use-checkpoint-args", "--load", "ck", *mapping.split(), ranks=2)
+    for name in SETS:
+        assert other[name]["lm loss"] == pytest.approx(one[name]["lm loss"], rel=2e-6) and other[name]["tokens"] == one[name]["tokens"]
+
+
+def test_flags_of_a_command_line_and_other_data(trained):
+    _, recorded = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+    flags = [word for word in " ".join(TINY).replace("--lr 1e-3", "").split()]
+    same = ["--data-path", "0.7", "a_text_document", "0.3", "b_text_document", "--split", "60,20,20", "--tokenizer-type", "NullTokenizer", "--vocab-size", "120"]
+    _, typed = evaluate(trained, *flags, *same, "--load", "ck", "--eval-iters", "3")
+    assert {name: typed[name]["lm loss"] for name in SETS} == {name: recorded[name]["lm loss"] for name in SETS}
+    _, other = evaluate(trained, "--use-checkpoint-args", "--load", "ck", "--valid-data-path", "b_text_document", "--full-validation")
+    assert list(other) == ["validation"] and other["validation"]["samples"] == 40 * 97 // 32 // 2 * 2
+
+
+def test_what_is_missing_is_said(trained, tmp_path):
+    (tmp_path / "empty").mkdir()
+    shape = [word for word in " ".join(TINY).replace("--lr 1e-3", "").split()]
+    finished = run([*shape, *MOCK, "--skip-train", "--eval-iters", "1", "--load", "empty"], tmp_path)
+    assert finished.returncode == 2 and "--load empty: there is no checkpoint in this folder, so there is nothing to evaluate" in finished.stderr
+    finished = run([*shape, "--tokenizer-type", "NullTokenizer", "--vocab-size", "120", "--skip-train", "--eval-iters", "1", "--load", "empty"], tmp_path)
+    assert finished.returncode == 2 and "--skip-train needs data to evaluate on: --valid-data-path" in finished.stderr
+
+
+def test_without_optimizer_state_the_schedule_starts_again(trained):
+    """As in Megatron-LM (d98e8a64): load_checkpoint leaves the scheduler at 0 steps, iteration and data go on."""
+    data = "--data-path 0.7 a_text_document 0.3 b_text_document --split 60,20,20 --tokenizer-type NullTokenizer --vocab-size 120".split()
+    flags = [*TINY, *data, "--train-iters", "9", "--lr-warmup-iters", "2", "--load", "ck", "--no-load-optim", "--no-load-rng", "--metrics-file", "go_on.jsonl"]
+    finished = run(flags, trained)
+    assert finished.returncode == 0, finished.stderr
+    records = [record for record in read_metrics(trained / "go_on.jsonl") if "validation" not in record]
+    assert [record["iteration"] for record in records] == [5, 6, 7, 8, 9] and records[0]["consumed_samples"] == 20
+    assert [record["learning_rate"] for record in records][:3] == pytest.approx([0.0, 0.5e-3, 1e-3])
+    refused = run([word for word in flags if word not in ("--no-load-optim", "--no-load-rng")], trained)
+    assert refused.returncode == 2 and "the schedules differ from the checkpoint's" in refused.stderr
