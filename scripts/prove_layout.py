@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.errors import need_packages
 from moe_trainer.proof.random_layouts import draw_cases
-from moe_trainer.proof.report import command, markdown, shrunk_lines, verdict_lines
+from moe_trainer.proof.report import command, markdown, shrunk_lines, summary_lines, verdict_lines
 from moe_trainer.proof.shrink import Case, ShrinkError, Shrunk, as_is, shrink
 
 
@@ -144,8 +144,8 @@ def _prove(cases: list[Case], shrunk: Shrunk | None, options: argparse.Namespace
         for number, case in enumerate(cases, start=1):
             verdicts.append(prove(pool, case))
             print("\n".join(verdict_lines(verdicts[-1], f"case {number} of {len(cases)}")), flush=True)
-    parted = sum(not verdict.equal for verdict in verdicts)
-    print(f"{len(cases) - parted} of {len(cases)} equal one process" + (f"; {parted} part" if parted else ""))
+    parted = any(not verdict.equal for verdict in verdicts)
+    print("\n".join(summary_lines(verdicts, shrunk)))
     if options.report is not None:
         try:
             options.report.write_text(markdown(verdicts, shrunk, asked), encoding="utf-8")

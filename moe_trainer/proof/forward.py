@@ -57,7 +57,7 @@ def watch_whole(run: Run, topology: Topology, data_ranks: int) -> Watch:
     held = {divmod(index, topology.tp): topology.positions(index, run.args.data.seq_length) for index in range(topology.shards)}
 
     def hook(name: str, y_SBH: Tensor) -> None:
-        data = run.ps.dp.rank if run.ps.dp.size > 1 else watch.calls[name] % data_ranks
+        data = watch.calls[name] % data_ranks
         watch.calls[name] += 1
         for (context, tensor), here in held.items():
             watch.add((data, context, tensor), name, y_SBH[here])

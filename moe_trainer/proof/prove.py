@@ -5,8 +5,8 @@ definition of a quantity depends on the topology, the reference follows the defi
 
 * capacity is counted per sequence shard (tp x cp ranks each see their own tokens): emulate.py drops tokens shard by shard;
 * multi-token prediction is normalised by the tokens of each context rank: emulate.py weighs its losses so;
-* the running counts of the global auxiliary loss go over the data ranks of one microbatch number: the reference is then the same
-  number of plain data-parallel ranks instead of one process.
+* the running counts of the global auxiliary loss go over the data ranks of one microbatch number: emulate_balance.py runs as many
+  forward passes before their backward passes, and computes the loss from its definition.
 
 Rounding must not decide: a near tie of the router turns the last digit into another expert, or drops another token; one of an indexer
 into another key. References whose weights are disturbed a little, up and down, have to choose the same experts and keys and come out
@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -30,10 +29,10 @@ from torch import Tensor
 from arguments import Arguments, parse_args
 from arguments.precision import PrecisionArgs
 from moe_trainer.initialize import make_groups
-from moe_trainer.parallel import collectives
 from moe_trainer.place import Place
 from moe_trainer.proof.compare import Difference, closeness, compare
 from moe_trainer.proof.emulate import emulate
+from moe_trainer.proof.emulate_balance import emulate_global_balance
 from moe_trainer.proof.emulate_fp8 import emulate_fp8
 from moe_trainer.proof.forward import Watch, watch_rank, watch_whole
 from moe_trainer.proof.low_precision import is_wide
@@ -111,22 +110,12 @@ def steady_reference(pool: Pool, case: Case, seeds: range) -> tuple[int, Outcome
 
 def _references(pool: Pool, case: Case, seed: int, disturbances: tuple[tuple[float, int], ...]) -> Outcome | None:
     """The reference; None if a disturbed one parts from it."""
-    ranks = reference_ranks(case)
-    each = [(case, seed, *disturbance) for disturbance in ((0.0, 0), *disturbances)]
-    found = pool.run_each(_one, each) if ranks == 1 else [pool.run(_one, ranks, *args) for args in each]
+    found = pool.run_each(_one, [(case, seed, *disturbance) for disturbance in ((0.0, 0), *disturbances)])
     if not all(_is_steady(found[0], disturbed) for disturbed in found[1:]):
         return None
     one, others = found[0][0], [outcome for outcome, _ in found[1:]]
     return replace(one, shaken={
         name: max((other.weights[name] - weight).abs().max().item() for other in others) for name, weight in one.weights.items()})
-
-
-def reference_ranks(case: Case) -> int:
-    """Ranks of the reference: one, or with the global auxiliary loss the data ranks of the case."""
-    words = case.reference
-    at = words.index("--moe-router-load-balancing-type") + 1 if "--moe-router-load-balancing-type" in words else len(words)
-    kinds = [word for word in words[at:at + 5] if word.endswith("aux_loss")]
-    return case.mapping.dp if "global_aux_loss" in kinds else 1
 
 
 def _is_steady(plain: tuple[Outcome, list[Tensor]], other: tuple[Outcome, list[Tensor]]) -> bool:
@@ -140,15 +129,14 @@ def _is_steady(plain: tuple[Outcome, list[Tensor]], other: tuple[Outcome, list[T
 
 
 def _one(rank: int, world_size: int, case: Case, seed: int, size: float, direction: int) -> tuple[Outcome, list[Tensor]]:
-    """The reference, in a rank of the pool, and what all its ranks chose: routing maps, and the keys of sparse attention."""
+    """The reference, in a process of the pool, and what it chose: routing maps, and the keys of sparse attention."""
     args = _parse(case.reference, world_size, False)
     records: list[dict] = []
     keys: list[Tensor] = []
-    runs: list[Run] = []
 
     def prepare(run: Run) -> Watch:
-        runs.append(run)
         emulate(run, Topology(case.mapping.tp, case.mapping.cp))
+        emulate_global_balance(run, case.mapping.dp)
         emulate_fp8(run, case.mapping, "--sequence-parallel" in case.argv)
         _disturb(run, size, direction)
         for chunk in run.chunks:
@@ -160,8 +148,7 @@ def _one(rank: int, world_size: int, case: Case, seed: int, size: float, directi
         return watch_whole(run, Topology(rows_cut, case.mapping.cp), case.mapping.dp)
 
     outcome = _train(args, rank, world_size, seed, prepare)
-    everywhere = collectives.all_gather_object([*(record["map"] for record in records), *keys], runs[0].ps.world)
-    return outcome, list(chain.from_iterable(everywhere))
+    return outcome, [*(record["map"] for record in records), *keys]
 
 
 def _many(rank: int, world_size: int, case: Case, seed: int) -> Outcome:

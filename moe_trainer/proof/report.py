@@ -40,6 +40,8 @@ def verdict_lines(verdict: Verdict, title: str) -> Iterator[str]:
     """One case: equal, or where it parts."""
     word = "equal" if verdict.equal else "PARTS" if verdict.differences else "FAILS"
     yield f"{title} ({verdict.case.mapping}): {word} ({verdict.seconds:.1f} s, batches of seed {verdict.seed})"
+    if verdict.case.defined_by_mapping:
+        yield f"  computed as the mapping defines it, not by the plain program: {', '.join(verdict.case.defined_by_mapping)}"
     if verdict.equal:
         yield f"  {verdict.closeness}"
         return
@@ -50,6 +52,17 @@ def verdict_lines(verdict: Verdict, title: str) -> Iterator[str]:
     yield from (f"  {line}" for line in verdict.failure.splitlines())
     world = verdict.case.world_size
     yield f"  again: python scripts/prove_layout.py --as-is --ranks {world} --world-size {world} {_flags(verdict.case)}"
+
+
+def summary_lines(verdicts: Sequence[Verdict], shrunk: Shrunk | None) -> Iterator[str]:
+    """How many cases are equal, and what none of them compares."""
+    parted = sum(not verdict.equal for verdict in verdicts)
+    yield f"{len(verdicts) - parted} of {len(verdicts)} equal one process" + (f"; {parted} part" if parted else "")
+    if shrunk is not None and shrunk.not_compared:
+        yield f"not compared with one process: {', '.join(shrunk.not_compared)} (docs/verification.md says why)"
+    always = set.intersection(*(set(verdict.case.defined_by_mapping) for verdict in verdicts))
+    if always:
+        yield f"no case without: {', '.join(sorted(always))}; there the one process follows the definition of the mapping"
 
 
 def _flags(case: Case) -> str:
@@ -70,6 +83,7 @@ def markdown(verdicts: Sequence[Verdict], shrunk: Shrunk | None, asked: str) -> 
     if shrunk is not None:
         lines += ["", f"The user's mapping: {shrunk.original}.", "", *(f"* {note}" for note in shrunk.notes)]
         lines += [*(f"* left out: {text}" for text in shrunk.left_out), *([f"* {_REFUSED}"] if shrunk.left_out else [])]
+        lines += [f"* not compared with one process: {name}" for name in shrunk.not_compared]
     for verdict in parted:
         lines += ["", f"## {verdict.case.mapping}", "", "```", *verdict_lines(verdict, "case"), "```"]
     lines += ["", "<details><summary>Small command lines</summary>", "", "```"]

@@ -26,6 +26,7 @@ from arguments.spelling import flags_of
 from arguments.standing import LATER, PART_OF
 from moe_trainer.proof import low_precision, sizes
 from moe_trainer.proof.carried import NOISE, NOT_IN_REFERENCE, carried
+from moe_trainer.proof.definitions import defined_by_mapping, plain_values
 from moe_trainer.proof.mapping import NAMES, Mapping, Wanted, shrink_mapping
 
 STEPS = 3
@@ -38,12 +39,13 @@ _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model
 @dataclass(frozen=True)
 class Case:
     """One small command line: its mapping, its flags (without the program), the flags of the same model and batches on one process,
-    and whether it is to be run in fp32 in spite of --bf16."""
+    whether it is to be run in fp32 in spite of --bf16, and which quantities the one process computes as the mapping defines them."""
 
     mapping: Mapping
     argv: tuple[str, ...]
     reference: tuple[str, ...]
     force_fp32: bool = False
+    defined_by_mapping: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -53,17 +55,19 @@ class Case:
     @property
     def pool_size(self) -> int:
         """Processes that the case and its references need."""
-        return max(self.mapping.world, self.mapping.dp, 3)
+        return max(self.mapping.world, 3)
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What became of a command line: small cases, what was changed on the way (sentences), and what is left out as coming later."""
+    """What became of a command line: small cases, what was changed on the way (sentences), what is left out as coming later, and which
+    flags' effect on the numbers is not compared at all."""
 
     original: Mapping
     cases: tuple[Case, ...]
     notes: tuple[str, ...]
     left_out: tuple[str, ...]
+    not_compared: tuple[str, ...] = ()
 
 
 class ShrinkError(ValueError):
@@ -94,11 +98,15 @@ def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Sh
     notes: list[str] = []
     mappings = _choose(settings, original, ranks, notes)
     cases = [_case(settings, original, mapping, notes) for mapping in mappings]
+    plain = next((case.mapping for case in cases if case.defined_by_mapping), None)
+    if plain is not None:
+        cases += _plain_case(settings, original, plain, notes)
     if any(low_precision.is_how(note) for note in notes):
         cases.append(_case(settings, original, mappings[0], [], quantized=False))
         notes.append("the last case is the first mapping without 8 bits: there the weights move, and steps and formats of the optimizer are proven")
-    _note_changes(settings, notes)
-    return Shrunk(original, tuple(cases), tuple(dict.fromkeys(notes)), tuple(left_out))
+    not_compared = _note_changes(settings, notes)
+    not_compared += [name for name, _, text in (note.partition(": ") for note in notes) if text.startswith("left out")]
+    return Shrunk(original, tuple(cases), tuple(dict.fromkeys(notes)), tuple(left_out), tuple(dict.fromkeys(not_compared)))
 
 
 def as_is(argv: list[str], world_size: int | None = None) -> Case:
@@ -200,8 +208,21 @@ def _choose(s: Settings, original: Mapping, ranks: int, notes: list[str]) -> lis
     return mappings
 
 
-def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str], quantized: bool = True) -> Case:
-    """One small command line for one mapping."""
+def _plain_case(s: Settings, old: Mapping, new: Mapping, notes: list[str]) -> list[Case]:
+    """The case of a mapping without what is defined by the mapping; [] where no legal command line is left."""
+    try:
+        case = _case(s, old, new, [], plain=True)
+    except ShrinkError as error:
+        notes.append(f"no case without what is defined by the mapping: {error.reasons[0]}")
+        return []
+    if case.defined_by_mapping:
+        notes.append(f"no case without {', '.join(case.defined_by_mapping)}: a layout of stages names its layers")
+    notes.append("a further case of the first such mapping is without what Megatron-LM defines by the mapping: there the one process runs the plain program")
+    return [case]
+
+
+def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str], quantized: bool = True, plain: bool = False) -> Case:
+    """One small command line for one mapping. plain: without what is defined by the mapping."""
     values = carried(s) if quantized else {**carried(s), **low_precision.NONE, **dict.fromkeys(low_precision.ROWS)}
     values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
     layers = values["num_layers"]
@@ -213,6 +234,8 @@ def _case(s: Settings, old: Mapping, new: Mapping, notes: list[str], quantized: 
     values["bf16"] = force_fp32
     if values.get("logit_dtype") == "bf16" or values.get("fp8"):
         values["logit_dtype"] = None  # _note_changes says so
+    if plain:
+        values |= plain_values(values, new)
     fp8, said = low_precision.provable(values, new, layers)
     notes += said
     return make_case(new, values | fp8, force_fp32)
@@ -254,7 +277,7 @@ def make_case(mapping: Mapping, values: MappingOf[str, object], force_fp32: bool
         violations = understand(words, ranks)[1]
         if violations:
             raise ShrinkError([f"the small command line for {mapping} is not legal: {violation.message}" for violation in violations])
-    return Case(mapping, tuple(argv), tuple(reference), force_fp32)
+    return Case(mapping, tuple(argv), tuple(reference), force_fp32, defined_by_mapping(values, mapping))
 
 
 def _ranks(s: Settings, new: Mapping, notes: list[str]) -> dict[str, object]:
@@ -312,8 +335,8 @@ def _steady(s: Settings) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _note_changes(s: Settings, notes: list[str]) -> None:
-    """Say what the small runs do otherwise than the user's."""
+def _note_changes(s: Settings, notes: list[str]) -> list[str]:
+    """Say what the small runs do otherwise than the user's; returns the flags that no small run has."""
     narrow = ("bf16", "fp16", "main_params_dtype", "main_grads_dtype", "grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype",
               "megatron_fsdp_main_grads_dtype", "fp32_residual_connection", "logit_dtype")  # fmt: skip
     half = [s.flag(dest) for dest in narrow if s.given(dest) and s.values[dest] not in (None, False, "auto", s.default(dest))]
@@ -334,7 +357,8 @@ def _note_changes(s: Settings, notes: list[str]) -> None:
     if s.moe_use_upcycling:
         fine = [s.shown("moe_upcycling_granularity")] if s.given("moe_upcycling_granularity") else []
         notes.append(f"{', '.join([s.flag('moe_use_upcycling'), *fine])}: left out, the proof's weights are random and not a dense model's")
-    if s.values["step_batch_size_schedule"] or s.values["rampup_batch_size"]:
+    sizes_over_time = [s.shown(dest) for dest in ("step_batch_size_schedule", "rampup_batch_size") if s.values[dest]]
+    if sizes_over_time:
         notes.append("the batch size is constant")
     notes.append(
         f"data are random tokens, initial weights have a deviation of 0.2, the learning rate is {LEARNING_RATE} throughout (but "
@@ -343,3 +367,4 @@ def _note_changes(s: Settings, notes: list[str]) -> None:
     dropped = [s.flag(dest) for dest in s.given_dests() if OPTIONS[dest].section == "output"]
     if dropped:
         notes.append(f"{len(dropped)} flags of logging, checkpoints and profiling are left out")
+    return [*half, *noise, *sizes_over_time]

@@ -185,7 +185,8 @@ def batch(s: Settings, old: Mapping, new: Mapping) -> dict[str, object]:
     """Sequence length, micro and global batch; as many microbatches as the schedule needs to show its middle."""
     micro = min(s.micro_batch_size, 2)
     count = max(1, (s.global_batch_size or 0) // (s.micro_batch_size * old.dp))
-    microbatches = min(count, 2)
+    # a running mean over microbatches shows with the third one
+    microbatches = min(count, 3 if "global_aux_loss" in as_list(s.moe_router_load_balancing_type) else 2)
     if new.pp > 1:
         microbatches = 2 * new.pp if count >= 2 * old.pp or new.vpp > 1 else new.pp if count >= old.pp else min(count, new.pp)
     group = s.microbatch_group_size_per_vp_stage

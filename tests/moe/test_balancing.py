@@ -1,5 +1,6 @@
 """Expert bias and balancing losses across iterations and data-parallel ranks."""
 
+import pytest
 import torch
 from harness import run_ranks
 from moe.layers import Chunk, build_layer, metrics_of, sections
@@ -9,6 +10,8 @@ from moe_trainer.moe.balancing import logged_losses, start_iteration, update_exp
 from moe_trainer.parallel.state import ParallelState
 
 SIGMOID_BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01}
+MICROBATCHES = 4
+"""Of an iteration: the running mean of the third and of the fourth one count as well."""
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3}
 
 
@@ -71,10 +74,10 @@ def global_loss_of_rank(rank, world_size):
     args = sections(**GLOBAL, moe_z_loss_coeff=0.1, moe_expert_capacity_factor=0.5)
     layer = build_layer(args, ps)
     start_iteration([Chunk(layer)])
-    for microbatch in range(2):
-        probs, _ = layer.router(tokens(world_size * microbatch + rank), 0.5)
+    for microbatch in range(MICROBATCHES):
+        probs, _ = layer.router(tokens(world_size * microbatch + rank), 0.125)
         (probs * 0).sum().backward()
-    return layer.router.weight.grad, metrics_of(args, [layer], 2, ps)
+    return layer.router.weight.grad, metrics_of(args, [layer], MICROBATCHES, ps)
 
 
 def test_global_loss_over_ranks_by_definition():
@@ -85,7 +88,7 @@ def test_global_loss_over_ranks_by_definition():
     grads = [torch.zeros_like(weight), torch.zeros_like(weight)]
     logged = {"global": 0.0, "z": 0.0}
     counts = []
-    for microbatch in range(2):
+    for microbatch in range(MICROBATCHES):
         logits, chosen = [], []
         for rank in range(2):
             own = weight.clone().requires_grad_()
@@ -97,16 +100,30 @@ def test_global_loss_over_ranks_by_definition():
         for rank, (own, logits_TE) in enumerate(logits):
             loss = 8 / (2 * 24**2) * (logits_TE.softmax(-1).sum(0) * mean_E).sum()
             z = logits_TE.logsumexp(-1).square().mean()
-            (0.5 * (0.3 * loss + 0.1 * z)).backward()
+            (0.125 * (0.3 * loss + 0.1 * z)).backward()
             grads[rank] += own.grad
-            logged["global"] += loss.item() / 2  # summed over ranks, mean over microbatches
-            logged["z"] += z.item() / 4  # mean over ranks and microbatches
+            logged["global"] += loss.item() / MICROBATCHES  # summed over ranks, mean over microbatches
+            logged["z"] += z.item() / (2 * MICROBATCHES)  # mean over ranks and microbatches
     for (grad, metrics), expected in zip(ranks, grads):
-        torch.testing.assert_close(grad, expected, atol=1e-12, rtol=1e-9)
+        torch.testing.assert_close(grad, expected, atol=1e-9, rtol=1e-6)  # counts are means in fp32
         assert abs(metrics.losses["global_load_balancing_loss"] - logged["global"]) < 1e-6 * logged["global"]
         assert abs(metrics.losses["z_loss"] - logged["z"]) < 1e-6 * logged["z"]
     assert ranks[0][1] == ranks[1][1]
     assert ranks[0][1].dropped_tokens > 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 64, 65536.0])
+@pytest.mark.parametrize("losses", [{"moe_aux_loss_coeff": 0.3}, {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}, GLOBAL,
+                                    {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.1}])  # fmt: skip
+def test_gradients_of_balancing_losses_are_proportional_to_their_scale(losses, scale):
+    """With many microbatches the scale is small (1 / num_microbatches), with fp16 it is large."""
+    grads = []
+    for factor in (1.0, scale):
+        router = build_layer(sections(**losses)).router
+        (router(tokens(0), factor)[0] * 0).sum().backward()
+        grads.append(router.weight.grad)
+    assert grads[0].abs().max() > 1e-4
+    torch.testing.assert_close(grads[1], grads[0] * scale, atol=0, rtol=1e-9)
 
 
 def aux_loss_of_rank(rank, world_size):

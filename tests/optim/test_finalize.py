@@ -19,7 +19,7 @@ def _holder(dtype, **infos):
     module = nn.Module()
     for name, (shape, fields) in infos.items():
         param = nn.Parameter(torch.zeros(shape, dtype=dtype))
-        param.info = ParamInfo((name,), **fields)
+        param.info = ParamInfo(**{"names": (name,), **fields})
         module.register_parameter(name, param)
     return module
 
@@ -65,7 +65,8 @@ def test_partial_gradients_are_summed_over_tp(distributed, overlap, per_token):
 def _expert_tensor_parallel(rank, n, distributed):
     """4 ranks, etp 2 (01, 23), edp 2, tp 1: the experts' partial parameters are summed over etp, the dense ones stay."""
     ps = ParallelState.create(n, rank, etp=2)
-    module = _holder(torch.float32, bias=((9,), {"kind": "expert", "partial": True}), norm=((33,), {}),
+    stack = {"names": ("experts.0", "experts.1"), "stacked": True, "kind": "expert", "partial": True}
+    module = _holder(torch.float32, bias=((9,), {"kind": "expert", "partial": True}), norm=((33,), {}), biases=((2, 9), stack),
                      fc1=((3, 4), {"kind": "expert", "sharded_dim": 0, "shard_rank": ps.etp.rank, "shard_count": 2}))
     return _grads_after(module, ps, rank, distributed)
 
@@ -74,7 +75,7 @@ def _expert_tensor_parallel(rank, n, distributed):
 def test_partial_gradients_of_experts_are_summed_over_etp(distributed):
     """M#1628: etp > 1 with ep 1. Expert gradients: sum over edp, divided by dp 4; a dense one: mean over all four."""
     for rank, found in enumerate(run_ranks(_expert_tensor_parallel, 4, distributed)):
-        assert found == {"bias": 10 / 4, "norm": 10 / 4, "fc1": (1 + 3, 2 + 4)[rank % 2] / 4}
+        assert found == {"bias": 10 / 4, "biases": 10 / 4, "norm": 10 / 4, "fc1": (1 + 3, 2 + 4)[rank % 2] / 4}
 
 
 def _stages(rank, n, distributed, overlap, dtype):

@@ -1,6 +1,7 @@
 """The step against torch.optim on plain parameters: AdamW and SGD, groups, clipping, precision, skipped steps."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -69,9 +70,9 @@ def test_apply_wd_to_qk_layernorm():
                 module.weight.info = ParamInfo((f"decoder.layers.0.self_attention.{name}.weight",))
                 self.add_module(name, module)
 
-    for apply in (False, True):
+    for apply, decoupled in itertools.product((False, True), (None, 0.01)):
         model = Norms()
-        grads, optimizer = machinery(model, apply_wd_to_qk_layernorm=apply)
+        grads, optimizer = machinery(model, apply_wd_to_qk_layernorm=apply, decoupled_lr=decoupled)
         grads.finish()
         optimizer.step(0.1, 1.0)
         shrunk = {name.split(".")[0] for name, p in model.named_parameters() if p[0].item() != 1.0}

@@ -147,6 +147,24 @@ def test_blocking_messages_never_deadlock(name, ahead):
     assert rendezvous(programs, pp, chunks, batched=True) and rendezvous(programs, pp, chunks, batched=False)
 
 
+@pytest.mark.parametrize(("pp", "vpp", "m", "group", "pairs", "forwards"), [
+    (2, 2, 8, 2, False, [5, 3]),
+    (4, 2, 8, 4, False, [11, 9, 7, 5]),
+    (4, 3, 16, 4, False, [15, 13, 11, 9]),
+    (4, 2, 16, 6, False, [13, 11, 9, 7]),
+    (2, 2, 2, 2, False, [4, 3]),  # no more than there are: the first rank runs all of them
+    (2, 2, 8, 2, True, [6, 4]),
+])  # fmt: skip
+def test_the_warm_up_of_virtual_stages_is_that_of_megatron(pp, vpp, m, group, pairs, forwards):
+    """Forward passes before the first backward: 2 (pp - rank - 1) + (vpp - 1) group, one more with overlapped experts, then one of the
+    steady state's; at most all. More would hold more activations than planned, fewer would stall the pipeline."""
+    found = []
+    for order in virtual(pp, vpp, m, group, pairs):
+        actions = [action for step in order for action in actions_of(step)]
+        found.append(next(place for place, action in enumerate(actions) if action.kind == BACKWARD))
+    assert found == forwards
+
+
 def test_pairs_fill_the_steady_state():
     for rank, order in enumerate(plain(2, 9, True)):
         assert sum(isinstance(step, Pair) for step in order) == 9 - (2 - rank)

@@ -3,15 +3,16 @@
 Each mistake is put into the program before the ranks are forked, and acts only where a group has several ranks.
 """
 
+import pytest
 import torch
 
-from moe_trainer.moe import balancing, layer
-from moe_trainer.optim import finalize
+from moe_trainer.moe import balancing, layer, router
+from moe_trainer.optim import finalize, grad_buffer
 from moe_trainer.parallel import sequence
 from moe_trainer.parallel.params import info_of
 from moe_trainer.proof.compare import Difference
 from moe_trainer.proof.pool import Pool
-from moe_trainer.proof.prove import Verdict, _many, _one, prove, reference_ranks, steady_reference
+from moe_trainer.proof.prove import Verdict, _many, _one, prove, steady_reference
 from moe_trainer.proof.shrink import as_is
 
 MODEL = (
@@ -57,17 +58,45 @@ def test_one_pool_proves_many_mappings():
             assert "gradients within" in result.closeness
 
 
-def test_reference_of_the_global_loss_has_its_data_ranks():
-    assert reference_ranks(as_is([*MODEL, *EP, *GLOBAL], 2)) == 2 and reference_ranks(as_is([*MODEL, *EP], 2)) == 1
-
-
-def test_every_rank_of_a_reference_shows_its_routing():
-    """A near tie on any of them counts."""
+def test_the_reference_of_the_global_loss_is_one_process_that_follows_its_definition():
+    """The counts of two data ranks, and their running mean over microbatches: other gradients than those of one data rank."""
+    flags = [*MODEL, *GLOBAL, "--global-batch-size", "8"]
     with Pool(3) as pool:
-        _, one = pool.run(_one, 1, as_is([*MODEL, *EP], 2), 0, 0.0, 0)
-        _, two = pool.run(_one, 2, as_is([*MODEL, *EP, *GLOBAL], 2), 0, 0.0, 0)
-    assert len(one) == len(two), "as many passes in all"
-    assert not all(torch.equal(a, b) for a, b in zip(two, two[len(two) // 2:])), "the other rank's are others"
+        outcomes = [pool.run(_one, 1, as_is([*flags, *more], 2), 0, 0.0, 0)[0] for more in (EP, PP)]
+        many = pool.run(_many, 2, as_is([*flags, *EP], 2), 0)
+    two, one = (outcome.grads["decoder.layers.0.mlp.router.weight"] for outcome in outcomes)
+    assert (two - one).norm() > 1e-3 * one.norm(), "the definition depends on the number of data ranks"
+    found = [losses["global_load_balancing_loss"] for losses in many.losses]
+    assert found == pytest.approx([losses["global_load_balancing_loss"] for losses in outcomes[0].losses], rel=2e-6)
+
+
+@pytest.mark.parametrize("loss", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_gradients_that_are_summed_over_data_ranks_and_not_averaged_are_found(monkeypatch, loss):
+    monkeypatch.setattr(grad_buffer, "_mean_factor", lambda *_: (1.0, "sum"))
+    first = verdict(*EP, "--moe-router-load-balancing-type", loss).differences[0]
+    assert first.quantity == "gradient (step 1)" and first.size == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_running_mean_that_stops_running_is_found(monkeypatch):
+    """From the third microbatch on the counts are divided by two."""
+    real = balancing._loss_weights
+
+    def broken(*args):
+        _, steps = args[5]
+        weights = real(*args)
+        return weights * (steps / 2) if steps > 2 else weights
+
+    monkeypatch.setattr(balancing, "_loss_weights", broken)
+    result = verdict(*EP, *GLOBAL, "--global-batch-size", "8")
+    assert any("router.weight" in difference.where for difference in result.differences)
+
+
+def test_an_auxiliary_gradient_that_ignores_accumulation_is_found(monkeypatch):
+    """Not scaled by the number of microbatches; one process has twice as many as a data rank."""
+    real = router.attach_gradient
+    monkeypatch.setattr(router, "attach_gradient", lambda logits_TE, grad_TE, scale: real(logits_TE, grad_TE, 1.0))
+    result = verdict(*EP, *GLOBAL)
+    assert any("router.weight" in difference.where for difference in result.differences)
 
 
 def test_a_reference_shows_the_keys_that_it_chooses():

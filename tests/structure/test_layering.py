@@ -36,13 +36,13 @@ ALLOWED = {
     "guard": MACHINERY,
     "planner": frozenset({"arguments", "shape", "parallel"}),
     "initialize": GROUND | {"parallel", "report"},
-    "proof": GROUND | {"training", "run", "initialize", "model", "data", "parallel", "ops", "guard", "checkpoint"},
+    "proof": GROUND | {"training", "run", "initialize", "model", "moe", "data", "parallel", "ops", "guard", "checkpoint"},
 }
 # The roof may import everything: the loop and what belongs to it, and the entry points.
 ROOF = ("train", "training", "run", "pretrain_moe", "scripts", "setup")
 WITHOUT_TORCH = (
     "arguments", "model_zoo", "moe_trainer.shape", "moe_trainer.place", "moe_trainer.errors", "moe_trainer.parallel.groups",
-    "moe_trainer.proof.shrink", "moe_trainer.proof.carried", "moe_trainer.proof.low_precision",
+    "moe_trainer.proof.shrink", "moe_trainer.proof.carried", "moe_trainer.proof.definitions", "moe_trainer.proof.low_precision",
     "moe_trainer.proof.random_layouts", "moe_trainer.proof.mapping", "moe_trainer.proof.sizes", "moe_trainer.planner",
 )
 ONLY_GRID = ("planner",)

@@ -103,8 +103,8 @@ def test_the_loss_scale_reaches_the_auxiliary_losses(tmp_path):
         assert (scaled[name].float() - before[name].float()).norm() > 1e-2, name
 
 
-def validations(argv, folder, world_size=1):
-    records, _ = pretrain([*TINY, *MOCK, "--lr", "0", "--min-lr", "0", "--train-iters", "2", "--eval-interval", "1",
+def validations(argv, folder, world_size=1, mock=True):
+    records, _ = pretrain([*TINY, *MOCK[not mock:], "--lr", "0", "--min-lr", "0", "--train-iters", "2", "--eval-interval", "1",
                            "--eval-iters", "1", *argv], folder, world_size)
     return [record["lm loss"] for record in records if record.get("validation") == "validation"]
 
@@ -118,6 +118,16 @@ def test_validations_read_on_and_do_not_depend_on_ranks_or_micro_batches(tmp_pat
     assert validations(small, tmp_path / "small", 2) == pytest.approx([first, second, third], rel=2e-6)
     large = validations(["--eval-global-batch-size", "8"], tmp_path / "large")
     assert large[0] == pytest.approx((first + second) / 2, rel=2e-6)
+
+
+def test_validations_weigh_microbatches_by_their_tokens(tmp_path):
+    """Masked labels leave microbatches with different numbers of tokens: the mean over all tokens does not depend on how they are grouped."""
+    eod = build_tokenizer(arguments.parse_args([*TINY, *MOCK, "--train-iters", "1"], 1).data).eod
+    flags = ["--data-path", documents(tmp_path / "docs", eod), "--split", "30,70,0", "--eod-mask-loss"]
+    whole = validations([*flags, "--eval-micro-batch-size", "4"], tmp_path / "whole", mock=False)
+    for micro, ranks in ((2, 1), (1, 1), (1, 2)):
+        again = validations([*flags, "--eval-micro-batch-size", str(micro)], tmp_path / f"{micro} {ranks}", ranks, mock=False)
+        assert again == pytest.approx(whole, rel=1e-6)
 
 
 def test_decoupled_rate_weight_decay_schedule_and_cyclic_order(tmp_path):

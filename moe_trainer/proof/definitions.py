@@ -1,0 +1,46 @@
+"""Which quantities of a command line Megatron-LM defines by the mapping, and the command line without them.
+
+The one process computes such a quantity as its definition says (emulate.py, emulate_balance.py, emulate_fp8.py): that part of a reference
+is no plain program. So a proof says which quantities these are, and adds a case that has none of them, where the reference is one
+process that runs the plain program. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingOf
+
+from arguments.rules.facts import as_list
+from moe_trainer.proof.mapping import Mapping
+
+_KINDS, _COEFFS = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+_CAPACITY = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
+
+
+def defined_by_mapping(values: MappingOf[str, object], mapping: Mapping) -> tuple[str, ...]:
+    """Names of the quantities that one process computes by their definition and not as the plain program does.
+
+    values: a small command line by destination.
+    """
+    shards, kinds = mapping.tp * mapping.cp, as_list(values.get(_KINDS) or "")
+    found = {
+        "global_aux_loss (token counts of all data ranks)": "global_aux_loss" in kinds and mapping.dp > 1,
+        "sinkhorn balancing (over each rank's tokens)": "sinkhorn" in kinds and shards > 1,
+        "expert capacity and dropped tokens (of each rank's tokens)": values.get("moe_expert_capacity_factor") is not None and shards > 1,
+        "multi-token prediction's mean (over each context rank's tokens)": bool(values.get("mtp_num_layers")) and mapping.cp > 1,
+    }
+    return tuple(name for name, holds in found.items() if holds)
+
+
+def plain_values(values: MappingOf[str, object], mapping: Mapping) -> dict[str, object]:
+    """What to set so that none of them is left: balancing by sequence, no capacity, no multi-token prediction under context ranks."""
+    changes: dict[str, object] = {}
+    kinds = as_list(values.get(_KINDS) or "")
+    if "global_aux_loss" in kinds or "sinkhorn" in kinds:
+        coeffs = as_list(values.get(_COEFFS) or 0.0) if "sinkhorn" not in kinds else [1e-2]
+        by_kind = {"seq_aux_loss" if kind in ("global_aux_loss", "sinkhorn") else kind: coeff for kind, coeff in zip(kinds, coeffs)}
+        changes |= {_KINDS: list(by_kind), _COEFFS: list(by_kind.values())}
+    if mapping.tp * mapping.cp > 1:
+        changes |= {dest: None for dest in _CAPACITY if dest in values}
+    if values.get("mtp_num_layers") and mapping.cp > 1 and not values.get("pipeline_model_parallel_layout"):
+        changes |= {dest: None for dest in values if dest.startswith("mtp_")}
+    return changes

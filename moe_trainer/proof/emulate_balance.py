@@ -1,0 +1,105 @@
+"""The global auxiliary loss of a mapping with several data ranks, computed by one process.
+
+Megatron-LM defines the loss of a microbatch by the running mean, over the microbatches so far in the iteration, of token counts summed
+over the tensor, data and context ranks. One process runs the microbatches of all data ranks one after the other: `data_ranks` consecutive
+ones share a microbatch number of the mapping. Their gradients all need the counts of all of them, so the process runs the forward passes
+of such a group before the backward passes (`grouped_order`), and the gradients are filled in behind the last forward pass of the group.
+
+The loss is computed from its definition here, and differentiated by autograd: nothing of it is shared with moe/balancing.py (of
+FineRMoE's experts the choice is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_trainer.moe.balancing import LOSS_NAMES
+from moe_trainer.moe.router import TopKRouter
+from moe_trainer.run import Run
+from moe_trainer.shape.timetable import BACKWARD, FORWARD, Action, Order
+
+GLOBAL_LOSS = "global_load_balancing_loss"
+
+
+def emulate_global_balance(run: Run, data_ranks: int) -> None:
+    """Make one process compute the global auxiliary loss of `data_ranks` data ranks. Call it before the first step."""
+    routers = [layer.router for chunk in run.chunks for layer in chunk.moe_layers() if layer.router.coefficients[GLOBAL_LOSS]]
+    if not routers:
+        return
+    run.schedule.orders = lambda num_microbatches: [grouped_order(num_microbatches, data_ranks)]
+    for router in routers:
+        router._losses = GlobalBalance(router, data_ranks, lambda: run.ps.trace.microbatch)
+
+
+def grouped_order(num_microbatches: int, size: int) -> Order:
+    """The forward passes of `size` microbatches, then their backward passes, and so on."""
+    groups = [range(start, min(start + size, num_microbatches)) for start in range(0, num_microbatches, size)]
+    return tuple(Action(kind, 0, microbatch) for group in groups for kind in (FORWARD, BACKWARD) for microbatch in group)
+
+
+class GlobalBalance:
+    """Stands in for `TopKRouter._losses`: the router's other losses at once, the global one when all data ranks' counts are known."""
+
+    def __init__(self, router: TopKRouter, data_ranks: int, microbatch: Callable[[], int | None]):
+        """microbatch: number of the microbatch that is computed now."""
+        self.router, self.data_ranks, self.microbatch = router, data_ranks, microbatch
+        self._other_losses = router._losses
+        self._waiting: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, logits_TE: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the gradient of all losses; that of the global one is added to it later, in place."""
+        grad_TE = self._others(logits_TE, shape)
+        calls = self._waiting.setdefault(self.microbatch(), [])
+        calls.append((logits_TE, grad_TE))
+        # a layer that serves several depths of multi-token prediction is called several times per microbatch
+        if len(self._waiting) == self.data_ranks and len(calls) == len(next(iter(self._waiting.values()))):
+            for together in zip(*self._waiting.values(), strict=True):
+                self._add(together, shape)
+            self._waiting.clear()
+        return grad_TE
+
+    def _others(self, logits_TE: Tensor, shape: Sequence[int]) -> Tensor:
+        router, coefficients = self.router, self.router.coefficients
+        router.coefficients = others = {**coefficients, GLOBAL_LOSS: 0.0}
+        try:
+            if any(others.values()) or router.moe.moe_z_loss_coeff is not None:
+                return self._other_losses(logits_TE, shape)
+        finally:
+            router.coefficients = coefficients
+        return torch.zeros_like(logits_TE, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
+
+    def _add(self, together: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> None:
+        """Add the loss of one microbatch number: value and gradient for each data rank."""
+        router, sums_E, steps = self.router, self.router.global_tokens_per_expert, self.router.ga_steps
+        with torch.no_grad():
+            sums_E += sum(self._counts(logits_TE.to(grad_TE.dtype), shape[1]) for logits_TE, grad_TE in together)
+            steps += 1
+        for logits_TE, grad_TE in together:
+            with torch.enable_grad():
+                leaf_TE = logits_TE.detach().to(grad_TE.dtype).requires_grad_()
+                tokens = len(leaf_TE) * self.data_ranks
+                mean_E = (sums_E / steps).to(leaf_TE.dtype)
+                loss = router.num_experts / (router.topk * tokens**2) * (self._scores(leaf_TE).sum(0) * mean_E).sum()
+                (slope_TE,) = torch.autograd.grad(loss, leaf_TE)
+            grad_TE += slope_TE * (router.coefficients[GLOBAL_LOSS] * (len(leaf_TE) if router.per_token_loss else 1))
+            # ranks add up their shares; the one process takes the mean over as many microbatches as there are shares
+            router.loss_sums[LOSS_NAMES.index(GLOBAL_LOSS)] += loss.detach() * self.data_ranks
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        """Scores of which those of a token sum to one."""
+        kind = self.router.moe.moe_router_score_function
+        if kind == "softmax":
+            return logits_TE.softmax(-1)
+        scores_TE = logits_TE.sigmoid() if kind == "sigmoid" else F.softplus(logits_TE).sqrt()
+        return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+
+    def _counts(self, logits_TE: Tensor, num_sequences: int) -> Tensor:
+        """Tokens of every expert by the plain top-k of the scores [E]."""
+        router = self.router
+        if router.grid is not None:
+            return router._fine_counts(logits_TE, router.topk, router.moe.moe_router_score_function, num_sequences)[3].sum(0)
+        return torch.bincount(self._scores(logits_TE).topk(router.topk)[1].flatten(), minlength=router.num_experts).float()
