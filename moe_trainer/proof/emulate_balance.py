@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_trainer.moe.balancing import LOSS_NAMES
 from moe_trainer.moe.router import TopKRouter
+from moe_trainer.pipeline.schedule import Work
 from moe_trainer.run import Run
 from moe_trainer.shape.timetable import BACKWARD, FORWARD, Action, Order
 
@@ -31,8 +32,17 @@ def emulate_global_balance(run: Run, data_ranks: int) -> None:
     if not routers:
         return
     run.schedule.orders = lambda num_microbatches: [grouped_order(num_microbatches, data_ranks)]
-    for router in routers:
-        router._losses = GlobalBalance(router, data_ranks, lambda: run.ps.trace.microbatch)
+    balances = [GlobalBalance(router, data_ranks, lambda: run.ps.trace.microbatch) for router in routers]
+    for balance in balances:
+        balance.router._losses = balance
+    run_microbatches = run.schedule.run
+
+    def begin_and_run(work: Work) -> list:
+        for balance in balances:
+            balance.begin()
+        return run_microbatches(work)
+
+    run.schedule.run = begin_and_run
 
 
 def grouped_order(num_microbatches: int, size: int) -> Order:
@@ -49,6 +59,11 @@ class GlobalBalance:
         self.router, self.data_ranks, self.microbatch = router, data_ranks, microbatch
         self._other_losses = router._losses
         self._waiting: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the counts of the iteration before."""
+        self._sums_E, self._steps = torch.zeros(self.router.num_experts), 0
 
     def __call__(self, logits_TE: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the gradient of all losses; that of the global one is added to it later, in place."""
@@ -74,15 +89,15 @@ class GlobalBalance:
 
     def _add(self, together: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> None:
         """Add the loss of one microbatch number: value and gradient for each data rank."""
-        router, sums_E, steps = self.router, self.router.global_tokens_per_expert, self.router.ga_steps
+        router = self.router
         with torch.no_grad():
-            sums_E += sum(self._counts(logits_TE.to(grad_TE.dtype), shape[1]) for logits_TE, grad_TE in together)
-            steps += 1
+            self._sums_E = self._sums_E + sum(self._counts(logits_TE.to(grad_TE.dtype), shape[1]) for logits_TE, grad_TE in together)
+        self._steps += 1
         for logits_TE, grad_TE in together:
             with torch.enable_grad():
                 leaf_TE = logits_TE.detach().to(grad_TE.dtype).requires_grad_()
                 tokens = len(leaf_TE) * self.data_ranks
-                mean_E = (sums_E / steps).to(leaf_TE.dtype)
+                mean_E = (self._sums_E / self._steps).to(leaf_TE.dtype)
                 loss = router.num_experts / (router.topk * tokens**2) * (self._scores(leaf_TE).sum(0) * mean_E).sum()
                 (slope_TE,) = torch.autograd.grad(loss, leaf_TE)
             grad_TE += slope_TE * (router.coefficients[GLOBAL_LOSS] * (len(leaf_TE) if router.per_token_loss else 1))

@@ -36,7 +36,7 @@ ALLOWED = {
     "guard": MACHINERY,
     "planner": frozenset({"arguments", "shape", "parallel"}),
     "initialize": GROUND | {"parallel", "report"},
-    "proof": GROUND | {"training", "run", "initialize", "model", "moe", "data", "parallel", "ops", "guard", "checkpoint"},
+    "proof": GROUND | {"training", "run", "initialize", "model", "moe", "pipeline", "data", "parallel", "ops", "guard", "checkpoint"},
 }
 # The roof may import everything: the loop and what belongs to it, and the entry points.
 ROOF = ("train", "training", "run", "pretrain_moe", "scripts", "setup")
