@@ -1,6 +1,6 @@
 """Quantities that Megatron-LM defines by topology, computed in one process as many ranks would.
 
-moe/balancing.py lists all of them and says why. prove.py meets some by running the same number of data ranks; these are left:
+moe/balancing.py lists all of them and says why. The global auxiliary loss is in emulate_balance.py, 8-bit formats are in emulate_fp8.py; here are:
 
 * expert capacity: ceil(T * k / E * factor) with the T tokens of one sequence shard. With tensor parallelism (MoE layers always see
   sequence shards then) and with context parallelism a shard is 1 / (tp * cp) of the sequence, and each drops for itself.

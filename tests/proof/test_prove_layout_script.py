@@ -29,6 +29,14 @@ def test_a_command_line_is_proven_and_the_report_written(tmp_path):
     assert page.startswith("# 1 of 1 mappings equal one process") and "gradients within" in page and "torchrun --nproc-per-node 4" in page
 
 
+def test_what_the_mapping_defines_and_what_is_not_compared_is_said():
+    flags = "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 --world-size 2 --ranks 2 --hidden-dropout 0.1".split()
+    done = prove_layout(*SMALL, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "computed as the mapping defines it, not by the plain program: global_aux_loss" in done.stdout
+    assert "2 of 2 equal one process\nnot compared with one process: --bf16, --hidden-dropout 0.1" in done.stdout and "no case without" not in done.stdout
+
+
 def test_drawn_mappings_are_the_same_for_the_same_seed():
     once, again = (prove_layout("--random", "3", "--ranks", "4", "--seed", "5", "--shrink-only") for _ in range(2))
     assert once.returncode == 0 and once.stdout == again.stdout and once.stdout.count("pretrain_moe.py") == 3

@@ -122,6 +122,46 @@ def test_features_and_relations_stay(flags, world, holds):
     assert all(holds(args) for args in found)
 
 
+@pytest.mark.parametrize(
+    ("flags", "defined", "plain"),
+    [
+        ("--moe-router-load-balancing-type global_aux_loss", "global_aux_loss",
+         lambda a: a.moe.moe_router_load_balancing_type in ("seq_aux_loss", ["seq_aux_loss"])),
+        ("--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-3", "global_aux_loss",
+         lambda a: a.moe.moe_router_load_balancing_type == ["aux_loss", "seq_aux_loss"] and a.moe.moe_aux_loss_coeff == [1e-2, 1e-3]),
+        ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --tensor-model-parallel-size 2", "sinkhorn",
+         lambda a: a.moe.moe_router_load_balancing_type in ("seq_aux_loss", ["seq_aux_loss"])),
+        ("--moe-expert-capacity-factor 1 --moe-token-drop-policy position --moe-pad-expert-input-to-capacity --tensor-model-parallel-size 2",
+         "expert capacity", lambda a: a.moe.moe_expert_capacity_factor is None and not a.moe.moe_pad_expert_input_to_capacity),
+        ("--mtp-num-layers 1 --context-parallel-size 2", "multi-token prediction", lambda a: not a.model.mtp_num_layers),
+    ],
+)  # fmt: skip
+def test_what_the_mapping_defines_is_proven_and_left_out_of_a_further_case(flags, defined, plain):
+    """There the reference is one process that runs the plain program."""
+    found, shrunk = small(*flags.split(), world=16, ranks=4)
+    *first, last = shrunk.cases
+    assert any(name.startswith(defined) for case in first for name in case.defined_by_mapping) and not last.defined_by_mapping
+    assert plain(found[-1]) and not plain(found[0]) and last.mapping in [case.mapping for case in first]
+    assert any("the one process runs the plain program" in note for note in shrunk.notes)
+
+
+def test_what_does_not_depend_on_the_mapping_needs_no_further_case():
+    found, shrunk = small(*"--moe-router-load-balancing-type seq_aux_loss --moe-expert-capacity-factor 1".split(), world=4, ranks=4)
+    assert len(found) == 1 and not shrunk.cases[0].defined_by_mapping, "one rank's tokens are whole sequences"
+
+
+def test_a_global_loss_is_proven_with_the_microbatches_that_its_mean_runs_over():
+    found, _ = small(*"--moe-router-load-balancing-type global_aux_loss --global-batch-size 64".split(), world=8)
+    training, dp = found[0].training, found[0].world_size
+    assert training.global_batch_size // (training.micro_batch_size * dp) == 3
+
+
+def test_flags_that_no_case_has_are_named():
+    _, shrunk = small(*"--hidden-dropout 0.1 --moe-input-jitter-eps 0.01 --cuda-graph-impl local --expert-model-parallel-size 4".split(), world=8)
+    assert {"--bf16", "--hidden-dropout 0.1", "--moe-input-jitter-eps 0.01"} <= set(shrunk.not_compared)
+    assert any(name.startswith("--cuda-graph-impl") for name in shrunk.not_compared)
+
+
 def test_a_model_without_experts_stays_one():
     words = MODEL[:MODEL.index("--num-experts")] + MODEL[MODEL.index("--swiglu"):]
     shrunk = shrink([*words, "--tensor-model-parallel-size", "4"], 32)
