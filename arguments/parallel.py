@@ -172,7 +172,7 @@ class ParallelArgs:
     overlap_param_gather: bool = False
     """Gather parameters bucket by bucket during forward."""
     overlap_param_gather_with_optimizer_step: bool = False
-    """Start gathering parameters during the optimizer step."""
+    """Start gathering the first virtual stage's parameters while the optimizer still updates the others."""
     align_grad_reduce: bool = flag(
         True,
         off=(

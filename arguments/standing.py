@@ -52,7 +52,6 @@ _FSDP_OUTER = "sharding over the instances of fully sharded data parallelism"
 LATER = MappingProxyType(
     {
         # ---- parallel dimensions
-        "overlap_param_gather_with_optimizer_step": Later("gathering during the optimizer step", PARALLEL),
         "tensor_parallel_num_weight_shards": Later("weight-sharded tensor parallelism", PARALLEL, harmless=(1,)),
         "expert_tensor_parallel_num_weight_shards": Later("weight-sharded tensor parallelism", PARALLEL, harmless=(1,)),
         "outer_dp_sharding_strategy": Later(_FSDP_OUTER, PARALLEL),

@@ -242,7 +242,8 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
         logger.info("--fp8-param-gather: %s parameters of this rank are kept and gathered in 8 bits", f"{count:,}")
     return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token,
                              main_grads="bf16" if narrow else args.optimizer.main_grads_dtype,
-                             whole=lambda param: is_matrix(param, args.optimizer))
+                             whole=lambda param: is_matrix(param, args.optimizer),
+                             apart=list(chunks[0].parameters()) if parallel.overlap_param_gather_with_optimizer_step else ())
 
 
 def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:

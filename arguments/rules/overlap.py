@@ -162,11 +162,28 @@ def gather_during_optimizer_step(s: Settings, f: Facts) -> Iterator[Violation]:
         )
     if not s.use_distributed_optimizer:
         yield broken(s, f"{s.flag(dest)} needs --use-distributed-optimizer.", dest, "use_distributed_optimizer")
+    if not s.overlap_param_gather:
+        yield broken(s, f"{s.flag(dest)} needs --overlap-param-gather.", dest, "overlap_param_gather")
     if s.ckpt_format != "torch":
         yield broken(s, f"{s.flag(dest)} needs --ckpt-format torch, not {s.ckpt_format}.", dest, "ckpt_format")
+    for other, asked in (("optimizer", layer_wise(s)), ("use_megatron_fsdp", s.use_megatron_fsdp),
+                         ("reuse_grad_buf_for_mxfp8_param_ag", s.reuse_grad_buf_for_mxfp8_param_ag)):
+        if asked:
+            yield broken(s, f"{s.flag(dest)} cannot be combined with {s.shown(other)}.", dest, other)
 
 
-RESOLVE = (nothing_to_hide,)
+def gather_at_the_end(s: Settings, _f: Facts) -> None:
+    """Say where parameters cannot be gathered while others are updated."""
+    for other, reason in (
+        ("fp8_param_gather", "parameters in 8 bits are made of all main parameters, behind the step"),
+        ("qk_clip", "an iteration whose attention logits are clipped gathers behind the step"),
+        ("optimizer_cpu_offload", "what the host updates is gathered behind the step"),
+    ):
+        if s.overlap_param_gather_with_optimizer_step and getattr(s, other) and not (other == "fp8_param_gather" and s.fp8_recipe == "mxfp8"):
+            s.note(f"{s.flag('overlap_param_gather_with_optimizer_step')} with {s.flag(other)}: {reason}.")
+
+
+RESOLVE = (nothing_to_hide, gather_at_the_end)
 CHECKS = (
     expert_overlap_needs_experts_apart,
     expert_overlap_excludes,

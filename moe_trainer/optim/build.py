@@ -41,5 +41,8 @@ def build_optimizer(chunks: Sequence[nn.Module], grads: DataParallelGrads | Shar
     if isinstance(grads, DataParallelGrads) and grads.sharded:
         gather = ParamGather([(state.layout, state.wire) for state in states], chunks, parallel.overlap_param_gather)
     updater = Updater(states, optimizer, plan, device, ps)
-    return Optimizer(grads, states, updater, optimizer, loss_scale, gather, ps, device, check_for_nan=check_for_nan, count_zeros=count_zeros,
-                     timer=timer)
+    built = Optimizer(grads, states, updater, optimizer, loss_scale, gather, ps, device, check_for_nan=check_for_nan, count_zeros=count_zeros,
+                      timer=timer)
+    if gather is not None and parallel.overlap_param_gather_with_optimizer_step:
+        built.gather_early(list(chunks[0].parameters()))
+    return built

@@ -5,13 +5,17 @@ main parameters and moments it keeps (flat.Bucket.owned). After the step each bu
 all-gathered in place. With several instances (--num-distributed-optimizer-instances) each of them does so among its own ranks:
 they hold the same gradients by then, so they step alike.
 
+With --overlap-param-gather-with-optimizer-step the first chunk's parameters are updated first, and their gathers are launched before the
+other chunks are updated. They have buckets of their own, which are the first in the order of use: so the order of all gathers stays.
+
 With overlap all gathers are launched at once, in order of use, and run beside the next forward: a hook before each
 module waits for the buckets of that module's parameters only. Launching everything in one fixed order keeps the
 collectives of all ranks in step whatever their forward does. Modules whose parameters are read by a parent that never calls
 them (stacked experts, tied heads) are found by watching the first forward: their nearest called ancestor waits.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,16 +35,29 @@ class ParamGather:
             ((layout, flat, bucket) for layout, flat in params for bucket in layout.buckets),
             key=lambda entry: min(slot.position for slot in entry[2].slots))
         self._works: list[Any] = [None] * len(self._buckets)
-        self._pending = 0
+        self._pending = self._launched = 0
         self._hooks = _ForwardHooks(chunks, self._bucket_of(), self) if overlap else None
 
-    def start(self) -> None:
-        """Launch the gathers of all buckets in order of use; without overlap also wait."""
-        for index, (layout, flat, bucket) in enumerate(self._buckets):
+    def leading(self, ready: Callable[[Bucket], bool]) -> list[Bucket]:
+        """The first buckets in order of use, as far as they are ready."""
+        return list(itertools.takewhile(ready, (bucket for _, _, bucket in self._buckets)))
+
+    def start(self, count: int | None = None) -> None:
+        """Launch the gathers of all buckets that are not under way, in order of use; without overlap also wait.
+
+        count: only of the first ones, and do not wait; the rest follows with a second call.
+        """
+        stop_at = len(self._buckets) if count is None else count
+        for index in range(self._launched, stop_at):
+            layout, flat, bucket = self._buckets[index]
             start, stop = bucket.owned(layout.group, True)
             self._works[index] = collectives.all_gather_flat(flat[bucket.start:bucket.stop], flat[start:stop],
                                                              layout.group, async_op=True)
-        self._pending = len(self._buckets)
+            self._pending += 1
+        if count is not None:
+            self._launched = stop_at
+            return
+        self._launched = 0
         if self._hooks is None or not self._hooks.ready():
             self.wait_all()
             return

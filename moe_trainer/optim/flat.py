@@ -12,7 +12,7 @@ all-reduced, with matrices sent to everybody by their owners, were rejected: twi
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,10 +105,11 @@ class FlatLayout:
 
 
 def plan_layouts(params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs,
-                 whole: Callable[[Parameter], bool] = lambda param: False) -> tuple[FlatLayout, ...]:
+                 whole: Callable[[Parameter], bool] = lambda param: False, apart: Collection[Parameter] = ()) -> tuple[FlatLayout, ...]:
     """Lay out the parameters that need gradients, one layout per kind, dtype, device, and way of keeping and updating them.
 
-    `params` come in order of use. whole: which are updated as whole matrices. Raises: ValueError when one carries no ParamInfo.
+    `params` come in order of use. whole: which are updated as whole matrices. apart: parameters that share no bucket with others.
+    Raises: ValueError when one carries no ParamInfo.
     """
     groups = _reducing_groups(ps, parallel.use_distributed_optimizer)
     ordered = [param for param in unique_params(params) if param.requires_grad]
@@ -116,6 +117,7 @@ def plan_layouts(params: Iterable[Parameter], ps: ParallelState, parallel: Paral
     for position, param in enumerate(ordered):
         kinds.setdefault((info_of(param).kind, param.dtype, param.device, is_stored(param), whole(param)), []).append((position, param))
     bucket_size = _bucket_size(sum(param.numel() for param in ordered), ps.dp_cp.size, parallel)
+    apart_ids = {id(param) for param in apart}
     layouts = []
     for (kind, dtype, device, stored, as_matrices), members in kinds.items():
         group, outer = groups[kind]
@@ -123,7 +125,7 @@ def plan_layouts(params: Iterable[Parameter], ps: ParallelState, parallel: Paral
         if parallel.ddp_pad_buckets_for_high_nccl_busbw:
             align = math.lcm(align, HIGH_BANDWIDTH_ALIGN)
         sharded = parallel.use_distributed_optimizer
-        buckets = _dealt_buckets(members, bucket_size, align, group.size) if as_matrices and sharded else _buckets(members, bucket_size, align)
+        buckets = _dealt_buckets(members, bucket_size, align, group.size) if as_matrices and sharded else _buckets(members, bucket_size, align, apart_ids)
         layouts.append(FlatLayout(kind, dtype, device, group, outer, buckets, stored, as_matrices))
     return tuple(layouts)
 
@@ -146,7 +148,7 @@ def _bucket_size(numel: int, dp_size: int, parallel: ParallelArgs) -> int | None
     return max(MIN_BUCKET_SIZE, MIN_BUCKET_SIZE_PER_RANK * dp_size)
 
 
-def _buckets(members: Sequence[tuple[int, Parameter]], bucket_size: int | None, align: int) -> tuple[Bucket, ...]:
+def _buckets(members: Sequence[tuple[int, Parameter]], bucket_size: int | None, align: int, apart_ids: Collection[int] = ()) -> tuple[Bucket, ...]:
     buckets, slots, begin, end = [], [], 0, 0
 
     def close() -> None:
@@ -158,7 +160,7 @@ def _buckets(members: Sequence[tuple[int, Parameter]], bucket_size: int | None, 
 
     for position, param in reversed(members):
         alone = info_of(param).tied
-        if alone:
+        if alone or slots and (id(param) in apart_ids) != (id(slots[-1].param) in apart_ids):
             close()
         start = _round_up(end, PARAM_ALIGN)
         end = start + param.numel()

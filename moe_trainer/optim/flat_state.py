@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from moe_trainer.optim.flat import FlatLayout
+from moe_trainer.optim.flat import Bucket, FlatLayout
 from moe_trainer.optim.grad_buffer import GradBuffer
 from moe_trainer.optim.kept_state import KeptState, Piece, Run
 from moe_trainer.optim.param_groups import ParamGroup
@@ -56,6 +56,10 @@ class FlatState(KeptState):
     def grad_at(self, start: int, stop: int) -> Tensor:
         """The main gradients of a range inside a bucket's part, gaps included; live."""
         return self.buffer.flat[self._in_buffer(start, stop)]
+
+    def bucket_at(self, start: int) -> Bucket:
+        """The bucket that an element of the flat state belongs to."""
+        return self.layout.buckets[bisect.bisect_right(self._ends, start)]
 
     def _in_buffer(self, start: int, stop: int) -> slice:
         """Where [start, stop) of the flat state, which must lie in one bucket, is in the buffers."""

@@ -22,7 +22,7 @@ DistributedDataParallel was rejected: it knows neither main gradients nor expert
 import contextlib
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -140,8 +140,9 @@ class DataParallelGrads:
     """
 
     def __init__(self, params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs, precision: PrecisionArgs, *,
-                 per_token_loss: bool, main_grads: str = "fp32", whole: Callable[[Parameter], bool] = lambda param: False):
-        """Allocate the buffers and register hooks. `params` in order of use. main_grads: --main-grads-dtype. whole: see plan_layouts.
+                 per_token_loss: bool, main_grads: str = "fp32", whole: Callable[[Parameter], bool] = lambda param: False,
+                 apart: Collection[Parameter] = ()):
+        """Allocate the buffers and register hooks. `params` in order of use. main_grads: --main-grads-dtype. whole, apart: see plan_layouts.
 
         Raises: ValueError when a parameter carries no ParamInfo.
         """
@@ -151,7 +152,7 @@ class DataParallelGrads:
             GradBuffer(layout, main_grad_dtype(layout.dtype, precision, main_grads), self.sharded,
                        *_mean_factor(layout, ps, per_token_loss, parallel.ddp_average_in_collective),
                        wide_sums=parallel.ddp_reduce_scatter_with_fp32_accumulation)
-            for layout in plan_layouts(params, ps, parallel, whole))
+            for layout in plan_layouts(params, ps, parallel, whole, apart))
         self._order = sorted((_PendingBucket(buffer, bucket) for buffer in self.buffers for bucket in buffer.layout.buckets),
                              key=lambda pending: -min(slot.position for slot in pending.bucket.slots))
         self._next = 0  # first bucket in order that is not launched

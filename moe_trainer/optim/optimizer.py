@@ -15,7 +15,7 @@ Sums over model-parallel groups, dense and expert ones apart, were rejected: the
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -28,6 +28,7 @@ from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
 from moe_trainer.optim.distributed_optimizer import ParamGather
 from moe_trainer.optim.flat import Slot
+from moe_trainer.optim.flat_state import FlatState
 from moe_trainer.optim.kept_state import KeptState
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
 from moe_trainer.optim.param_groups import ParamGroup
@@ -114,9 +115,24 @@ class Optimizer:
         self._groups = sorted(set().union(*collectives.all_gather_object(found, ps.world)),
                               key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr))
         self.step_count = 0
+        self._early = 0
         if self._stored:
             self._release()
             self.wait_params()
+
+    def gather_early(self, params: Collection[Parameter]) -> int:
+        """Gather these parameters while the others are still being updated. Returns: how many buckets that concerns.
+
+        They must be the first in order of use. What the host updates, and parameters that are kept in 8 bits, come at the end as ever.
+        """
+        found = {id(param) for param in params}
+        late = {id(stretch.state.bucket_at(stretch.start)) for state in self._states if isinstance(state, FlatState)
+                for stretch in state.stretches if stretch.store.by_host}
+        buckets = [] if self._stored else self._gather.leading(
+            lambda bucket: id(bucket) not in late and all(id(slot.param) in found for slot in bucket.slots))
+        self._updater.put_first(buckets)
+        self._early = len(buckets)
+        return self._early
 
     @property
     def loss_scale(self) -> float:
@@ -162,7 +178,9 @@ class Optimizer:
                 num_zeros = self._num_zeros()
         with self._timer("optimizer-inner-step"):
             self.step_count += 1
-            self._updater.step(lambda group: group.rates(lr, weight_decay, decoupled_lr), factor, self.step_count)
+            early = self._early if not rows else 0  # rows are scaled between the update and the gather
+            self._updater.step(lambda group: group.rates(lr, weight_decay, decoupled_lr), factor, self.step_count,
+                               first_done=lambda: self._gather.start(early) if early else None)
             for state in self._states if rows else ():
                 state.scale_rows(rows)
         self._release()

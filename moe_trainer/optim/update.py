@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from arguments.optimizer import OptimizerArgs
+from moe_trainer.optim.flat import Bucket
+from moe_trainer.optim.flat_state import FlatState
 from moe_trainer.optim.host_copies import HostLane
 from moe_trainer.optim.kept_state import KeptState, Stretch
 from moe_trainer.optim.muon import Muon
@@ -37,15 +39,39 @@ class Updater:
         stretches = [stretch for state in states if not state.whole for stretch in state.stretches]
         self._on_host = [stretch for stretch in stretches if stretch.store.by_host]
         self._on_device = sorted((stretch for stretch in stretches if not stretch.store.by_host), key=lambda stretch: stretch.group)
+        self._first: list[Stretch] = []
         self.lane = HostLane(device, pinned_grads=plan.pinned_grads, pinned_params=plan.pinned, overlap=plan.overlap)
 
+    def put_first(self, buckets: Sequence[Bucket]) -> None:
+        """Update these buckets before all others from now on; `step` then reports when they are done."""
+        found = {id(bucket) for bucket in buckets}
+        first = [isinstance(stretch.state, FlatState) and id(stretch.state.bucket_at(stretch.start)) in found for stretch in self._on_device]
+        self._first = [stretch for stretch, is_first in zip(self._on_device, first) if is_first]
+        self._on_device = [stretch for stretch, is_first in zip(self._on_device, first) if not is_first]
+
     @torch.no_grad()
-    def step(self, rates: Rates, factor: float, step_count: int) -> None:
-        """One step. factor: on every gradient; rates: (learning rate, weight decay) of a group; step_count: of this one, from 1."""
-        for together in _portions(self._on_device):
+    def step(self, rates: Rates, factor: float, step_count: int, first_done: Callable[[], None] = lambda: None) -> None:
+        """One step.
+
+        Args:
+            rates: (learning rate, weight decay) of a group.
+            factor: on every gradient.
+            step_count: of this step, from 1.
+            first_done: is called when what was put first is updated.
+        """
+        self._update_on_device(self._first, rates, factor, step_count)
+        first_done()
+        self._update_on_device(self._on_device, rates, factor, step_count)
+        self._update_others(rates, factor, step_count)
+
+    def _update_on_device(self, stretches: Sequence[Stretch], rates: Rates, factor: float, step_count: int) -> None:
+        for together in _portions(stretches):
             grads = [_scaled(stretch.grad, factor) for stretch in together]
             for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count)):
                 stretch.state.take(stretch.start, stretch.stop, values)
+
+    def _update_others(self, rates: Rates, factor: float, step_count: int) -> None:
+        """Whole matrices, and what the host updates."""
         for param, stretch in self._matrices:
             main, moments = stretch.open()
             self._muon.update(param, main, _scaled(stretch.grad, factor), moments["momentum_buffer"], *rates(stretch.group))

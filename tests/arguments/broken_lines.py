@@ -214,6 +214,8 @@ BROKEN = (
     ("--overlap-param-gather --use-distributed-optimizer", "", "--overlap-grad-reduce"),
     ("--overlap-param-gather-with-optimizer-step --use-distributed-optimizer", "",
      "--overlap-param-gather-with-optimizer-step"),
+    ("--overlap-param-gather-with-optimizer-step --use-distributed-optimizer --overlap-grad-reduce --ckpt-format torch", "",
+     "--overlap-param-gather"),
     # recompute and offload
     ("--recompute-granularity full --recompute-method uniform", "", "--recompute-num-layers"),
     ("--recompute-granularity full --recompute-num-layers 1", "", "--recompute-method"),

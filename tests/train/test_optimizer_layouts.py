@@ -5,12 +5,15 @@ import functools
 
 import pytest
 from harness import run_ranks
-from train.layouts import Outcome, argv_of, compare, train, train_ranks
+from train.layouts import Outcome, argv_of, compare, groups_of, make_run, train, train_ranks
 
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.run import TrainState
+from moe_trainer.train import train_step
 
 SMALL = "--overlap-grad-reduce --ddp-bucket-size 3000"
 FULL = f"{SMALL} --use-distributed-optimizer --overlap-param-gather"
+EARLY = f"{FULL} --overlap-param-gather-with-optimizer-step --ckpt-format torch"
 INSTANCES = f"{FULL} --num-distributed-optimizer-instances 2"
 TP, PP, CP = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "context"))
 SP = f"{TP} --sequence-parallel"
@@ -18,10 +21,12 @@ EP, ETP1, VPP = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size
 # (ranks, kind of model, flags)
 CASES = (
     (2, "plain", f"{PP} {VPP} {FULL}"),
+    (2, "plain", f"{PP} {VPP} {EARLY}"),
     (2, "biases, tied head", f"{PP} {VPP} {SMALL}"),
     (2, "biases, tied head", f"{PP} --pipeline-schedule zero-bubble {FULL}"),
     (4, "biases, tied head", f"{PP} {TP} {ETP1} {FULL}"),
     (4, "deepseek", f"{PP} {VPP} {SP} {FULL}"),
+    (4, "biases, tied head", f"{PP} {VPP} {EARLY} --ddp-bucket-size 100000"),
     (4, "deepseek", f"{SP} {EP} {ETP1} {INSTANCES}"),
     (4, "plain", f"{SP} {INSTANCES}"),
     (4, "plain", f"{EP} {INSTANCES} --ddp-average-in-collective"),
@@ -52,3 +57,24 @@ def test_optimizer_flags_under_every_dimension_equal_one_process(n):
         differences = compare(one_process(kind, _more(flags)), outcome)
         assert not differences, f"{kind}, {flags}: {len(differences)} part, first\n" + "\n".join(map(str, differences[:8]))
         assert all(other.grad_norms == outcome.grad_norms for other in others), f"{kind}, {flags}: every rank clips alike"
+
+
+def _launches(rank: int, n: int, argv: list[str]) -> tuple[int, int, list[int]]:
+    """Of a step: how many buckets are gathered early and in all, and how many were under way at each parameter update."""
+    run = make_run(argv, rank, groups_of(argv, rank, n), 2)
+    gather, updater, seen = run.optimizer._gather, run.optimizer._updater, []
+    update = updater._update
+    updater._update = lambda *what: seen.append(gather.pending) or update(*what)
+    count = run.args.training.global_batch_size // (run.args.training.micro_batch_size * run.ps.dp.size)
+    for number in range(2):
+        seen.clear()
+        train_step(run, TrainState(iteration=number), count)
+    run.optimizer.wait_params()
+    return run.optimizer._early, len(gather._buckets), seen
+
+
+def test_the_first_chunk_is_gathered_while_the_second_is_updated():
+    for early, total, seen in run_ranks(_launches, 4, [*argv_of("plain"), *f"{PP} {VPP} {EARLY}".split()]):
+        assert 0 < early < total and set(seen) == {0, early} and seen == sorted(seen)
+    for early, _, seen in run_ranks(_launches, 4, [*argv_of("plain"), *f"{PP} {VPP} {FULL}".split()]):
+        assert early == 0 and set(seen) == {0}
