@@ -13,13 +13,20 @@ import os
 import signal
 import sys
 
-ASK_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1)
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while Python imports ends the process without a traceback; _train catches it
+    for _name in ("stdout", "stderr"):
+        if getattr(sys, _name) is None:  # started with the stream closed
+            setattr(sys, _name, open(os.devnull, "w", encoding="utf-8"))
+ASK_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 if __name__ == "__main__" and "--auto-resume" in sys.argv and not {"--validate-only", "--dry-run", "--fake-process-group"} & {*sys.argv}:
     # from the first line on: until somebody listens (guard/signals.py) they wait, instead of killing a run that could save
     signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_SAVE)
 
 import json  # noqa: E402
+import resource  # noqa: E402
 import time  # noqa: E402
+import traceback  # noqa: E402
 from collections.abc import Mapping  # noqa: E402
 from contextlib import nullcontext  # noqa: E402
 from typing import TYPE_CHECKING, NoReturn  # noqa: E402
@@ -80,6 +87,33 @@ def main(argv: list[str]) -> int:
 
 
 def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | None) -> int:
+    """Train, and turn what ends the run early into a message and an exit code."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return _run(args, place, exit_signal)
+    except KeyboardInterrupt:
+        print("pretrain_moe.py: interrupted; the last complete checkpoint stands", file=sys.stderr, flush=True)
+        return 130
+    except MemoryError as error:
+        return _refuse_memory(error, place.rank)
+    except (ImportError, OSError) as error:
+        if "failed to map segment" not in str(error) and "Cannot allocate memory" not in str(error):
+            raise
+        return _refuse_memory(error, place.rank)
+
+
+def _refuse_memory(error: BaseException, rank: int) -> int:
+    """Say in one line where the host's memory ran out, and what limits it."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = "" if limit == resource.RLIM_INFINITY else f" (ulimit -v allows {limit >> 20} MiB)"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(os.path.dirname(os.path.abspath(__file__)))]
+    where = f"{frames[-1].name} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
+    print(f"pretrain_moe.py: rank {rank}: out of host memory{limited} in {where}; give the process more memory, or train a smaller model or on "
+          "more ranks", file=sys.stderr, flush=True)
+    return 2
+
+
+def _run(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | None) -> int:
     # The store's C++ side tells every lost connection with a stack of frames; guard/watchdog.py tells it in a line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported after the flags are known to be good: torch takes seconds, a typo should not.
@@ -102,9 +136,6 @@ def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | No
         if not error.told:
             print(f"pretrain_moe.py: rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return EXIT_CODE
-    except KeyboardInterrupt:
-        print("pretrain_moe.py: interrupted; the last complete checkpoint stands", file=sys.stderr, flush=True)
-        return 130
     except ResultRejected as error:
         # a fact about the run, which all ranks tell in the same words, better than a traceback
         if place.rank == 0:

@@ -30,6 +30,9 @@ FLAG_TABLES = ("MODEL_ARGS", "ARGS")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$([A-Za-z_][A-Za-z0-9_]*)")
 
 
+MAX_RECIPE_BYTES = 4 << 20
+
+
 @dataclass
 class Recipe:
     """One recipe: where it came from, its flags, the environment it asks for, and what is wrong with it."""
@@ -68,11 +71,17 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
     except ModuleNotFoundError:
         return refuse(f"reading it needs PyYAML, which {sys.executable} does not have (pip install PyYAML)")
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        with open(path, "rb") as file:
+            text = file.read(MAX_RECIPE_BYTES + 1)
+        if len(text) > MAX_RECIPE_BYTES:
+            return refuse(f"the file is larger than {MAX_RECIPE_BYTES >> 20} MiB, so it is no recipe")
+        root = yaml.compose(text.decode(), Loader=yaml.SafeLoader)
     except OSError as error:
         return refuse(f"the file cannot be read ({error.strerror})")
     except UnicodeDecodeError:
         return refuse("the file is not text")
+    except RecursionError:
+        return refuse("the file is nested too deeply")
     except yaml.YAMLError as error:
         return refuse(f"the file is not YAML: {' '.join(str(error).split())}")
     tables = {}

@@ -12,6 +12,8 @@ import hashlib
 import logging
 import os
 import random
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from arguments import ArgumentError, Arguments, check_machine
 from arguments.container import OPTIONS
 from arguments.machine import check_packages, environment_defaults
-from moe_trainer.errors import InputError, told_once, user_input
+from moe_trainer.errors import COMMUNICATION_FAILED, InputError, told_once, user_input
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.groups import group_table, plan_groups
 from moe_trainer.parallel.state import Group, ParallelState, communicator_timeout
@@ -38,6 +40,7 @@ _MAY_DIFFER = frozenset({
     "data_cache_path", "tokenizer_model", "vocab_file", "merge_file",
 })
 _MAX_LINES = 12
+_JOIN_GRACE_S = 15.0  # torch keeps its own time limit, and says more where it does
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,9 @@ def _join(args: Arguments, place: Place, device: torch.device) -> dist.Store:
         backend = "gloo"
     method = f"tcp://{place.master_addr}:{place.master_port}" if place.source == "SLURM" else "env://"
     timeout = datetime.timedelta(minutes=args.parallel.distributed_timeout_minutes)
+    limit = threading.Timer(timeout.total_seconds() + _JOIN_GRACE_S, _leave_unanswered, (args, place))
+    limit.daemon = True
+    limit.start()
     try:
         store, _, _ = next(dist.rendezvous(method, place.rank, place.world_size, timeout=timeout))
         store.set_timeout(timeout)
@@ -197,7 +203,17 @@ def _join(args: Arguments, place: Place, device: torch.device) -> dist.Store:
         raise CommunicationError(
             f"start-up: the {place.world_size} ranks did not all meet at {place.master_addr}:{place.master_port} within "
             f"{args.parallel.distributed_timeout_minutes} minutes ({backend_reason(error)})") from error
+    finally:
+        limit.cancel()
     return store
+
+
+def _leave_unanswered(args: Arguments, place: Place) -> None:
+    """End a process that torch keeps waiting: a program that is no store accepts connections and never answers."""
+    print(f"pretrain_moe.py: rank {place.rank}: start-up: no answer from {place.master_addr}:{place.master_port} within "
+          f"{args.parallel.distributed_timeout_minutes} minutes; is another program listening there? Choose another MASTER_PORT",
+          file=sys.stderr, flush=True)
+    os._exit(COMMUNICATION_FAILED)
 
 
 def counter_of_words(store: dist.Store | None) -> Callable[[str], int] | None:

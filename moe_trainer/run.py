@@ -26,6 +26,7 @@ from moe_trainer.checkpoint.checkpoint import AsyncSaver, saved_vocab_rows
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.checkpoint.options import SaveOptions
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, requested_sizes
+from moe_trainer.data.fingerprint import Fingerprint, compare_fingerprints, make_fingerprint
 from moe_trainer.data.loader import Batch, BatchFormat, build_loader
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import InputError, user_input
@@ -76,7 +77,8 @@ logger = logging.getLogger(__name__)
 class TrainState:
     """How far the run is. Counts are in iterations and samples; `scheduled_samples` drives the learning rate.
 
-    history: what results were, and which were rejected. suspicion, spread: of this process, not of the checkpoint.
+    history: what results were, and which were rejected. fingerprint: of the data and the tokenizer, on rank 0. suspicion, spread: of
+    this process, not of the checkpoint.
     """
 
     iteration: int = 0
@@ -86,6 +88,7 @@ class TrainState:
     scheduled_samples: int = 0
     total_flops: float = 0.0
     history: History = field(default_factory=History)
+    fingerprint: Fingerprint = field(default_factory=dict)
     suspicion: Suspicion | None = None
     spread: Spread = field(default_factory=Spread)
 
@@ -346,6 +349,11 @@ def open_data(run: Run, state: TrainState, tokenizer: Tokenizer) -> Run:
         if datasets.train is not None and not args.training.skip_train:
             batches = batches_of(run, datasets.train, args.training.micro_batch_size, state.consumed_train_samples)
             run = replace(run, train_batches=batches)
+        if rank == 0 and not args.training.skip_train:  # other data may be evaluated
+            current = make_fingerprint(args.data, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file))
+            for warning in compare_fingerprints(state.fingerprint, current):
+                logger.warning("WARNING: %s", warning)
+            state.fingerprint = current
     return run
 
 

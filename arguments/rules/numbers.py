@@ -57,6 +57,10 @@ COUNTS = ("train_iters", "train_samples", "eval_iters", "seq_length", "global_ba
 MOST_SIZE = 2**31 - 1
 MOST_EXPERTS = 1_000_000
 MOST_MINUTES = 500_000
+MOST_WORKERS = 1024
+MOST_FP32 = 3.4028234663852886e38
+MOST_STD = 1e6
+LOSS_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale")
 SIZES = (
     "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "vocab_size", "padded_vocab_size",
@@ -108,9 +112,10 @@ def layers_can_be_listed(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 def sizes_are_within_reach(s: Settings, _f: Facts) -> Iterator[Violation]:
-    """Beyond this, one side of a weight no longer fits what kernels count with, the list of experts no memory, a time no C library."""
+    """Beyond this, a weight no longer fits what kernels count with, the list of experts no memory, a time no C library, a scale no fp32."""
     times = (("distributed_timeout_minutes",), MOST_MINUTES), (("distributed_timeout_seconds_after_init",), MOST_MINUTES * 60)
-    for dests, most in ((SIZES, MOST_SIZE), (("num_experts",), MOST_EXPERTS), *times):
+    for dests, most in ((SIZES, MOST_SIZE), (("num_experts",), MOST_EXPERTS), (("num_workers",), MOST_WORKERS),
+                        (LOSS_SCALES, MOST_FP32), (("init_method_std", "embedding_init_method_std"), MOST_STD), *times):
         for dest in dests:
             if any(value > most for value in _numbers(s, dest)):
                 yield broken(s, f"{say(s, dest)} must be at most {most}.", dest)

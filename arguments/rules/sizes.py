@@ -97,6 +97,24 @@ def heads_divide_hidden(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
+def rotated_channels_come_in_pairs(s: Settings, _f: Facts) -> Iterator[Violation]:
+    """Rotary positions rotate channels two by two; an odd number is rounded up."""
+    if s.position_embedding_type not in ("rope", "yarn"):
+        return
+    if s.multi_latent_attention:
+        if positive(s.qk_pos_emb_head_dim) and s.qk_pos_emb_head_dim % 2:
+            yield broken(s, f"{say(s, 'qk_pos_emb_head_dim')} must be even: positions rotate channels in pairs.", "qk_pos_emb_head_dim")
+        return
+    if not positive(s.kv_channels) or not 0 < s.rotary_percent <= 1:
+        return
+    rotated = int(s.kv_channels * s.rotary_percent)
+    if rotated == 0:
+        yield broken(s, f"{say(s, 'rotary_percent')} of {say(s, 'kv_channels')} leaves no channel to rotate; give --position-embedding-type none "
+                     "for attention without positions.", "rotary_percent", "kv_channels")
+    elif rotated + rotated % 2 > s.kv_channels:
+        yield broken(s, f"{say(s, 'kv_channels')} must be even: positions rotate channels in pairs.", "kv_channels", "num_attention_heads")
+
+
 def groups_divide_heads(s: Settings, _f: Facts) -> Iterator[Violation]:
     if not s.group_query_attention or s.multi_latent_attention:
         return
@@ -155,6 +173,7 @@ CHECKS = (
     required_are_given,
     positions_cover_sequence,
     heads_divide_hidden,
+    rotated_channels_come_in_pairs,
     groups_divide_heads,
     expert_width_needs_experts,
     widths_divide_over_ranks,

@@ -263,6 +263,12 @@ def domain_names(prefixes: Sequence[str]) -> list[str]:
     return ["/".join(path[-depth:]) for path in paths]
 
 
+def data_prefixes(data: DataArgs) -> tuple[str, ...]:
+    """The prefixes of all token files that these flags name, each once. Raises: ValueError for a blend that cannot be read."""
+    blends = (_blend(data), *(_per_split_blends(data) or ()))
+    return tuple(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
+
+
 def _source(data: DataArgs, number: int) -> str:
     """The flag, with its file, that names the data of split `number`."""
     for dest in ("data_args_path", "per_split_data_args_path"):

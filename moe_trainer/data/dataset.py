@@ -171,6 +171,8 @@ class GPTDataset:
         self._indices = self._build()
 
     def _build(self) -> GPTIndices:
+        if isinstance(self._low, IndexedDataset):
+            self._low.check_sequences()  # here, where lengths are read for long anyway; a cached index was built from sound files
         lengths = np.ascontiguousarray(self._low.sequence_lengths)
         return build_indices(
             lengths, self._begin, self._end, self._config.sequence_length, self._plan, self._config.seed

@@ -123,6 +123,26 @@ class IndexedDataset:
                 f"{num_sequences} sequences; the index is damaged"
             )
 
+    def check_sequences(self) -> None:
+        """Check the lengths and offsets of all sequences and the document array against the files. Reads the whole index.
+
+        Raises: DataFileError naming the first wrong entry.
+        """
+        lengths, starts = self.sequence_lengths, self.sequence_pointers
+        bounds, size = self.document_indices, os.stat(self.bin_path).st_size
+        for wrong, text in (
+            (lengths < 0, "has a negative length ({length})"),
+            (starts < 0, "begins before the file (offset {start})"),
+            (starts % self.dtype.itemsize != 0, "begins in the middle of a token (offset {start})"),
+            (starts > size - lengths.astype(np.int64) * self.dtype.itemsize, "ends beyond the file ({length} tokens from offset {start})"),
+        ):
+            if wrong.any():
+                first = int(np.argmax(wrong))
+                said = text.format(length=int(lengths[first]), start=int(starts[first]))
+                raise DataFileError(f"{self.idx_path}: sequence {first} {said}; the index is damaged, or belongs to another {self.bin_path}")
+        if len(bounds) and (bounds[0] != 0 or (np.diff(bounds) < 0).any()):
+            raise DataFileError(f"{self.idx_path}: the document array does not ascend from 0; the index is damaged")
+
     def _open_bin(self) -> None:
         found, needed = _file_size(self.bin_path), self._bytes_needed()
         if found < needed:
@@ -162,6 +182,8 @@ class IndexedDataset:
         if length is None:
             length = int(self.sequence_lengths[index]) - offset
         start, rest = divmod(int(self.sequence_pointers[index]), self.dtype.itemsize)
+        if length < 0 or start < 0:
+            raise DataFileError(f"{self.idx_path}: sequence {index} has {length} tokens from token {start} on; the index is damaged")
         if rest:
             raise DataFileError(
                 f"{self.idx_path}: sequence {index} begins in the middle of a token; the index is damaged"

@@ -9,7 +9,7 @@ from arguments.output import OutputArgs
 from arguments.training import TrainingArgs
 
 AGAIN = 75  # exit code of a run that has saved and wants to be started again: EX_TEMPFAIL of sysexits.h
-BATCH_SYSTEM = ("SIGTERM", "SIGUSR1")  # preemption and `scancel`; `sbatch --signal=USR1@120`
+BATCH_SYSTEM = ("SIGTERM", "SIGUSR1", "SIGHUP")  # preemption and `scancel`; `sbatch --signal=USR1@120`; the terminal was closed
 
 
 class ExitSignal:
@@ -26,7 +26,8 @@ class ExitSignal:
 
     def __enter__(self) -> Self:
         for number in self._numbers:
-            signal.signal(number, self._handle)
+            if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup means it
+                signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -37,12 +37,15 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 2
     clean_iterations: int = 0
     overflows_left: int = 0
+    overflows_at_minimum: int = 0
+    """Consecutive overflows while the scale could not fall further; not part of a checkpoint."""
 
     def __post_init__(self):
         self.overflows_left = self.hysteresis
 
     def update(self, found_inf: bool) -> None:
         """Note whether this iteration's gradients overflowed."""
+        self.overflows_at_minimum = self.overflows_at_minimum + 1 if found_inf and self.scale <= self.minimum else 0
         if found_inf:
             self.clean_iterations = 0
             self.overflows_left -= 1

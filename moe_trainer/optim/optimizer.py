@@ -39,8 +39,11 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 
 
+MAX_OVERFLOWS_AT_MINIMUM = 10
+
+
 class NonFiniteGradientError(FloatingPointError):
-    """A gradient is NaN or infinite and nothing (no dynamic loss scale) is there to skip the iteration."""
+    """A gradient is NaN or infinite, and no dynamic loss scale is there to skip the iteration or none that can fall further."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,8 @@ class Optimizer:
         update; the same on all ranks that hold a parameter.
 
         Overflowing gradients skip the update (and let a dynamic loss scale shrink).
-        Raises: NonFiniteGradientError for such gradients when no loss scale can help and the NaN check is on.
+        Raises: NonFiniteGradientError for such gradients when no loss scale can help and the NaN check is on: at once without a dynamic one,
+            after MAX_OVERFLOWS_AT_MINIMUM consecutive iterations with one at its minimum.
         """
         norm = self.grad_norm() if norm is None else norm
         inverse, found_inf = 1.0 / self.loss_scale, not math.isfinite(norm)
@@ -167,6 +171,11 @@ class Optimizer:
         if found_inf:
             if self._check_for_nan and not isinstance(self._scaler, DynamicLossScale):
                 raise NonFiniteGradientError(self._describe_non_finite())
+            if self._check_for_nan and self._scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM:
+                raise NonFiniteGradientError(
+                    f"the last {MAX_OVERFLOWS_AT_MINIMUM} iterations made no update: gradients overflow fp16 although the loss scale is at its "
+                    f"minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or --min-loss-scale, train with --bf16, or give "
+                    "--no-check-for-nan-in-loss-and-grad to continue")
             if any(state.follows_scales for state in self._stored):
                 self._release()
             return StepOutcome(False, None, None, True)

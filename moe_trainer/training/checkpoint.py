@@ -89,7 +89,7 @@ def content_of(run: Run, state: TrainState) -> CheckpointState:
         skipped_train_samples=state.skipped_train_samples,
         num_floating_point_operations_so_far=state.total_flops,
         scheduler=schedule_record(run.learning_rate, run.weight_decay, state.scheduled_samples),
-        extra=history_of(state),
+        extra=history_of(state) | ({"fingerprint": state.fingerprint} if state.fingerprint else {}),
     )
 
 

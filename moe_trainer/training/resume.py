@@ -97,6 +97,7 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
         scheduled_samples=scheduled_samples,
         total_flops=saved.num_floating_point_operations_so_far,
         history=history,
+        fingerprint=saved.extra.get("fingerprint") or {},
     ), run)
 
 
