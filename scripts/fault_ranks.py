@@ -49,6 +49,61 @@ class Strike:
     after: bool = False
 
 
+@dataclass(frozen=True)
+class RankChange:
+    """Other environment variables, or further flags, of one rank (None: of all) at the first start. `{port}` is the port of the job."""
+
+    rank: int | None
+    env: tuple[tuple[str, str], ...] = ()
+    flags: str = ""
+
+
+@dataclass(frozen=True)
+class FileEdit:
+    """What is done to a file before the first start, in the folder of the case; a file of the data is restored afterwards, others are removed.
+
+    kind: "patch" writes content at an offset, "write" makes the file, "cut" leaves `offset` bytes, "remove", "directory", "fifo",
+    "link" makes a symbolic link to content.
+    """
+
+    kind: str
+    path: str
+    offset: int = 0
+    content: bytes = b""
+
+    def apply(self) -> None:
+        """Do it."""
+        path = Path(self.path)
+        if self.kind == "patch":
+            with open(path, "r+b") as file:
+                file.seek(self.offset)
+                file.write(self.content)
+        elif self.kind == "cut":
+            os.truncate(path, self.offset)
+        else:
+            path.unlink(missing_ok=True)
+            if self.kind == "write":
+                path.write_bytes(self.content)
+            elif self.kind == "directory":
+                path.mkdir()
+            elif self.kind == "fifo":
+                os.mkfifo(path)
+            elif self.kind == "link":
+                path.symlink_to(self.content.decode())
+            else:
+                assert self.kind == "remove", self.kind
+
+    def undo(self, originals: Path) -> None:
+        """Restore a file of the data, remove any other."""
+        path = Path(self.path)
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+        if (originals / self.path).is_file():
+            path.write_bytes((originals / self.path).read_bytes())
+
+
 # ---- what can happen; the current folder is that of the case
 
 def kill(_: object) -> None:
@@ -101,6 +156,46 @@ def free(_: object) -> None:
     Path(FILLER).unlink()
 
 
+def hangup(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+def interrupt(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def usr1(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def pause(_: object) -> None:
+    """Stop for four seconds, which is less than a collective may take."""
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stdout_full(_: object) -> None:
+    """Standard output goes to a full disk from now on."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+def few_files(_: object) -> None:
+    """No more than a few further open files."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 12, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def small_files(_: object) -> None:
+    """No file may grow beyond 20 kB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def python_memory(_: object) -> None:
+    """An allocation of Python itself that the system refuses."""
+    _limit_address_space()
+    bytearray(1 << 30)
+
+
 def read_only(_: object) -> None:
     mount("--bind", DISK, DISK)
     mount("-o", "remount,bind,ro", DISK)
@@ -141,10 +236,14 @@ def no_memory(_: object) -> None:
     """An allocation that the system refuses."""
     import torch
 
+    _limit_address_space()
+    torch.empty(1 << 28)
+
+
+def _limit_address_space() -> None:
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 20), resource.RLIM_INFINITY))
-    torch.empty(1 << 28)
 
 
 def oom(_: object) -> None:
@@ -181,7 +280,7 @@ def shorten(_: object) -> None:
 
 ACTIONS: dict[str, Callable[[object], object]] = {action.__name__: action for action in (
     kill, stop, hang, diverge, mistake, term, storm, fill, free, read_only, read_write, vanish, come_back, later, earlier, slow, unplug,
-    no_memory, oom, poison, shorten)}
+    no_memory, oom, poison, shorten, hangup, interrupt, usr1, pause, stdout_full, few_files, small_files, python_memory)}
 
 
 # ---- striking
@@ -236,16 +335,17 @@ class Ended:
 
 
 def run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike, ...] = (), hosts: tuple[str, ...] = (),
-              patience: float = 300.0) -> Ended:
+              patience: float = 300.0, changes: tuple[RankChange, ...] = ()) -> Ended:
     """Run the program on forked ranks; a rank that was struck and stands still is killed when all others have ended.
 
     hosts: network namespaces of the ranks, of which the first has the address 10.77.0.1. Raises: TimeoutError.
     """
     with reserved_port() as port:
-        return _run_ranks(argv, folder, world, strikes, hosts, patience, port)
+        return _run_ranks(argv, folder, world, strikes, hosts, patience, port, changes)
 
 
-def _run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike, ...], hosts: tuple[str, ...], patience: float, port: int) -> Ended:
+def _run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike, ...], hosts: tuple[str, ...], patience: float, port: int,
+               changes: tuple[RankChange, ...]) -> Ended:
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1" if hosts else "127.0.0.1", "MASTER_PORT": str(port),
               "OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "eth0"} if hosts else {})}
     context = multiprocessing.get_context("fork")
@@ -256,7 +356,12 @@ def _run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike,
     for rank in range(world):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common} if world > 1 else {"OMP_NUM_THREADS": "1"}
         mine = tuple(strike for strike in strikes if strike.rank == rank)
-        ranks.append(context.Process(target=_main, args=(argv, folder, env, mine, logs[rank], hosts[rank] if hosts else None)))
+        words = list(argv)
+        for change in changes:
+            if change.rank in (None, rank):
+                env |= {name: value.format(port=port) for name, value in change.env}
+                words += change.flags.split()
+        ranks.append(context.Process(target=_main, args=(words, folder, env, mine, logs[rank], hosts[rank] if hosts else None)))
     for process in ranks:
         process.start()
     victims, deadline = {strike.rank for strike in strikes if strike.action in ("stop", "hang")}, time.monotonic() + patience

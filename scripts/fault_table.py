@@ -44,6 +44,7 @@ MODEL = (
     "--vocab-size 120 --distributed-timeout-minutes 1 --distributed-timeout-seconds-after-init 8 --export-weights final.safetensors"
 ).split()
 MAPPINGS = {
+    1: [],
     2: "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --use-distributed-optimizer".split(),
     4: ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
         "--use-distributed-optimizer").split(),
@@ -75,6 +76,26 @@ def damage(kind: str, save: Path) -> None:
         os.truncate(newest(save) / ".metadata", 200)
     elif kind.endswith("tracker") or kind == "tracker_ahead":
         tracker.write_text({"empty_tracker": "", "garbage_tracker": "\x00\x7f??", "tracker_ahead": "900"}[kind])
+    elif kind == "tracker_directory":
+        tracker.unlink()
+        tracker.mkdir()
+    elif kind == "tracker_digits":
+        tracker.write_text("9" * 5000)
+    elif kind in ("deep_json", "list_json"):
+        (newest(save) / "metadata.json").write_text("[" * 100_000 if kind == "deep_json" else "[]")
+    elif kind in ("pickle_index", "pickle_common"):
+        path = newest(save) / {"pickle_index": ".metadata", "pickle_common": "common.pt"}[kind]
+        path.write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
+    elif kind == "link_inside":
+        (newest(save) / "again").symlink_to(".")
+    elif kind.startswith("unreadable"):
+        path = {"unreadable_index": newest(save) / ".metadata", "unreadable_shard": shard, "unreadable_tracker": tracker}[kind]
+        path.unlink()
+        path.symlink_to("/proc/self/mem")  # whose first byte gives EIO
+    elif kind == "tear_inside":
+        lines = Path("metrics.jsonl").read_text().splitlines(keepends=True)
+        lines[1] = lines[1][:40] + "\n"
+        Path("metrics.jsonl").write_text("".join(lines))
     else:
         assert kind == "tear", kind
         with open("metrics.jsonl", "a") as stream:
@@ -147,7 +168,7 @@ def run_case(fault: Fault, folder: Path, whole: Path) -> Row:
     hosts = (f"fault{os.getpid()}a", f"fault{os.getpid()}b") if fault.hosts else ()
     try:
         prepare(fault, whole, hosts)
-        first = fault_ranks.run_ranks(command_line(fault), folder, fault.world, fault.strikes, hosts)
+        first = fault_ranks.run_ranks(command_line(fault), folder, fault.world, fault.strikes, hosts, changes=fault.changes)
         judge_first(row, first)
         mend(fault, whole, hosts)
         second = fault_ranks.run_ranks(command_line(fault, first=False), folder, fault.world, hosts=hosts)
@@ -174,11 +195,15 @@ def prepare(fault: Fault, whole: Path, hosts: tuple[str, ...]) -> None:
         fault_ranks.make_hosts(hosts)
     if any(strike.action == "oom" for strike in fault.strikes) and not os.access(fault_ranks.MEMORY_GROUPS / "memory.limit_in_bytes", os.R_OK):
         raise NotHere("no control group of memory (version 1) can be made here")
+    for edit in fault.edits:
+        edit.apply()
     if fault.before is not None:
         fault_ranks.ACTIONS[fault.before](None)
 
 
 def mend(fault: Fault, whole: Path, hosts: tuple[str, ...]) -> None:
+    for edit in reversed(fault.edits):
+        edit.undo(whole)
     if fault.damage is not None:
         damage(fault.damage, Path("ckpt"))
     if fault.healed == "restore":
@@ -225,6 +250,8 @@ def judge_second(row: Row, ended: fault_ranks.Ended, whole: Path) -> None:
         return
     line_given = command_line(row.fault)
     metrics = Path(line_given[line_given.index("--metrics-file") + 1])
+    if Path("executed").exists():
+        row.problems.append("a file of the checkpoint was executed")
     row.same = Path("final.safetensors").read_bytes() == (whole / "final.safetensors").read_bytes()
     if row.fault.records:
         row.same = row.same and records(metrics) == records(whole / "metrics.jsonl")

@@ -6,9 +6,10 @@ A new one is a new entry: a `Strike` names the function at whose call something 
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
-from scripts.fault_ranks import Strike
+from scripts.fault_ranks import FileEdit, RankChange, Strike
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Fault:
     codes: a pattern of the exit codes, by rank. says: a pattern of what some rank says; its line stands in the table. again: likewise of
     the second start. on_disk: which outputs lie on the small disk. before: an action before the first start. damage: what is done to the
     files between the starts; healed: an action then. spoils: the newest checkpoint. records: whether metrics.jsonl must be complete at
-    the end.
+    the end. edits: what is done to files before the first start, and undone before the second. changes: other variables or flags of the
+    first start.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Fault:
     auto_resume: bool = True
     hosts: bool = False
     traceback: bool = False
+    edits: tuple[FileEdit, ...] = ()
+    changes: tuple[RankChange, ...] = ()
 
 
 FORWARD = "moe_trainer.moe.router:TopKRouter.forward"
@@ -66,6 +70,30 @@ def disk_is_full(name: str, when: str, on_disk: str, where: str, rank: int, iter
     strikes += () if until is None else (Strike("free", STEP, rank, until),)
     return Fault(f"full disk: {name}", when, strikes, on_disk=(on_disk,), healed="free" if until is None else None, **how)
 
+
+def refused_data(name: str, says: str, *edits: FileEdit, codes: str = "2") -> Fault:
+    """Token files are not what they should be, and are named."""
+    return Fault(f"data: {name}", "before the start", codes=codes, says=says, edits=edits, world=1)
+
+
+def refused_folder(name: str, flags: str, says: str, *edits: FileEdit) -> Fault:
+    """A folder of the command line cannot be used."""
+    return Fault(f"folder: {name}", "before the start", codes="2", says=says, edits=edits, world=1, changes=(RankChange(None, flags=flags),),
+                 auto_resume=False)
+
+
+def launched_wrong(name: str, codes: str, says: str, *changes: RankChange) -> Fault:
+    """The ranks are not started as one job."""
+    return Fault(f"launch: {name}", "before the start", codes=codes, says=says, changes=changes)
+
+
+def variables(rank: int | None, **env: str) -> RankChange:
+    return RankChange(rank, tuple(env.items()))
+
+
+IDX, BIN, LENGTHS, STARTS = "text.idx", "text.bin", 34, 34 + 4 * 100  # of the hundred sequences of text
+DOCUMENTS = STARTS + 8 * 100
+LOOP = FileEdit("link", "loop", content=b"loop")
 
 FAULTS = (
     killed("first of four ranks", "forward, iteration 5", FORWARD, 0, 4, iteration=5),
@@ -162,4 +190,68 @@ FAULTS = (
     Fault("out of memory: killed", "by the kernel, iteration 5", (Strike("oom", FORWARD, 1, 5),), "3 -9", GONE.format(1)),
     Fault("data file cut off under the run", "iteration 4", (Strike("shorten", STEP, 1, 4),), "(-7|[123]) (-7|[123])", "text.bin|Bus error",
           healed="restore", traceback=True),
+    refused_data("a negative length", "text.idx: sequence 0 has a negative length", FileEdit("patch", IDX, LENGTHS, struct.pack("<i", -5))),
+    refused_data("a length of 2**31 - 1", "text.idx: sequence 0 ends beyond the file", FileEdit("patch", IDX, LENGTHS, struct.pack("<i", 2**31 - 1))),
+    refused_data("a negative offset", "text.idx: sequence 1 begins before the file", FileEdit("patch", IDX, STARTS + 8, struct.pack("<q", -8))),
+    refused_data("an odd offset", "text.idx: sequence 1 begins in the middle of a token", FileEdit("patch", IDX, STARTS + 8, struct.pack("<q", 601))),
+    refused_data("an offset beyond the file", "text.idx: sequence 1 ends beyond the file", FileEdit("patch", IDX, STARTS + 8, struct.pack("<q", 1 << 40))),
+    refused_data("documents that do not ascend", "text.idx: the document array does not ascend", FileEdit("patch", IDX, DOCUMENTS + 8, struct.pack("<q", 90))),
+    refused_data("2**63 - 1 sequences", "the index is truncated", FileEdit("patch", IDX, 18, struct.pack("<q", 2**63 - 1))),
+    refused_data("2**31 + 5 sequences", "the index is truncated", FileEdit("patch", IDX, 18, struct.pack("<q", 2**31 + 5))),
+    refused_data("2**62 documents", "the index is truncated", FileEdit("patch", IDX, 26, struct.pack("<q", 2**62))),
+    refused_data("a dtype that does not exist", "unknown dtype code 200", FileEdit("patch", IDX, 17, b"\xc8")),
+    refused_data("an index of version 99", "index version 99", FileEdit("patch", IDX, 9, b"\x63")),
+    refused_data("another file as index", "not a Megatron index", FileEdit("patch", IDX, 0, b"PK")),
+    refused_data("an empty index", "found 0 bytes", FileEdit("cut", IDX)),
+    refused_data("an index that is cut off", "the index is truncated", FileEdit("cut", IDX, 600)),
+    refused_data("tokens that are cut off", "text.bin: found 1000 bytes", FileEdit("cut", BIN, 1000)),
+    refused_data("no index", "text.idx: no such file", FileEdit("remove", IDX)),
+    refused_data("no tokens", "text.bin: no such file", FileEdit("remove", BIN)),
+    refused_data("tokens are a folder", "text.bin: ", FileEdit("directory", BIN)),
+    refused_data("the index is a pipe", "text.idx: found 0 bytes", FileEdit("fifo", IDX)),
+    refused_data("the index is a link to itself", "text.idx: cannot be read .*symbolic links", FileEdit("link", IDX, content=b"text.idx")),
+    refused_data("the index cannot be read", "text.idx: found 0 bytes", FileEdit("link", IDX, content=b"/proc/self/mem")),
+    refused_data("ids beyond the vocabulary", "token id 65535 in text.bin, sequence", *(
+        FileEdit("patch", BIN, offset, b"\xff\xff") for offset in range(100, 60_000, 600))),
+    refused_folder("--save is a file", "--save text.bin", "--save text.bin: cannot write there"),
+    refused_folder("--save in a link to itself", "--save loop/ckpt", "--save loop/ckpt: cannot write there: .*symbolic links", LOOP),
+    refused_folder("--save is a link to nothing", "--save gone", "--save gone: cannot write there",
+                   FileEdit("link", "gone", content=b"nowhere/at/all")),
+    refused_folder("--load is a link to itself", "--load loop", "--load loop: .*symbolic links", LOOP),
+    refused_folder("--tensorboard-dir is a file", "--tensorboard-dir text.bin", "text.bin"),
+    refused_folder("--tensorboard-dir in /proc", "--tensorboard-dir /proc/x", "/proc/x"),
+    refused_folder("--metrics-file below a file", "--metrics-file text.bin/m.jsonl", "--metrics-file: cannot write text.bin/m.jsonl"),
+    launched_wrong("another learning rate on rank 1", "2 2", "--lr: 0.001 on rank 0, 0.002 on rank 1", RankChange(1, flags="--lr 2e-3")),
+    launched_wrong("another save interval on rank 1", "2 2", "--save-interval: 3 on rank 0, 2 on rank 1", RankChange(1, flags="--save-interval 2")),
+    launched_wrong("both ranks are rank 0", "3 3", "did not all meet|no answer from", variables(1, RANK="0")),
+    launched_wrong("rank 1 believes in four ranks", "[23] [23]", "did not all meet|no answer from|problem", variables(1, WORLD_SIZE="4")),
+    launched_wrong("a host that does not exist", "3 3", "did not all meet|no answer from", variables(None, MASTER_ADDR="no-such-host.invalid")),
+    launched_wrong("a port that does not exist", "2 2", "MASTER_PORT must be from 1 to 65535", variables(None, MASTER_PORT="99999")),
+    launched_wrong("no HOME, no USER, no TMPDIR", "0 0", "", variables(None, HOME="/nonexistent", USER="", TMPDIR="/nonexistent")),
+    launched_wrong("a Turkish locale", "0 0", "", variables(None, LC_ALL="tr_TR.UTF-8", LANG="de_DE")),
+    Fault("SIGHUP to both ranks", "forward, iteration 5", tuple(Strike("hangup", FORWARD, rank, 5) for rank in (0, 1)), "75 75",
+          "exiting program after receiving SIGHUP"),
+    Fault("SIGHUP, no --auto-resume", "forward, iteration 5", tuple(Strike("hangup", FORWARD, rank, 5) for rank in (0, 1)), "-1 -1",
+          auto_resume=False),
+    Fault("SIGUSR1 to one rank", "forward, iteration 5", (Strike("usr1", FORWARD, 0, 5),), "75 75", "exiting program after receiving SIGUSR1"),
+    Fault("SIGINT to both ranks", "forward, iteration 5", tuple(Strike("interrupt", FORWARD, rank, 5) for rank in (0, 1)), "130 130", "interrupted"),
+    Fault("SIGINT while the model is built", "start-up", (Strike("interrupt", "moe_trainer.train:build_run", 0),), "130", "interrupted", world=1),
+    Fault("stop (SIGSTOP) for four seconds", "forward, iteration 5", (Strike("pause", FORWARD, 1, 5),)),
+    Fault("standard output on a full disk", "from the start", (Strike("stdout_full", "moe_trainer.train:build_run", 0),), "0", world=1),
+    Fault("few open files (ulimit -n)", "from the start", (Strike("few_files", "moe_trainer.train:build_run", 0),), "0", world=1),
+    Fault("small files only (ulimit -f)", "save of iteration 3", (Strike("small_files", WRITE, 0, 3),), "2",
+          "cannot save the checkpoint of iteration 3 .*File too large", world=1, records=False),
+    Fault("out of memory: Python's own", "an allocation, iteration 5", (Strike("python_memory", FORWARD, 1, 5),), "3 2",
+          r"out of host memory \(ulimit -v allows \d+ MiB\)"),
+    Fault("fp16: every gradient overflows", "from the start", codes="1", says="the last 10 iterations made no update: gradients overflow fp16",
+          world=1, changes=(RankChange(None, flags="--fp16 --train-iters 60 --initial-loss-scale 1e36 --min-loss-scale 1e36"),), records=False),
+    *(Fault(f"damaged newest checkpoint: {name}", "after iteration 6", damage=damage, spoils=spoils, flags="--exit-interval 6", world=1,
+            codes="0", again=again)
+      for name, damage, spoils, again in (
+          ("the tracker is a folder", "tracker_directory", False, ""), ("a tracker of 5000 digits", "tracker_digits", False, ""),
+          ("metadata.json nested 100,000 deep", "deep_json", True, ""), ("metadata.json is a list", "list_json", True, ""),
+          ("a pickle that runs code as index", "pickle_index", True, ""), ("a pickle that runs code as common.pt", "pickle_common", False, ""),
+          ("a folder that contains itself", "link_inside", False, ""), ("the index cannot be read", "unreadable_index", True, ""),
+          ("a shard cannot be read", "unreadable_shard", True, ""), ("the tracker cannot be read", "unreadable_tracker", False, ""))),
+    Fault("metrics.jsonl: a record cut in the middle", "killed after iteration 5", (Strike("kill", FORWARD, 0, 5),), "-9", damage="tear_inside", world=1),
 )

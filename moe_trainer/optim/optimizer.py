@@ -38,7 +38,6 @@ from moe_trainer.optim.update import Updater
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 
-
 MAX_OVERFLOWS_AT_MINIMUM = 10
 
 
