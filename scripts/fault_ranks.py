@@ -51,7 +51,10 @@ class Strike:
 
 @dataclass(frozen=True)
 class RankChange:
-    """Other environment variables, or further flags, of one rank (None: of all) at the first start. `{port}` is the port of the job."""
+    """Other environment variables, or further flags, of one rank (None: of all) at the first start.
+
+    `{port}` is the port of the job, `{listener}` one where a program accepts connections and never answers.
+    """
 
     rank: int | None
     env: tuple[tuple[str, str], ...] = ()
@@ -340,13 +343,14 @@ def run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike, 
 
     hosts: network namespaces of the ranks, of which the first has the address 10.77.0.1. Raises: TimeoutError.
     """
-    with reserved_port() as port:
-        return _run_ranks(argv, folder, world, strikes, hosts, patience, port, changes)
+    with reserved_port() as port, socket.create_server(("127.0.0.1", 0)) as listener:
+        ports = {"port": port, "listener": listener.getsockname()[1]}
+        return _run_ranks(argv, folder, world, strikes, hosts, patience, ports, changes)
 
 
-def _run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike, ...], hosts: tuple[str, ...], patience: float, port: int,
-               changes: tuple[RankChange, ...]) -> Ended:
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1" if hosts else "127.0.0.1", "MASTER_PORT": str(port),
+def _run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike, ...], hosts: tuple[str, ...], patience: float,
+               ports: dict[str, int], changes: tuple[RankChange, ...]) -> Ended:
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1" if hosts else "127.0.0.1", "MASTER_PORT": str(ports["port"]),
               "OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "eth0"} if hosts else {})}
     context = multiprocessing.get_context("fork")
     logs = [(folder / f"out{rank}", folder / f"err{rank}") for rank in range(world)]
@@ -359,7 +363,7 @@ def _run_ranks(argv: list[str], folder: Path, world: int, strikes: tuple[Strike,
         words = list(argv)
         for change in changes:
             if change.rank in (None, rank):
-                env |= {name: value.format(port=port) for name, value in change.env}
+                env |= {name: value.format(**ports) for name, value in change.env}
                 words += change.flags.split()
         ranks.append(context.Process(target=_main, args=(words, folder, env, mine, logs[rank], hosts[rank] if hosts else None)))
     for process in ranks:

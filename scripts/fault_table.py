@@ -74,11 +74,8 @@ def damage(kind: str, save: Path) -> None:
         (newest(save) / "metadata.json").unlink()
     elif kind == "cut_index":
         os.truncate(newest(save) / ".metadata", 200)
-    elif kind.endswith("tracker") or kind == "tracker_ahead":
+    elif kind in ("empty_tracker", "garbage_tracker", "tracker_ahead"):
         tracker.write_text({"empty_tracker": "", "garbage_tracker": "\x00\x7f??", "tracker_ahead": "900"}[kind])
-    elif kind == "tracker_directory":
-        tracker.unlink()
-        tracker.mkdir()
     elif kind == "tracker_digits":
         tracker.write_text("9" * 5000)
     elif kind in ("deep_json", "list_json"):

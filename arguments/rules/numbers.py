@@ -111,14 +111,23 @@ def layers_can_be_listed(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{say(s, 'num_layers')} must be at most {MOST_LAYERS}.", "num_layers")
 
 
+def limits() -> Iterator[tuple[tuple[str, ...], float]]:
+    """Largest values: beyond them a weight no longer fits what kernels count with, a list no memory, a time no C library, a scale no fp32."""
+    yield SIZES, MOST_SIZE
+    yield ("num_experts",), MOST_EXPERTS
+    yield ("num_workers",), MOST_WORKERS
+    yield LOSS_SCALES, MOST_FP32
+    yield ("init_method_std", "embedding_init_method_std"), MOST_STD
+    yield ("distributed_timeout_minutes",), MOST_MINUTES
+    yield ("distributed_timeout_seconds_after_init",), MOST_MINUTES * 60
+
+
 def sizes_are_within_reach(s: Settings, _f: Facts) -> Iterator[Violation]:
-    """Beyond this, a weight no longer fits what kernels count with, the list of experts no memory, a time no C library, a scale no fp32."""
-    times = (("distributed_timeout_minutes",), MOST_MINUTES), (("distributed_timeout_seconds_after_init",), MOST_MINUTES * 60)
-    for dests, most in ((SIZES, MOST_SIZE), (("num_experts",), MOST_EXPERTS), (("num_workers",), MOST_WORKERS),
-                        (LOSS_SCALES, MOST_FP32), (("init_method_std", "embedding_init_method_std"), MOST_STD), *times):
+    for dests, most in limits():
         for dest in dests:
             if any(value > most for value in _numbers(s, dest)):
-                yield broken(s, f"{say(s, dest)} must be at most {most}.", dest)
+                yield broken(s, f"{say(s, dest)} must be at most {most:g}." if isinstance(most, float) else
+                             f"{say(s, dest)} must be at most {most}.", dest)
 
 
 def counts_are_within_reach(s: Settings, _f: Facts) -> Iterator[Violation]:

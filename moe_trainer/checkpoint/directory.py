@@ -50,6 +50,9 @@ def aside(directory: Path, iteration: int, kind: str) -> Path:
     return directory / f"{folder_name(iteration)}.{kind}-{socket.gethostname()}-{os.getpid()}"
 
 
+MAX_ITERATION_DIGITS = 18
+
+
 def read_tracker(directory: Path) -> int | str | None:
     """The tracker's iteration, or "release", or None when there is no tracker.
 
@@ -64,7 +67,7 @@ def read_tracker(directory: Path) -> int | str | None:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if text == "release":
         return text
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > MAX_ITERATION_DIGITS:
         raise CheckpointError(f"{path} holds {text[:40]!r}; an iteration number or the word release is needed. "
                               + describe_complete(directory))
     return int(text)

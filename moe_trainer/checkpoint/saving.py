@@ -23,6 +23,7 @@ from moe_trainer.checkpoint import common_state, legacy, legacy_write, random_st
 from moe_trainer.checkpoint.directory import (
     COMPLETE,
     INTEGRITY,
+    TRACKER,
     append_progress,
     aside,
     claim,
@@ -350,7 +351,9 @@ def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
             probe.unlink()
             holder = claim(Path(directory))
             found = file_system(Path(directory))
-            problem = holder and f"another run is saving there ({holder}); end it, or choose another folder"
+            if (Path(directory) / TRACKER).is_dir():
+                problem = f"{Path(directory) / TRACKER} is a folder, and the file that names the newest checkpoint is needed; remove it"
+            problem = problem or holder and f"another run is saving there ({holder}); end it, or choose another folder"
         except OSError as error:
             problem = f"cannot write there: {error}"
     problem = collectives.broadcast_object(problem, ps.world)

@@ -170,11 +170,10 @@ class Optimizer:
         if found_inf:
             if self._check_for_nan and not isinstance(self._scaler, DynamicLossScale):
                 raise NonFiniteGradientError(self._describe_non_finite())
-            if self._check_for_nan and self._scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM:
+            if isinstance(self._scaler, DynamicLossScale) and self._scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM:
                 raise NonFiniteGradientError(
                     f"the last {MAX_OVERFLOWS_AT_MINIMUM} iterations made no update: gradients overflow fp16 although the loss scale is at its "
-                    f"minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or --min-loss-scale, train with --bf16, or give "
-                    "--no-check-for-nan-in-loss-and-grad to continue")
+                    f"minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or --min-loss-scale, or train with --bf16")
             if any(state.follows_scales for state in self._stored):
                 self._release()
             return StepOutcome(False, None, None, True)

@@ -110,6 +110,11 @@ def _free_name(target: Path) -> Path:
 
 def _drop_after(target: Path, iteration: int) -> None:
     """With routing health a line can have a hundred kilobytes: the lines are looked at one by one, and not parsed."""
+    with target.open("rb") as old:
+        damaged = [number for number, line in enumerate(old, 1) if _is_damaged(line, iteration)]
+    if damaged:
+        logger.warning("WARNING: --metrics-file: %s: %s damaged and dropped; what was recorded there is lost", target,
+                       f"line {damaged[0]} is" if len(damaged) == 1 else f"{len(damaged)} lines, from line {damaged[0]} on, are")
     temporary = target.with_name(f"{target.name}.{os.getpid()}.{time.monotonic_ns()}")
     with target.open("rb") as old:
         lines = iter(old)
@@ -127,6 +132,12 @@ def _stays(line: bytes, iteration: int) -> bool:
     """Is this a whole record of an iteration up to the given one?"""
     found = _ITERATION.match(line)
     return found is not None and line.endswith(b"}\n") and int(found[1]) <= iteration
+
+
+def _is_damaged(line: bytes, iteration: int) -> bool:
+    """Is this no whole record, and not one that the run will repeat either?"""
+    found = _ITERATION.match(line)
+    return not line.endswith(b"}\n") and (found is None or int(found[1]) <= iteration)
 
 
 @contextmanager

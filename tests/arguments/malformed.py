@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from arguments import products, retired
 from arguments.container import OPTIONS
-from arguments.rules.numbers import AT_MOST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE
+from arguments.rules.numbers import AT_MOST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, limits
 from arguments.schema import Option
 from arguments.tokens import FIELDS
 from tests.arguments.broken_lines import BROKEN
@@ -215,6 +215,7 @@ PRESETS = (
     b"MODEL_ARGS:\n  ? [a, b]\n  : 2\n", b"MODEL_ARGS:\n  num-layers: 2\n", b"ENV_VARS: 3\nMODEL_ARGS:\n", b"%bad", b"MODEL_ARGS:\n\t--num-layers: 2\n",
     b'MODEL_ARGS:\n  --load: "a\\0b"\n', b"MODEL_ARGS:\n  --lr: [1, 2]\n", b"MODEL_ARGS: &a\n  --load: *b\n", b"MODEL_ARGS:\n  2: 3\n",
     b"ENV_VARS:\n  OMP_NUM_THREADS: {a: 1}\nMODEL_ARGS: {}\n", b"ENV_VARS:\n  [a]: 1\nMODEL_ARGS: {}\n", b"ENV_VARS:\n  A=B: 1\nMODEL_ARGS: {}\n",
+    b"MODEL_ARGS:\n  --lr: " + b"[" * 20_000 + b"]" * 20_000 + b"\n", b"MODEL_ARGS:\n" + b"  --lr: 1\n" * 500_000,
 )
 
 
@@ -245,9 +246,34 @@ def bad_environment(rng: random.Random) -> Malformed:
     return Malformed("environment", BASE, (name,), env | {name: value})
 
 
+BEYOND_REACH = tuple(limits())
+
+
+def beyond_reach(rng: random.Random) -> Malformed:
+    """A size, a time, a number of threads or a factor that no machine has."""
+    dests, most = rng.choice(BEYOND_REACH)
+    option = OPTIONS[rng.choice(dests)]
+    value = int(most) * rng.randrange(2, 1000) if option.type_name == "int" else f"{most * rng.uniform(1.1, 9.0) if most < 1e300 else 1e39:e}"
+    return _with("beyond reach", option.spellings[0], *_words(option, str(value)))
+
+
+ODD_CHANNELS = (
+    "--kv-channels 7", "--kv-channels 1", "--kv-channels 15", "--kv-channels 8 --rotary-percent 0.001",
+    "--kv-channels 16 --rotary-percent 0.05", "--hidden-size 28 --num-attention-heads 4 --ffn-hidden-size 32",
+    *(f"--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --v-head-dim 8 --qk-pos-emb-head-dim {dim}" for dim in (1, 7, 63)),
+)
+
+
+def odd_channels(rng: random.Random) -> Malformed:
+    """Heads whose channels cannot be rotated in pairs."""
+    line = rng.choice(ODD_CHANNELS).split()
+    named = "--qk-pos-emb-head-dim" if "--multi-latent-attention" in line else "--kv-channels"
+    return Malformed("odd channels", (*without(BASE, ["--group-query-attention", "--num-query-groups"]), *line), (named,))
+
+
 KINDS = (
     wrong_type, unknown_choice, not_finite, impossible_number, negative, overflow, typed_wrong, missing_value, wrong_count, positional, empty,
-    no_text, switch_with_value, broken_rule, little_language, contradiction, bad_preset, bad_environment,
+    no_text, switch_with_value, broken_rule, little_language, contradiction, bad_preset, bad_environment, beyond_reach, odd_channels,
 )
 
 
@@ -262,7 +288,8 @@ NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "120")
 _FILES = {
     "file": b"x", "broken.json": b"{", "five.json": b'{"train": 5}', "words.txt": b"0.3 a 0.7 b", "odd.txt": b"nan a", "bytes": bytes(range(256)),
     "short.idx": b"abc", "short.bin": b"123", "broken.yaml": b"a: [", "word/latest_checkpointed_iteration.txt": b"abc",
-    "gone/latest_checkpointed_iteration.txt": b"5", "tokenizer/tokenizer.json": b"[]",
+    "gone/latest_checkpointed_iteration.txt": b"5",
+    "tracked/latest_checkpointed_iteration.txt/file": b"", "digits/latest_checkpointed_iteration.txt": b"9" * 5000, "tokenizer/tokenizer.json": b"[]",
 }
 
 
@@ -304,6 +331,10 @@ FOUND_AT_START = (
     _start("--train-iters 1000000000000", "--train-iters"),
     _start("--hidden-size 1000000000 --kv-channels 8", "--hidden-size"),
     _start("--vocab-size 2000000000 --hidden-size 100000 --num-attention-heads 4 --kv-channels 8", "--vocab-size"),
+    _start("--save tracked --save-interval 1", "--save", "latest_checkpointed_iteration.txt"),
+    _start("--load digits", "--load", "latest_checkpointed_iteration.txt"),
+    _start("--init-method-std 1e7", "--init-method-std"),
+    _start("--preset /dev/zero", "--preset", "/dev/zero"),
     _start("--null-tokenizer-eod-id 500", "--null-tokenizer-eod-id"),
     *(_start(f"--mock-data --tokenizer-type {line}", *names, mock=False) for line, *names in (
         ("GPT2BPETokenizer", "--vocab-file"),

@@ -73,6 +73,14 @@ def test_resuming_drops_repeated_records_and_a_torn_last_line(tmp_path):
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2]
 
 
+def test_a_record_that_is_lost_is_named(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2, "lm l\n{"iteration": 3, "lm loss": 2.0}\n{"iteration": 5, "l')
+    open_metrics_file(str(path), 3).close()
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 3]
+    assert f"{path}: line 2 is damaged and dropped" in caplog.text  # iteration 5 comes again
+
+
 def test_a_new_run_keeps_the_old_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n')

@@ -12,7 +12,7 @@ from arguments.parse import understand
 from scripts.fault_ranks import reserved_port
 from tests.arguments.malformed import ANY_NUMBER, BASE, FOUND_AT_START, KINDS, Malformed, malformed
 
-SEED, EACH = 20, 20
+SEED, EACH = 20, 30
 
 
 def write_files(line: Malformed, folder) -> None:
@@ -42,6 +42,10 @@ def test_malformed_lines_are_refused(kind, tmp_path, monkeypatch, capsys):
                 patch.setenv(name, value)
             code = pretrain_moe.main(list(line.argv))
         check_refusal(line, code, capsys.readouterr().err)
+
+
+def test_there_are_at_least_six_hundred_lines():
+    assert EACH * len(KINDS) + len(FOUND_AT_START) >= 600
 
 
 def test_the_same_seed_draws_the_same_lines():
