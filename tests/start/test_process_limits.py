@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from commands import REPOSITORY, environment
 from train.tiny import MOCK, TINY
@@ -26,7 +27,10 @@ def test_closed_streams_do_not_end_a_run(tmp_path):
 
 def test_interrupted_imports_leave_no_traceback(tmp_path):
     process = start(tmp_path)
-    time.sleep(0.7)  # torch takes longer
+    maps = Path(f"/proc/{process.pid}/maps")
+    deadline = time.monotonic() + 120
+    while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in err, (process.returncode, err)
