@@ -1,0 +1,23 @@
+"""The manual's page on what is refused says what the program refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from arguments import refused
+from arguments.parse import understand
+from tests.arguments.rule_lines import changed
+
+PAGE = Path(__file__).parents[2] / "docs" / "refused_flags.md"
+
+
+def test_the_page_is_what_the_tables_say():
+    assert PAGE.read_text(encoding="utf-8") == refused.page(), "python -m arguments.refused > docs/refused_flags.md"
+
+
+@pytest.mark.parametrize("flags", [flags for flags, _ in refused.COMBINATIONS])
+def test_combinations_of_the_page_are_refused(flags):
+    """Each by a violation that names two of its flags; graphs without further flags stand alone."""
+    spelled = {word for word in flags.split() if word.startswith("--")}
+    alone = spelled <= {"--cuda-graph-impl", "--no-check-for-nan-in-loss-and-grad"}
+    assert any(len(spelled & set(violation.flags)) >= 2 - alone for violation in understand(changed(flags), 8)[1]), flags
