@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+import model_zoo
+
 from arguments.machine import check_machine
 from arguments.parse import understand
 from arguments.rules import derived
+from tests.arguments.moe_recipes import RECIPES, REFUSED, as_file
 from tests.arguments.rule_lines import ACCEPTED, base_line, findings, recorded
 
 ARCHES = (None, 9, 10)
@@ -60,3 +63,13 @@ def test_only_other_products_are_refused_for_good(shared):
         _, violations = findings(recipe["argv"], recipe["world_size"])
         refused |= {flag for v in violations if v.kind == "product" for flag in v.flags}
     assert {flag.split("-")[2] for flag in refused} <= {"fim", "use", "mup"}, refused
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe[0])
+def test_megatrons_own_moe_recipes_pass_or_have_one_reason(recipe, tmp_path):
+    name, preset, world_size, settings = recipe
+    path = tmp_path / "recipe.yaml"
+    path.write_text(as_file(model_zoo.find(preset).read_text(), settings))
+    found = understand(["--preset", str(path)], world_size)[1]
+    reasons = [REFUSED[name]] if name in REFUSED else []
+    assert len(found) == len(reasons) and all(reason in violation.message for reason, violation in zip(reasons, found)), found
