@@ -66,6 +66,9 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
         return 0
     try:
         plan = plan_of_flags(argv, checkpoint)
+    except ArgumentError as error:
+        print(f"pretrain_moe.py: no plan, since the trainer rejects this: {error}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"pretrain_moe.py: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from arguments.parse import understand
 from moe_trainer.planner.dry_run import run_dry_run
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,19 @@ def test_exit_codes(capsys, flags, code, says):
     assert run_dry_run([*LINE, "--dry-run", *flags]) == code
     out, err = capsys.readouterr()
     assert says in (err if code else out), (out, err)
+
+
+GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --fp4-format e2m1 --fp4-recipe nvfp4"
+
+
+@pytest.mark.parametrize("flags", [GRAPHS, "--moe-n-hash-layers 3", "--overlap-moe-expert-parallel-comm --moe-shared-expert-overlap", "--replication"])
+def test_what_the_trainer_rejects_has_no_plan_and_says_so(capsys, flags):
+    """The planner runs the trainer's rules."""
+    argv = [*LINE, *flags.split()]
+    _, violations = understand(argv, 64)
+    assert violations and run_dry_run([*argv, "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert "the trainer rejects this" in err and all(violation.message in err for violation in violations)
 
 
 def test_the_number_of_ranks_is_needed(capsys, monkeypatch):

@@ -40,6 +40,15 @@ def test_published_rows_are_the_recorded_ones(shared):
         assert point["dtype"].startswith(row.width[:2]) or point["dtype"].startswith("mx")
 
 
+@pytest.mark.parametrize("row", [*ROWS, *UNSEEN], ids=lambda row: row.name)
+def test_published_runs_pass_the_rules_of_the_trainer(row):
+    """As they ran: with forced even routing, and with gathered 8-bit weights and padded rows where a recipe of the zoo has them."""
+    eight = "--use-distributed-optimizer --fp8-param-gather" if "--fp8-format" in row.flags else ""
+    if "--fp8-format" in row.flags and row.dispatcher != "alltoall":
+        eight += " --moe-router-padding-for-quantization"
+    judged([*row.argv(), "--moe-router-force-load-balancing", *eight.split()], row.gpus)
+
+
 def test_published_models_have_the_size_that_is_told(published):
     for row in ROWS:
         counts = published[row.name].counts
