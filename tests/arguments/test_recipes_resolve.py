@@ -5,7 +5,6 @@ import json
 import pytest
 
 import model_zoo
-
 from arguments.machine import check_machine
 from arguments.parse import understand
 from arguments.rules import derived
