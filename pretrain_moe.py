@@ -41,8 +41,14 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Run one process of a training job; returns its exit code."""
+    if not argv:
+        from arguments.help import EXAMPLES
+
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(EXAMPLES)
+        return 2
     if "--validate-only" in argv:
-        from arguments.report import run_validate_only
+        from arguments.report import FilesFound, run_validate_only
         from moe_trainer.parallel.groups import group_table, plan_groups
         from moe_trainer.planner.dry_run import planned_memory
         from moe_trainer.planner.state import state_report
@@ -50,11 +56,18 @@ def main(argv: list[str]) -> int:
         from moe_trainer.shape.counts import params_report
         from moe_trainer.shape.layout import mapping_sizes
 
+        def check_files(args: arguments.Arguments) -> FilesFound:
+            need_packages("numpy")
+            from moe_trainer.training.files import check_files as look
+
+            return look(args)
+
         def describe_groups(args: arguments.Arguments, world_size: int) -> str:
             return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **mapping_sizes(args)))}"
 
         try:
-            return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups, state_report, sizes_that_wait, planned_memory)
+            return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups, state_report, sizes_that_wait, planned_memory,
+                                     check_files)
         except ValueError as error:
             return _refuse(error, "0")
     if "--dry-run" in argv or "--fake-process-group" in argv:

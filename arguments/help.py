@@ -1,6 +1,7 @@
-"""--help: every flag with its meaning, default and standing, read from the section files only when asked for."""
+"""--help [TOPIC|--flag]: every flag with its meaning, default and standing, read from the section files only when asked for."""
 
 import ast
+import difflib
 import shutil
 import sys
 import textwrap
@@ -11,7 +12,15 @@ from arguments import standing
 from arguments.container import OPTIONS, SECTIONS
 from arguments.schema import Option, layer_pattern
 
+EXAMPLES = """pretrain_moe.py: no flags were given. For example:
+  python pretrain_moe.py --preset mixtral_tiny --mock-data --train-iters 20                            train a small model for a minute
+  python pretrain_moe.py --preset deepseek_v3 --mock-data --validate-only --world-size 1024            check a command line
+  python pretrain_moe.py --use-checkpoint-args --load CHECKPOINTS --skip-train                         evaluate a checkpoint
+--help lists every flag, --help moe (or --help --moe-router-topk) some of them.
+"""
+
 HEAD = """usage: pretrain_moe.py [--preset NAME|FILE.yaml] FLAGS
+       pretrain_moe.py --help [TOPIC|--flag]        TOPIC: a section (moe, parallel, data, ...), a heading, or part of a flag's name
 
 Pretrain a Mixture-of-Experts language model. The flags are Megatron-LM's, without abbreviations; of several the last
 wins. A switch can also be written --switch=true or --switch=false, which undoes one that a preset sets.
@@ -64,14 +73,19 @@ def _tail(option: Option) -> str:
     return " ".join([*parts, *([tag] if tag else [])])
 
 
-def help_lines(width: int = 100) -> Iterator[str]:
-    """The help text, line by line."""
-    yield from HEAD.splitlines()
+def help_lines(width: int = 100, options: frozenset[str] | None = None) -> Iterator[str]:
+    """The help text, line by line. options: only these, by destination."""
+    if options is None:
+        yield from HEAD.splitlines()
     for section, cls in SECTIONS:
+        shown = [option for option in OPTIONS.values() if option.section == section and not option.hidden]
+        shown = shown if options is None else [option for option in shown if option.dest in options]
+        if not shown:
+            continue
         docs, heading = field_docs(section), ""
         yield ""
         yield f"{section.upper()}: {(cls.__doc__ or '').rstrip('.')}"
-        for option in (option for option in OPTIONS.values() if option.section == section and not option.hidden):
+        for option in shown:
             if docs[option.dest][0] != heading:
                 heading = docs[option.dest][0]
                 yield ""
@@ -83,12 +97,42 @@ def help_lines(width: int = 100) -> Iterator[str]:
             yield from _paragraph(f"{text} {_tail(option)}".strip(), width)
 
 
+def about(topic: str) -> frozenset[str]:
+    """The options that a topic names, by destination: a flag, a section, a heading, or what has the topic in its name.
+
+    Raises: ValueError with what could have been meant when there are none.
+    """
+    word = topic.lower()
+    sections = {section for section, _ in SECTIONS}
+    if topic.startswith("-"):
+        found = {option.dest for option in OPTIONS.values() if topic in option.spellings}
+    elif word in sections:
+        found = {option.dest for option in OPTIONS.values() if option.section == word}
+    else:
+        headings = {dest: heading for section in sections for dest, (heading, _) in field_docs(section).items()}
+        found = {dest for dest, heading in headings.items() if word in heading.lower()}
+        found |= {option.dest for option in OPTIONS.values() if any(word.replace("_", "-") in spelling for spelling in option.spellings)}
+    found = {dest for dest in found if not OPTIONS[dest].hidden}
+    if not found:
+        near = difflib.get_close_matches(topic, [spelling for option in OPTIONS.values() for spelling in option.spellings], 3, 0.6)
+        advice = f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(section for section, _ in SECTIONS)}"
+        raise ValueError(f"--help {topic}: there is no such flag or topic; {advice}")
+    return frozenset(found)
+
+
 def _paragraph(text: str, width: int) -> list[str]:
     indent = " " * 8
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def print_help() -> None:
-    """Print the help text to standard output."""
+def run_help(argv: list[str]) -> int:
+    """Print the help text to standard output: of what follows --help or -h, or everything. Returns: the exit code, 0 or 2."""
     width = min(max(shutil.get_terminal_size().columns, 60), 120)
-    sys.stdout.write("\n".join(help_lines(width)) + "\n")
+    rest = argv[min(argv.index(word) for word in ("--help", "-h") if word in argv) + 1:]
+    try:
+        options = about(rest[0]) if rest else None
+    except ValueError as error:
+        print(f"pretrain_moe.py: {error}", file=sys.stderr)
+        return 2
+    sys.stdout.write("\n".join(help_lines(width, options)).lstrip("\n") + "\n")
+    return 0

@@ -26,6 +26,9 @@ class OutputArgs:
     """What --dry-run plans for: a100, h100, h200, h800, b200, gb200, gb300, or a YAML file that describes a machine. Unset: h100."""
     report: str | None = None
     """Write what --validate-only or --dry-run found to this JSON file."""
+    check_files: bool = False
+    """With --validate-only: open data, tokenizer, the checkpoint to load and the output folders, say what is missing, how many tokens there are
+    and how many epochs the run takes."""
     log_all_arguments: bool = False
     """Print every setting at the start and with --validate-only, not only those that are not at their defaults."""
     metrics_file: str | None = None

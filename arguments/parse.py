@@ -30,10 +30,9 @@ def parse_args(
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if "--help" in argv or "-h" in argv:
-        from arguments.help import print_help
+        from arguments.help import run_help
 
-        print_help()
-        sys.exit(0)
+        sys.exit(run_help(argv))
     settings, violations = understand(argv, world_size, checkpoint)
     if any(violation.kind != "build" for violation in violations):
         raise ArgumentError(violations, settings)

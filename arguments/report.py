@@ -4,13 +4,22 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from arguments import rules
 from arguments.container import OPTIONS, SECTIONS, Arguments, freeze
 from arguments.parse import understand
-from arguments.rules.facts import gather
-from arguments.settings import Settings, Violation
+from arguments.rules.facts import evaluates_only, gather
+from arguments.settings import ArgumentError, Settings, Violation
 from arguments.verdict import countable
+
+
+@dataclass(frozen=True)
+class FilesFound:
+    """What the files are that the flags name: what is wrong, and lines that say what was found."""
+
+    problems: list[Violation]
+    lines: list[str]
 
 
 def run_validate_only(
@@ -21,6 +30,7 @@ def run_validate_only(
     describe_state: Callable[[Arguments, int | None], list[str]] = lambda args, world_size: [],
     judge_batches: Callable[[Arguments, int], list[str]] = lambda args, data_ranks: [],
     plan_memory: Callable[[Arguments, int], Mapping[str, object] | None] | None = None,
+    check_files: Callable[[Arguments], FilesFound] | None = None,
 ) -> int:
     """Resolve, check, print and (with --report FILE) write a command line. Returns the exit code, 0 or 2.
 
@@ -28,13 +38,14 @@ def run_validate_only(
     model's parameters: total, mtp, active, active_no_embedding. `checkpoint`: as for parse_args. `describe_groups` tells
     the process groups of legal flags on so many ranks, for --print-groups; `describe_state` what their weights and optimizer state take;
     `judge_batches` what is wrong with batch sizes, which takes the pipeline's timetable, on so many data ranks; `plan_memory` the memory of
-    legal flags on so many ranks, for --report.
+    legal flags on so many ranks, for --report; `check_files` looks at the files that the flags name, for --check-files.
+
+    The verdict comes first. What is wrong goes to standard error, with every reason.
     """
     if "--help" in argv or "-h" in argv:
-        from arguments.help import print_help
+        from arguments.help import run_help
 
-        print_help()
-        return 0
+        return run_help(argv)
     world_size, violations = world_size_of(argv)
     settings, found = understand(argv, world_size, checkpoint)
     violations += found
@@ -42,15 +53,24 @@ def run_validate_only(
     params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
     if countable(settings, violations):
         params |= count_params(freeze(settings, world_size))
-    if not any(violation.kind == "recipe" for violation in violations):  # without its recipe the table would tell nothing
-        print("\n".join(table(settings, world_size)))
+    files = None
+    if settings.check_files and check_files is not None and not any(violation.kind in ("recipe", "value") for violation in violations):
+        files = check_files(freeze(settings, world_size))
+        violations += files.problems
+    trains = countable(settings, violations) and not violations and not evaluates_only(settings)  # an evaluation has no optimizer
+    state_lines = describe_state(freeze(settings, world_size), world_size) if trains else []
+    print("\n".join(summary(settings, violations, params, world_size, state_lines)))
+    if files is not None and files.lines:
+        print("\n".join(["files:", *(f"  {line}" for line in files.lines)]))
     if settings.print_groups and not violations and describe_groups is not None:
         print(describe_groups(freeze(settings, world_size), world_size) if world_size else
               "--print-groups: the number of ranks is not known (give --world-size)")
-    state_lines = describe_state(freeze(settings, world_size), world_size) if countable(settings, violations) and not violations else []
-    print("\n".join(summary(settings, violations, params, world_size, state_lines)))
+    if not violations or settings.log_all_arguments:
+        print("\n".join(table(settings, world_size, bool(settings.log_all_arguments))))
     if settings.report is not None:
         content = as_json(settings, violations, params, world_size)
+        if files is not None:
+            content["files"] = files.lines
         if plan_memory is not None and world_size and not violations:
             content["memory"] = plan_memory(freeze(settings, world_size), world_size)
         try:
@@ -61,10 +81,9 @@ def run_validate_only(
             text = f"pretrain_moe.py: --report {settings.report}: the file cannot be written ({error.strerror})"
             print(text, file=sys.stderr)
             return 2
-    if violations:  # the last line, and the one that is left where standard output goes to a file
-        named = ", ".join(dict.fromkeys(flag for violation in violations for flag in violation.flags))
+    if violations:
         sys.stdout.flush()
-        print(f"pretrain_moe.py: refused because of {named or 'the environment'}", file=sys.stderr)
+        print(f"pretrain_moe.py: {ArgumentError(violations)}", file=sys.stderr)
     return 2 if violations else 0
 
 
@@ -107,12 +126,20 @@ def behind_flags(settings: Settings, world_size: int | None) -> dict[str, object
     return {name: value for name, value in found.items() if name not in OPTIONS or settings.values[name] is None}
 
 
-def table(settings: Settings, world_size: int | None = None) -> list[str]:
-    """All settings with their sources, section by section, then what follows from them."""
+def table(settings: Settings, world_size: int | None = None, everything: bool = True) -> list[str]:
+    """Settings with their sources, section by section, then what follows from them. everything: those at their defaults, too."""
     lines = ["------------------------ arguments ------------------------"]
+    left_out = 0
     for section, _cls in SECTIONS:
+        shown = [dest for dest, option in OPTIONS.items() if option.section == section]
+        left_out += len(shown)
+        if not everything:
+            shown = [dest for dest in shown if settings.source[dest] != "default"]
+        left_out -= len(shown)
+        if not shown:
+            continue
         lines.append(f"[{section}]")
-        for dest in (dest for dest, option in OPTIONS.items() if option.section == section):
+        for dest in shown:
             why = f": {settings.why[dest]}" if settings.why.get(dest) and settings.source[dest] == "derived" else ""
             source = settings.source[dest]
             lines.append(f"  {dest} ".ljust(48, ".") + f" {_text(settings.values[dest])}  ({source}{why})")
@@ -120,6 +147,8 @@ def table(settings: Settings, world_size: int | None = None) -> list[str]:
     for name, value in behind_flags(settings, world_size).items():
         lines.append(f"  {name} ".ljust(48, ".") + f" {_text(value)}  (derived)")
     lines.append("-------------------- end of arguments ---------------------")
+    if left_out:
+        lines.append(f"{left_out} settings are at their defaults (--log-all-arguments prints them too)")
     return lines
 
 
@@ -127,18 +156,16 @@ def summary(
     settings: Settings, violations: list[Violation], params: Mapping[str, int | None], world_size: int | None,
     state_lines: Sequence[str] = (),
 ) -> list[str]:
-    """What to read first: notices, parameters, what their state takes, violations."""
-    lines = settings.lines()
+    """What to read first: the verdict, parameters, what their state takes, notices."""
+    count = f"{len(violations)} problem{'s' if len(violations) > 1 else ''}"
+    lines = [f"not valid: {count} (see standard error)" if violations else "valid" + (f" for {world_size} ranks" if world_size else "")]
     if params["total"] is not None:
         lines.append(f"parameters: {params['total']:,} (+ {params['mtp'] or 0:,} multi-token prediction)")
         lines.append(f"active per token: {params['active']:,} (without embedding {params['active_no_embedding']:,})")
         lines += state_lines
     elif not violations:
         lines.append("parameters: not counted, because the vocabulary comes from a tokenizer (give --vocab-size)")
-    if not violations:
-        return [*lines, "valid" + (f" for {world_size} ranks" if world_size else "")]
-    count = f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:"
-    return [*lines, count, *(f"  - {violation.message}" for violation in violations)]
+    return [*lines, *settings.lines()]
 
 
 def as_json(

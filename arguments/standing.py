@@ -211,6 +211,7 @@ NEEDS = (
     (("record_memory_history",), "memory_snapshot_path"),
     (("error_injection_rate",), "error_injection_type"),
     (("check_for_nan_in_loss_and_grad",), "on_nan"),
+    (("validate_only",), "check_files"),
     (("check_for_spiky_loss",), "loss_spike_factor"),
     (("check_for_spiky_loss", "check_for_large_grads"), "on_loss_spike"),
     (("check_for_nan_in_loss_and_grad", "check_for_spiky_loss", "check_for_large_grads"), "error_injection_rate result_rejected_tracker_filename"),

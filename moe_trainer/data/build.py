@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from arguments.data import DataArgs
 from arguments.training import TrainingArgs
-from moe_trainer.data.blend import Blend, normalize, parse_blend, read_blend_file, read_split_blends_file
+from moe_trainer.data.blend import Blend, normalize
 from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTDataset, MockTokens
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset
 from moe_trainer.data.loader import BatchFormat
+from moe_trainer.data.sources import blend_of_all, blends_per_split, domain_names, requested_sizes, source_flag
 from moe_trainer.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -38,21 +39,6 @@ class Datasets:
     valid_names: tuple[str, ...]
     test: AnyDataset | None
     domains: tuple[tuple[str, AnyDataset], ...] = ()
-
-
-def requested_sizes(training: TrainingArgs) -> tuple[int, int | None, int]:
-    """Return how many samples training, validation (None: one full pass) and test will read over the whole run."""
-    eval_batch = training.eval_global_batch_size or training.global_batch_size
-    if training.skip_train:
-        train, train_iters = 0, 0
-    elif training.train_samples:
-        train, train_iters = training.train_samples, training.train_samples // training.global_batch_size
-    else:
-        train_iters = training.train_iters or 0
-        train = train_iters * training.global_batch_size
-    evaluations = train_iters // training.eval_interval + 1 if training.eval_interval and not training.skip_train else 1
-    valid = None if training.full_validation else evaluations * training.eval_iters * eval_batch
-    return train, valid, training.eval_iters * eval_batch
 
 
 def batch_format(data: DataArgs, tokenizer, vocab_size: int | None = None) -> BatchFormat:
@@ -115,8 +101,8 @@ class _Plan:
     def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer):
         self._data, self._training, self._tokenizer = data, training, tokenizer
         self._opened: dict[str, IndexedDataset] = {}
-        self._per_split = _per_split_blends(data)
-        self._blend = _blend(data)
+        self._per_split = blends_per_split(data)
+        self._blend = blend_of_all(data)
         sources = [
             name
             for name, given in (
@@ -241,7 +227,7 @@ class _Plan:
             try:
                 self._opened[prefix] = IndexedDataset(prefix, memory_map=self._config.memory_map)
             except InputError as error:
-                raise InputError(f"{_source(self._data, number)}: {error}") from None
+                raise InputError(f"{source_flag(self._data, number)}: {error}") from None
         low = self._opened[prefix]
         if low.dtype.kind not in "iu":
             raise ValueError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")
@@ -252,46 +238,3 @@ class _Plan:
         low = MockTokens(self._tokenizer.vocab_size, self._tokenizer.eod)
         begin, end = split_range(self._share_of(number), len(low))
         return GPTDataset(low, None, begin, end, size, SPLIT_NAMES[number], self._config)
-
-
-def domain_names(prefixes: Sequence[str]) -> list[str]:
-    """Names of a blend's prefixes: the ends of their paths that tell them apart, without what preprocessing appends."""
-    paths = [prefix.removesuffix("_text_document").rstrip("/").split("/") for prefix in prefixes]
-    depth = next((depth for depth in range(1, max(map(len, paths)) + 1) if len({tuple(path[-depth:]) for path in paths}) == len(paths)), None)
-    if depth is None:  # the same prefix twice
-        return [f"{number}-{path[-1]}" for number, path in enumerate(paths)]
-    return ["/".join(path[-depth:]) for path in paths]
-
-
-def data_prefixes(data: DataArgs) -> tuple[str, ...]:
-    """The prefixes of all token files that these flags name, each once. Raises: ValueError for a blend that cannot be read."""
-    blends = (_blend(data), *(_per_split_blends(data) or ()))
-    return tuple(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
-
-
-def _source(data: DataArgs, number: int) -> str:
-    """The flag, with its file, that names the data of split `number`."""
-    for dest in ("data_args_path", "per_split_data_args_path"):
-        if getattr(data, dest) is not None:
-            return f"--{dest.replace('_', '-')} {getattr(data, dest)}"
-    return "--data-path" if data.data_path is not None else f"--{SPLIT_NAMES[number]}-data-path"
-
-
-def _blend(data: DataArgs) -> Blend | None:
-    if data.data_args_path is not None:
-        if data.data_path is not None:
-            raise ValueError("--data-path and --data-args-path both name the data; give one")
-        return read_blend_file(data.data_args_path)
-    return None if data.data_path is None else parse_blend(data.data_path)
-
-
-def _per_split_blends(data: DataArgs) -> tuple[Blend | None, ...] | None:
-    paths = [(f"--{name}-data-path", getattr(data, f"{name}_data_path")) for name in SPLIT_NAMES]
-    given = [flag for flag, items in paths if items is not None]
-    if data.per_split_data_args_path is not None:
-        if given:
-            raise ValueError(f"{given[0]} and --per-split-data-args-path both name the data; give one")
-        return read_split_blends_file(data.per_split_data_args_path)
-    if not given:
-        return None
-    return tuple(None if items is None else parse_blend(items, flag) for flag, items in paths)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from arguments.data import DataArgs
-from moe_trainer.data.build import data_prefixes
+from moe_trainer.data.sources import data_prefixes
 
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 64
 _SHOWN = 3

@@ -60,10 +60,9 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
     """Print the plan and, with --report FILE, write it. Returns the exit code: 0, also where the plan does not fit the device (it says so,
     and the report's `fits` is false: the flags are legal, and it is a prediction); 2 where no plan can be made of the flags."""
     if "--help" in argv or "-h" in argv:
-        from arguments.help import print_help
+        from arguments.help import run_help
 
-        print_help()
-        return 0
+        return run_help(argv)
     try:
         plan = plan_of_flags(argv, checkpoint)
     except ArgumentError as error:

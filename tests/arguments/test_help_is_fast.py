@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from arguments.container import OPTIONS
-from arguments.help import help_lines
+from arguments.help import help_lines, run_help
+from arguments.parse import understand
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,3 +37,29 @@ def test_help_loads_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr == "[]"
     assert "--moe-router-topk" in done.stdout
+
+
+def test_help_of_a_topic_or_a_flag(capsys):
+    assert run_help(["--lr", "1", "--help", "--moe-router-topk"]) == 0
+    text = capsys.readouterr().out
+    assert "--moe-router-topk N" in text and text.count("\n") < 8
+    assert run_help(["-h", "moe"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("MOE: ") and "--moe-router-topk N" in text and "--hidden-size" not in text
+    assert run_help(["--help", "balancing"]) == 0
+    assert "--moe-aux-loss-coeff" in capsys.readouterr().out
+    assert run_help(["--help", "--moe-routr-topk"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "--help --moe-routr-topk: there is no such flag or topic; did you mean --moe-router-topk" in told.err
+
+
+def test_without_flags_there_are_examples_that_hold(capsys, monkeypatch):
+    import pretrain_moe
+
+    monkeypatch.delenv("RANK", raising=False)
+    assert pretrain_moe.main([]) == 2
+    told = capsys.readouterr()
+    lines = [line.split("  ")[1].split()[2:] for line in told.err.splitlines() if line.startswith("  python pretrain_moe.py")]
+    assert told.out == "" and len(lines) == 3 and "Traceback" not in told.err
+    for argv in lines[:2]:  # the third needs a checkpoint
+        assert not understand(argv, 1)[1], argv

@@ -8,7 +8,7 @@ from arguments.container import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 READ_BY_ARGUMENTS = {
-    "preset", "world_size", "report", "validate_only", "on_missing_backend", "use_checkpoint_args",
+    "preset", "world_size", "report", "validate_only", "check_files", "on_missing_backend", "use_checkpoint_args",
     "use_tokenizer_model_from_checkpoint_args", "use_mp_args_from_checkpoint_args", "group_query_attention", "num_query_groups",
     "flight_recorder_dump_path", "flight_recorder_trace_buffer_size", "flight_recorder_dump_on_timeout", "flight_recorder_include_stack_trace",
     "finermoe_intermediate_granularity", "finermoe_output_granularity", "finermoe_intermediate_expansion", "finermoe_output_expansion",

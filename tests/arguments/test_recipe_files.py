@@ -244,5 +244,5 @@ def test_names_without_dashes_that_are_no_flags_are_named(recipe):
 def test_a_recipe_that_says_too_little_is_refused_without_a_traceback(recipe, table, capsys):
     argv = ["--preset", recipe(f"{table}:\n  num_layers: 4\n"), "--validate-only", "--world-size", "8"]
     assert run_validate_only(argv, lambda args: {}, judge_batches=sizes_that_wait) == 2
-    assert "--hidden-size is missing" in capsys.readouterr().out
+    assert "--hidden-size is missing" in capsys.readouterr().err
     assert run_validate_only([recipe(), *argv[2:]], lambda args: {}, judge_batches=sizes_that_wait) == 2

@@ -1,6 +1,7 @@
 """--validate-only: what it prints, writes and returns."""
 
 import json
+import re
 
 import pytest
 
@@ -34,8 +35,11 @@ def test_a_valid_line(tmp_path, capsys):
     assert [item["flag"] for item in report["renamed"]] == ["--layernorm-epsilon 1e-6"]
     assert [item["flag"] for item in report["idle"]] == ["--use-flash-attn"]
     shown = capsys.readouterr().out
-    assert "num_layers" in shown and "(command line)" in shown and "(default)" in shown and "(derived" in shown
-    assert "valid for 4 ranks" in shown
+    assert shown.startswith("valid for 4 ranks\nparameters: 10 ")
+    assert "num_layers" in shown and "(command line)" in shown and "(derived" in shown
+    assert "adam_beta1" not in shown and "settings are at their defaults (--log-all-arguments prints them too)" in shown
+    run(tmp_path, "--world-size", "4", "--log-all-arguments")
+    assert re.search(r"  adam_beta1 \.+ 0\.9  \(default\)", capsys.readouterr().out)
 
 
 def test_violations_are_written_too(tmp_path, capsys):
@@ -45,8 +49,9 @@ def test_violations_are_written_too(tmp_path, capsys):
     assert all(violation["flags"] and violation["message"] for violation in report["violations"])
     assert report["settings"]["tensor_parallel_num_weight_shards"]["value"] == 2
     told = capsys.readouterr()
-    assert "2 problems:" in told.out
-    assert told.err.startswith("pretrain_moe.py: refused because of --") and told.err.count("\n") == 1
+    assert told.out.startswith("not valid: 2 problems")
+    assert told.err.startswith("pretrain_moe.py: 2 problems with the arguments:\n  - ") and told.err.count("\n") == 3
+    assert "--bogus" in told.err and "--tensor-parallel-num-weight-shards" in told.err
 
 
 def test_parameters_are_counted_when_only_a_later_feature_is_missing(tmp_path):
@@ -81,3 +86,11 @@ def test_impossible_world_sizes(tmp_path, size):
 def test_a_report_that_cannot_be_written(tmp_path, capsys):
     code = run_validate_only([*TOY, "--report", str(tmp_path / "none" / "x.json")], lambda args: COUNTS)
     assert code == 2 and "--report" in capsys.readouterr().err
+
+
+def test_refusals_name_only_what_was_given(tmp_path, capsys):
+    """A rule may concern flags that nobody typed; the reasons say what is wrong, and no list of flags follows them."""
+    code, _ = run(tmp_path, "--num-exprts", "4", "--moe-router-topk", "9", "--num-experts", "8", "--world-size", "2")
+    told = capsys.readouterr()
+    assert code == 2 and "refused because of" not in told.err + told.out
+    assert "--pipeline-model-parallel-size" not in told.err and "did you mean --num-experts" in told.err

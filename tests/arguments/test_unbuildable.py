@@ -25,7 +25,7 @@ def test_it_is_told_with_everything_else():
 
 def test_validate_only_refuses(capsys):
     assert run_validate_only(["--validate-only", *LINE], lambda args: {}) == 2
-    assert "--moe-layer-freq" in capsys.readouterr().out
+    assert "--moe-layer-freq" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("more", "flag"), [("", "--load"), ("--load dense --ffn-hidden-size 96 --moe-ffn-hidden-size 36", "--moe-ffn-hidden-size"),

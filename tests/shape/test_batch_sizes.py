@@ -46,6 +46,6 @@ def test_what_is_not_walked_can_run():
 def test_validate_only_names_them_with_everything_else(capsys):
     line, _ = args_of([*RAMP, "--validate-only", "--world-size", "4", "--fp8-margin", "1", "--fp8-format", "e4m3", "--fp4-format", "e2m1"])
     assert pretrain_moe.main(line) == 2
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert "global batch size 9 makes 9 microbatches" in out and "global batch size 13" in out and "Use only one of --fp8-format" in out
-    assert "3 problems:" in out
+    assert "3 problems with the arguments:" in out

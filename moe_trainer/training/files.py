@@ -1,0 +1,242 @@
+"""--check-files: are the files there that the flags name, and will the output fit? Looked at before a job waits in a queue.
+
+Opens the indexes of all token files, the tokenizer, the checkpoint to load and the folders that will be written; no model is built, and torch
+is imported only where there is a checkpoint to look at. Everything that is wrong is collected.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from arguments import Arguments, Violation
+from arguments.report import FilesFound
+from moe_trainer.data.blend import Blend, normalize
+from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
+from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.data.sources import blend_of_all, blends_per_split, requested_sizes, source_flag
+from moe_trainer.data.tokenizer import build_tokenizer
+from moe_trainer.shape.counts import count_parameters
+from moe_trainer.shape.vocab import vocab_rows
+
+_LOOKED_AT = 2**18
+"""Tokens at the beginning of each file whose ids are compared with the vocabulary."""
+_MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1})
+
+
+def check_files(args: Arguments) -> FilesFound:
+    """Look at every file that the flags name. Nothing is written. The flags may be wrong in other ways."""
+    check = _Check(args)
+    rows = check.tokenizer()
+    check.data(rows)
+    check.loaded()
+    check.outputs(rows)
+    return FilesFound(check.problems, check.lines)
+
+
+@dataclass
+class _Check:
+    args: Arguments
+    problems: list[Violation] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def _wrong(self, flag: str, message: str) -> None:
+        violation = Violation((flag,), " ".join(message.split()), "machine")
+        if violation not in self.problems:
+            self.problems.append(violation)
+
+    def tokenizer(self) -> int | None:
+        """Open the tokenizer. Returns: the rows of the padded vocabulary, None where it cannot be told."""
+        data = self.args.data
+        try:
+            size = build_tokenizer(data).vocab_size
+        except (ValueError, OSError) as error:
+            self._wrong("--tokenizer-type", f"tokenizer: {error}")
+            return None
+        rows = vocab_rows(self.args, size)
+        if rows < size:
+            self._wrong("--padded-vocab-size", f"--padded-vocab-size {rows} is smaller than the tokenizer's vocabulary ({size})")
+        source = data.tokenizer_model or data.vocab_file or ""
+        self.lines.append(f"tokenizer: {data.tokenizer_type} {source}".rstrip() + f", {size:,} tokens, padded to {rows:,}")
+        return rows
+
+    def data(self, rows: int | None) -> None:
+        """Open the index of every prefix in every split, and count."""
+        data, training = self.args.data, self.args.training
+        try:
+            per_split, whole = blends_per_split(data), blend_of_all(data)
+        except ValueError as error:
+            self._wrong("--data-path", str(error))
+            return
+        if per_split is None and whole is None:
+            self.lines.append("data: mock data" + ("" if data.mock_data else ", because no data is given (--data-path)"))
+            return
+        blends = per_split if per_split is not None else (whole, whole, whole)
+        shares = [(0.0, 1.0)] * 3 if per_split is not None else parse_split(data.split or "969, 30, 1")
+        opened = self._open({prefix: source_flag(data, number) for number, blend in enumerate(blends) if blend for prefix in blend.prefixes}, rows)
+        needed = requested_sizes(training) if training.global_batch_size and training.eval_global_batch_size else (0, 0, 0)
+        for number, (blend, share) in enumerate(zip(blends, shares)):
+            if blend is not None and share is not None and all(prefix in opened for prefix in blend.prefixes):
+                self._split(number, blend, share, opened, needed[number])
+            elif number == 0 and (blend is None or share is None) and needed[0]:
+                self._wrong("--data-path", f"{needed[0]} samples are asked of the train split, which has no data")
+
+    def _open(self, wanted: dict[str, str], rows: int | None) -> dict[str, np.ndarray]:
+        """The lengths of all sequences of each prefix that can be opened."""
+        found = {}
+        for prefix, flag in wanted.items():
+            try:
+                low = IndexedDataset(prefix)
+                if low.dtype.kind not in "iu":
+                    raise ValueError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")
+                self._compare_ids(low, prefix, flag, rows)
+            except (ValueError, OSError) as error:
+                self._wrong(flag.split()[0], f"{flag}: {error}")
+                continue
+            found[prefix] = np.asarray(low.sequence_lengths, dtype=np.int64)
+        if found:
+            tokens, sequences = sum(int(lengths.sum()) for lengths in found.values()), sum(map(len, found.values()))
+            self.lines.append(f"data: {len(found)} of {len(wanted)} prefixes can be read, {tokens:,} tokens in {sequences:,} sequences")
+        return found
+
+    def _compare_ids(self, low: IndexedDataset, prefix: str, flag: str, rows: int | None) -> None:
+        left = _LOOKED_AT
+        for number in range(len(low)):
+            if left <= 0 or rows is None:
+                return
+            ids = low.get(number, 0, min(left, int(low.sequence_lengths[number])))
+            left -= max(len(ids), 1)
+            if len(ids) and int(ids.max()) >= rows:
+                self._wrong(flag.split()[0], f"{flag}: {prefix}: sequence {number} holds the id {int(ids.max())}, the padded vocabulary has {rows}: "
+                            "these tokens are of another tokenizer")
+                return
+
+    def _split(self, number: int, blend: Blend, share: tuple[float, float], opened: dict[str, np.ndarray], samples: int | None) -> None:
+        """Tokens of one split against what the run reads of it. samples: None for one pass."""
+        length = self.args.data.seq_length
+        held = []
+        for prefix in blend.prefixes:
+            begin, end = split_range(share, len(opened[prefix]))
+            held.append(int(opened[prefix][begin:end].sum()))
+        name, total = ("train", "validation", "test")[number], sum(held)
+        if samples == 0 or not length:
+            self.lines.append(f"  {name}: {total:,} tokens")
+            return
+        empty = [prefix for prefix, tokens in zip(blend.prefixes, held) if tokens < length + 1]
+        if empty:
+            self._wrong(source_flag(self.args.data, number).split()[0], f"the {SPLIT_NAMES[number]} split of {', '.join(empty)} holds less than one sample of "
+                        f"--seq-length {length} (+ 1) tokens")
+            return
+        read = total if samples is None else samples * length
+        text = "one pass" if samples is None else f"{read:,} are read, {read / total:.2f} epochs"
+        self.lines.append(f"  {name}: {total:,} tokens; {text}")
+        if samples is not None and blend.weights is not None and len(blend.prefixes) > 1:
+            for prefix, weight, tokens in zip(blend.prefixes, normalize(blend.weights), held):
+                self.lines.append(f"    {prefix}: {tokens:,} tokens, weight {weight:.4g}: {weight * read / tokens:.2f} epochs")
+
+    def loaded(self) -> None:
+        """Find the checkpoints and weights that the run begins with."""
+        output = self.args.output
+        own = output.save is not None and output.load is not None and os.path.abspath(output.save) == os.path.abspath(output.load)
+        for flag, folder in (("--load", output.load), ("--pretrained-checkpoint", output.pretrained_checkpoint)):
+            if folder is None:
+                continue
+            try:
+                found = self._find(folder, output.ckpt_step if flag == "--load" else None)
+            except (ValueError, OSError) as error:
+                self._wrong(flag, f"{flag} {folder}: {error}")
+                continue
+            if found is not None:
+                self.lines.append(f"{flag} {folder}: {found}")
+            elif flag == "--load" and not self.args.evaluates_only and (own or output.pretrained_checkpoint is not None):
+                self.lines.append(f"{flag} {folder}: no checkpoint yet")
+            else:
+                self._wrong(flag, f"{flag} {folder}: there is no checkpoint in this folder")
+        if output.init_from is not None and not os.path.isfile(output.init_from):
+            self._wrong("--init-from", f"--init-from {output.init_from}: there is no such file")
+
+    def _find(self, folder: str, step: int | None) -> str | None:
+        """What is found in the folder; None for nothing. Raises: ValueError when it is incomplete or of an unknown format."""
+        if not os.path.exists(folder):
+            return None
+        from moe_trainer.checkpoint.find import check_format, check_whole, find, is_weights_only
+
+        found = find(Path(folder), step)
+        if found is None:
+            return None
+        check_format(found)
+        check_whole(found)
+        size = sum(path.stat().st_size for path in found.rglob("*") if path.is_file())
+        return f"{'Hugging Face or released weights' if is_weights_only(found) else found.name}, complete, {_amount(size)}"
+
+    def outputs(self, rows: int | None) -> None:
+        """Can the folders be written, and is there room for the checkpoints?"""
+        output = self.args.output
+        for flag, path, is_folder in _written(self.args):
+            place = Path(path if is_folder else os.path.dirname(path) or ".").absolute()
+            there = next(folder for folder in (place, *place.parents) if folder.exists())
+            if not there.is_dir():
+                self._wrong(flag, f"{flag} {path}: {there} is no folder")
+            elif not os.access(there, os.W_OK | os.X_OK):
+                self._wrong(flag, f"{flag} {path}: {there} cannot be written")
+            elif not is_folder and os.path.isdir(path):
+                self._wrong(flag, f"{flag} {path}: this is a folder")
+            elif flag == "--save":
+                self._room(there, rows)
+        if output.save is None and not self.args.training.skip_train:
+            self.lines.append("--save is not given: nothing is saved")
+
+    def _room(self, there: Path, rows: int | None) -> None:
+        output, training = self.args.output, self.args.training
+        stat = os.statvfs(there)
+        free = stat.f_bavail * stat.f_frsize
+        size = None if rows is None else checkpoint_bytes(self.args, rows)
+        if size is None:
+            self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free")
+            return
+        count = -(-training.train_iters // output.save_interval) if training.train_iters and output.save_interval else 1
+        kept = f"{count} are planned" + (", fewer are kept (--save-retain-interval)" if output.save_retain_interval else "")
+        self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free; a checkpoint takes about {_amount(size)} (estimate), {kept}")
+        if free < size:
+            self._wrong("--save", f"--save {output.save}: {_amount(free)} are free, one checkpoint takes about {_amount(size)}")
+        elif free < count * size and not output.save_retain_interval:
+            self.lines.append(f"WARNING: all {count} checkpoints take about {_amount(count * size)}, more than the {_amount(free)} that are free")
+
+
+def checkpoint_bytes(args: Arguments, rows: int) -> int | None:
+    """What a checkpoint takes on disk: the weights in the model's format, and the optimizer's state in fp32. None where the model is not known."""
+    try:
+        total = count_parameters(args, rows)
+    except (TypeError, ValueError, ZeroDivisionError):  # flags that are wrong; they have been named
+        return None
+    narrow = args.precision.bf16 or args.precision.fp16
+    state = 0 if args.output.no_save_optim else 4 * (_MOMENTS.get(args.optimizer.optimizer, 1) + narrow)
+    return (total.total + (total.mtp or 0)) * ((2 if narrow else 4) + state)
+
+
+def _written(args: Arguments) -> Iterator[tuple[str, str, bool]]:
+    """(flag, path, is a folder) of everything the run writes."""
+    output = args.output
+    if not args.evaluates_only:
+        for flag, path in (("--save", output.save), ("--tensorboard-dir", output.tensorboard_dir), ("--wandb-save-dir", output.wandb_save_dir)):
+            if path:
+                yield flag, path, True
+    for flag, path in (("--data-cache-path", args.data.data_cache_path), ("--config-logger-dir", output.config_logger_dir)):
+        if path:
+            yield flag, path, True
+    for flag, path in (("--metrics-file", output.metrics_file), ("--export-weights", output.export_weights)):
+        if path:
+            yield flag, path, False
+
+
+def _amount(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB" if size < 1000 else f"{size:,.0f} TB"
