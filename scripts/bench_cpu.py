@@ -5,7 +5,8 @@
 Three models. `small`: hidden 256, 4 layers, 8 experts top-2 with ffn 512, 8 heads over 4 key-value heads, sequences of 256, micro-batch 4.
 `wide` and `many` are large enough to be bound by matrix products: hidden 512, 8 layers, 8 heads, ffn 1,024, sequences of 512, micro-batch 8,
 with 8 experts top-2 and with 64 experts top-8 (822 M parameters: 17 GB). All: vocabulary 8,192, balancing loss 0.01, AdamW, gradient
-clipping at 1. Each contender is a process of its own that builds the model and then trains steps when told to. With the small model rounds
+clipping at 1. Each contender is a process of its own that builds the model and then trains steps when told to. They begin one after the other; one that
+fails, dies or does not answer within --limit seconds is left out, and the table says why. With the small model rounds
 alternate between them, so that a disturbance of the machine meets all alike, and the median round counts; the large ones do not fit
 beside each other and come one by one, each with the product's rate measured around it. Ours is `train.train_step`, everything a training
 iteration does except reading data from files.
@@ -34,7 +35,11 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -70,25 +75,46 @@ def build_gemm(model: Model, dtype: str):
 
 GEMM_SIZE = 2048
 LARGE_ROUNDS = 3  # of a model too large for many
+REQUIRED = ("moe-trainer", "gemm")
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 
 
 def builders(dtype: str) -> dict:
     """Contenders by name; each value builds a step. transformers appears once for each way to run its experts."""
     found = {"moe-trainer": build_ours}
-    for implementation in IMPLEMENTATIONS:
-        found[f"transformers/{implementation}"] = functools.partial(build_transformers, implementation=implementation)
-        found[f"transformers, default malloc/{implementation}"] = found[f"transformers/{implementation}"]
-        if dtype == "bf16":
-            found[f"transformers, autocast/{implementation}"] = functools.partial(
-                build_transformers, implementation=implementation, autocast=True)
+    if importlib.util.find_spec("transformers"):
+        for implementation in IMPLEMENTATIONS:
+            found[f"transformers/{implementation}"] = functools.partial(build_transformers, implementation=implementation)
+            found[f"transformers, default malloc/{implementation}"] = found[f"transformers/{implementation}"]
+            if dtype == "bf16":
+                found[f"transformers, autocast/{implementation}"] = functools.partial(
+                    build_transformers, implementation=implementation, autocast=True)
     if dtype == "bf16" and importlib.util.find_spec("torchtitan"):
         found["torchtitan"] = build_torchtitan
     return {**found, "gemm": build_gemm}
 
 
-def contender(pipe, model: Model, name: str, dtype: str, threads: int) -> None:
-    """A process of its own: builds, then answers each number n with (seconds of n steps, last loss)."""
+class Absent(Exception):
+    """A contender that cannot be measured, and why."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a contender's process answers when something is raised in it."""
+
+    reason: str
+
+
+def contender(pipe: Connection, name: str, build: Callable, model: Model, dtype: str, threads: int) -> None:
+    """A process of its own: answers each number n with (seconds of n steps, last loss), or with a Failure."""
+    try:
+        take_turns(pipe, name, build, model, dtype, threads)
+    except Exception as error:
+        pipe.send(Failure(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
+
+
+def take_turns(pipe: Connection, name: str, build: Callable, model: Model, dtype: str, threads: int) -> None:
+    """Build, say what was built, and train steps when told to."""
     import torch
 
     torch.set_num_threads(threads)
@@ -102,7 +128,7 @@ def contender(pipe, model: Model, name: str, dtype: str, threads: int) -> None:
     if name == "torchtitan":
         import torchtitan.models.qwen3  # noqa: F401 - likewise
     base = memory_mb()
-    step, description = builders(dtype)[name](model, dtype)
+    step, description = build(model, dtype)
     step()
     pipe.send(description)
     while (steps := pipe.recv()) > 0:
@@ -114,28 +140,49 @@ def contender(pipe, model: Model, name: str, dtype: str, threads: int) -> None:
 
 
 class Contender:
-    """A running contender."""
+    """A running contender. Every question has a time limit: one that hangs or dies is ended, and Absent is raised."""
 
-    def __init__(self, model: Model, name: str, dtype: str, threads: int):
+    def __init__(self, name: str, build: Callable, model: Model, dtype: str, threads: int, limit: float):
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
-        self._process = context.Process(target=contender, args=(there, model, name, dtype, threads), daemon=True)
+        self._limit = limit
+        self._process = context.Process(target=contender, args=(there, name, build, model, dtype, threads), daemon=True)
         self._process.start()
+        there.close()  # so that the end of the process is the end of the pipe
         self.figures: dict = {"seconds": []}
 
+    def _answer(self) -> Any:
+        try:
+            answer = self._pipe.recv() if self._pipe.poll(self._limit) else Failure(f"no answer within {self._limit:.0f} s")
+        except (EOFError, OSError):
+            self._process.join(10)
+            answer = Failure(f"its process ended with exit code {self._process.exitcode}")
+        if isinstance(answer, Failure):
+            self.end()
+            raise Absent(answer.reason)
+        return answer
+
     def ready(self) -> "Contender":
-        self.figures["what"] = self._pipe.recv()
+        """Wait until it has trained its first step."""
+        self.figures["what"] = self._answer()
         return self
 
     def turn(self, steps: int) -> float:
         """Seconds per step."""
         self._pipe.send(steps)
-        seconds, self.figures["loss"] = self._pipe.recv()
+        seconds, self.figures["loss"] = self._answer()
         return seconds / steps
 
     def leave(self) -> None:
+        """End it in order, with its peak memory."""
         self._pipe.send(0)
-        self.figures["peak_memory_mb"] = round(self._pipe.recv())
+        self.figures["peak_memory_mb"] = round(self._answer())
+        self._process.join(10)
+        self.end()
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
         self._process.join()
 
 
@@ -144,64 +191,123 @@ def family(name: str) -> str:
     return name.split("/")[0]
 
 
-def race_together(names: list[str], start, rounds: int, steps: int) -> dict:
-    """All at once, in turns. Returns: name -> figures."""
-    running = {name: start(name) for name in names}
-    results = {name: one.ready().figures for name, one in running.items()}
-    # of each contender that comes in several implementations, the fastest takes part
-    for kind in {family(name) for name in names if "/" in name}:
-        members = [name for name in names if family(name) == kind]
-        best = min(members, key=lambda name: min(running[name].turn(steps) for _ in range(3)))
-        for name in members:
-            if name != best:
-                running.pop(name).leave()
-                del results[name]
-    order = list(running)
-    for round_number in range(rounds):
-        for name in order if round_number % 2 == 0 else reversed(order):
-            results[name]["seconds"].append(running[name].turn(steps))
-    for one in running.values():
-        one.leave()
-    return results
+class Race:
+    """The contenders of one model and dtype: those that run, their figures, and why others are absent."""
+
+    def __init__(self, found: Mapping[str, Callable], start: Callable[[str, Callable], Contender]):
+        self.found = found
+        self.start = start
+        self.running: dict[str, Contender] = {}
+        self.results: dict[str, dict] = {}
+        self.absent: dict[str, str] = {}
+
+    def _ask(self, name: str, action: Callable[[], Any]) -> Any:
+        """What an action on a contender returns; None where it turns out to be absent, which is noted. Ours has to be there."""
+        try:
+            return action()
+        except (Absent, OSError) as error:
+            say(f"{name} is left out: {error}")
+            if name in REQUIRED:
+                raise
+            self.absent[name] = str(error)
+            self.running.pop(name, None)
+            self.results.pop(name, None)
+            return None
+
+    def begin(self, name: str) -> Contender | None:
+        """Start a contender and wait for it: while one warms up no other does."""
+        one = self._ask(name, lambda: self.start(name, self.found[name]).ready())
+        if one is not None:
+            self.running[name] = one
+            self.results[name] = one.figures
+        return one
+
+    def turn(self, name: str, steps: int) -> float | None:
+        """Seconds per step of a contender's turn."""
+        return self._ask(name, lambda: self.running[name].turn(steps))
+
+    def leave(self, name: str) -> None:
+        """End a contender; its figures stay."""
+        self._ask(name, lambda: self.running[name].leave())
+        self.running.pop(name, None)
+
+    def together(self, rounds: int, steps: int) -> None:
+        """All in turns, once each has warmed up by itself. Of each family the fastest takes part."""
+        begun = time.perf_counter()
+        for number, name in enumerate(self.found):
+            self.begin(name)
+            if number == 0:
+                say(f"{len(self.found)} contenders warm up one after the other: about {len(self.found) * (time.perf_counter() - begun) / 60:.0f} min")
+        best: dict[str, tuple[float, str]] = {}
+        for name in list(self.running):
+            trials = [seconds for _ in range(3) if name in self.running and (seconds := self.turn(name, steps)) is not None]
+            if name in self.running:
+                best[family(name)] = min(best.get(family(name), (float("inf"), name)), (min(trials), name))
+        for name in [name for name in self.running if best[family(name)][1] != name]:
+            self.leave(name)
+            self.results.pop(name, None)
+        say(f"{rounds} rounds of {steps} steps each: about {rounds * steps * sum(seconds for seconds, _ in best.values()) / 60:.1f} min")
+        order = list(self.running)
+        for number in range(rounds):
+            for name in order if number % 2 == 0 else reversed(order):
+                if name in self.running and (seconds := self.turn(name, steps)) is not None:
+                    self.results[name]["seconds"].append(seconds)
+        for name in list(self.running):
+            self.leave(name)
+
+    def one_by_one(self, rounds: int, steps: int) -> None:
+        """One after another, the product's rate measured between their turns. Of each family the fastest counts."""
+        self.begin("gemm")
+        names = [name for name in self.found if name != "gemm"]
+        begun = time.perf_counter()
+        for number, name in enumerate(names):
+            self.begin(name)
+            for _ in range(rounds):
+                if name in self.running and (seconds := self.turn(name, steps)) is not None:
+                    self.results["gemm"]["seconds"].append(self.turn("gemm", 5))
+                    self.results[name]["seconds"].append(seconds)
+            if name in self.running:
+                self.leave(name)
+            if number == 0:
+                say(f"{len(names)} contenders one after the other: about {len(names) * (time.perf_counter() - begun) / 60:.0f} min")
+        self.leave("gemm")
+        best: dict[str, str] = {}
+        for name, result in self.results.items():
+            other = best.get(family(name))
+            if other is None or statistics.median(result["seconds"]) < statistics.median(self.results[other]["seconds"]):
+                best[family(name)] = name
+        self.results = {name: self.results[name] for name in best.values()}
+
+    def close(self) -> None:
+        """End whoever still runs."""
+        for one in self.running.values():
+            one.end()
 
 
-def race_one_by_one(names: list[str], start, rounds: int, steps: int) -> dict:
-    """One after another, the product's rate measured between their turns. Returns: name -> figures, of each family the fastest."""
-    gemm = start("gemm").ready()
-    results = {}
-    for name in names:
-        if name == "gemm":
-            continue
-        one = start(name).ready()
-        for _ in range(rounds):
-            gemm.figures["seconds"].append(gemm.turn(5))
-            one.figures["seconds"].append(one.turn(steps))
-        one.leave()
-        results[name] = one.figures
-    gemm.leave()
-    best = {}
-    for name, result in results.items():
-        other = best.get(family(name))
-        if other is None or statistics.median(result["seconds"]) < statistics.median(results[other]["seconds"]):
-            best[family(name)] = name
-    return {**{name: results[name] for name in best.values()}, "gemm": gemm.figures}
+def say(text: str) -> None:
+    """Tell how it goes, beside the result."""
+    print(text, file=sys.stderr, flush=True)
 
 
-def race(model: Model, dtype: str, given: argparse.Namespace) -> dict:
-    """All contenders of one model and dtype. Returns: name -> figures."""
-    names = [name for name in builders(dtype) if name in ("moe-trainer", "gemm") or given.contenders is None or family(name) in given.contenders]
+def race(model: Model, dtype: str, found: Mapping[str, Callable], given: argparse.Namespace) -> dict:
+    """All contenders of one model and dtype. Returns: name -> figures, or the reason why there are none ("absent")."""
+    names = [name for name in found if name in REQUIRED or given.contenders is None or family(name) in given.contenders]
     if not model.together:
         names = [name for name in names if "default malloc" not in name and "autocast" not in name]
 
-    def start(name: str) -> Contender:
-        print(f"{dtype}: {name} begins", file=sys.stderr, flush=True)
-        return Contender(model, name, dtype, given.threads)
+    def start(name: str, build: Callable) -> Contender:
+        say(f"{dtype}: {name} begins")
+        return Contender(name, build, model, dtype, given.threads, given.limit)
 
-    if model.together:
-        results = race_together(names, start, given.rounds, given.steps)
-    else:
-        results = race_one_by_one(names, start, LARGE_ROUNDS, 1)
-    results = {family(name): result for name, result in results.items()}
+    running = Race({name: found[name] for name in names}, start)
+    try:
+        if model.together:
+            running.together(given.rounds, given.steps)
+        else:
+            running.one_by_one(LARGE_ROUNDS, 1)
+    finally:
+        running.close()
+    results = {family(name): result for name, result in running.results.items()}
     rate = 2.0 * GEMM_SIZE**3 / statistics.median(results["gemm"]["seconds"])
     for name, result in results.items():
         seconds = statistics.median(result["seconds"])
@@ -211,6 +317,9 @@ def race(model: Model, dtype: str, given: argparse.Namespace) -> dict:
             result["tokens_per_s"] = round(model.tokens / seconds)
             result["share_of_gemm_rate"] = round(model.flops_per_step() / seconds / rate, 3)
     results["gemm"]["gflops"] = round(rate / 1e9)
+    for name, reason in running.absent.items():
+        if family(name) not in results:
+            results[family(name)] = {"absent": reason}
     return results
 
 
@@ -223,12 +332,14 @@ def table(figures: dict) -> str:
         for dtype, results in by_dtype.items():
             ours = results["moe-trainer"]["tokens_per_s"]
             for name, r in results.items():
-                if name == "gemm":
+                if "absent" in r:
+                    lines.append(f"| {model} | {dtype} | {name} | not measured: {r['absent']} | | | | |")
+                elif name == "gemm":
                     lines.append(f"| {model} | {dtype} | GEMM {r['what']} | | | | | {r['gflops']} GFLOP/s |")
-                    continue
-                ratio = "" if name == "moe-trainer" else f"{ours / r['tokens_per_s']:.2f} x"
-                lines.append(f"| {model} | {dtype} | {name} ({r['what']}) | {r['tokens_per_s']:,} | {ratio} | {r['ms_per_step']:,} "
-                             f"({r['best_ms_per_step']:,}) | {r['peak_memory_mb']:,} | {r['share_of_gemm_rate']:.0%} |")
+                else:
+                    ratio = "" if name == "moe-trainer" else f"{ours / r['tokens_per_s']:.2f} x"
+                    lines.append(f"| {model} | {dtype} | {name} ({r['what']}) | {r['tokens_per_s']:,} | {ratio} | {r['ms_per_step']:,} "
+                                 f"({r['best_ms_per_step']:,}) | {r['peak_memory_mb']:,} | {r['share_of_gemm_rate']:.0%} |")
     return "\n".join(lines)
 
 
@@ -240,16 +351,14 @@ def processor() -> str:
 
 
 def versions() -> dict:
-    import torch
-    import transformers
-
-    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-    if importlib.util.find_spec("torchtitan"):
-        found["torchtitan"] = importlib.metadata.version("torchtitan")
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "torchtitan"):
+        if importlib.util.find_spec(name):
+            found[name] = importlib.metadata.version(name)
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["small"], choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=7)
@@ -257,13 +366,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="beside moe-trainer, of the table's first words; all")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a contender that does not answer is left out")
     parser.add_argument("--write", action="store_true", help="record the result in scripts/bench_results/")
     given = parser.parse_args()
+    for library in ("transformers", "torchtitan"):
+        if not importlib.util.find_spec(library):
+            say(f"{library} is left out: it is not installed")
     for name in given.models:
-        figures = {dtype: race(MODELS[name], dtype, given) for dtype in given.dtypes}
+        try:
+            figures = {dtype: race(MODELS[name], dtype, builders(dtype), given) for dtype in given.dtypes}
+        except Absent:
+            say(f"error: without it ({' and '.join(REQUIRED)}) there is nothing to compare")
+            return 1
         print(table({name: figures}), flush=True)
         if given.write:
             keep(name, figures, given)
+    return 0
 
 
 def keep(name: str, figures: dict, given: argparse.Namespace) -> None:
@@ -291,4 +409,4 @@ def keep(name: str, figures: dict, given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

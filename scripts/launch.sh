@@ -28,7 +28,10 @@ if [ "$nodes" -gt 1 ]; then
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 logs=$OUTPUT_PATH/logs/node${NODE_RANK:-0}
-command=("$python" "$ROOT/scripts/torchrun.py" "${rendezvous[@]}" --nproc-per-node "$gpus" --log-dir "$logs" --tee 3
+# Here the first rank and the last one, which logs the iterations; every rank in its files.
+tee=0:3
+[ "$gpus" = 1 ] || tee=0:3,$((gpus - 1)):3
+command=("$python" "$ROOT/scripts/torchrun.py" "${rendezvous[@]}" --nproc-per-node "$gpus" --log-dir "$logs" --redirects 3 --tee "$tee"
     --no-python bash "$ROOT/scripts/rank.sh" "$python" -u "$PROGRAM" "${FLAGS[@]}")
 
 printf 'environment:'
@@ -41,6 +44,8 @@ check_flags $((nodes * gpus))
 
 mkdir -p "$logs"
 export "${EXPORTS[@]}"
+# shellcheck disable=SC2016 # torchrun's variable
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
 print_environment >"$logs/environment.txt"
 "${command[@]}" &
 torchrun=$!

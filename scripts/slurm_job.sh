@@ -45,6 +45,10 @@ stalled() {
         [ "$(tail -n "$MAX_STALLED" "$starts" | head -n 1)" = "$(newest_checkpoint)" ]
 }
 
+says() {
+    echo "$(date '+%F %T') job $SLURM_JOB_ID, attempt $attempt: $*"
+}
+
 cancel_the_rest() {
     [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || true
 }
@@ -60,14 +64,24 @@ end_stalled() {
 start_again() {
     if stalled; then
         end_stalled
-    elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ] || [ "$REQUEUE" = 0 ]; then
-        echo "not requeued (an array's next task, or the next submission, goes on)"
+    elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        echo "not requeued: the array's next task goes on"
+    elif [ "$REQUEUE" = 0 ]; then
+        echo "not requeued (REQUEUE=0): submitting the same command goes on"
     elif [ "$attempt" -ge "$MAX_REQUEUES" ]; then
-        echo "requeued $attempt times already (MAX_REQUEUES=$MAX_REQUEUES): not again"
-    elif scontrol requeue "$SLURM_JOB_ID"; then
-        echo "requeued"
-        sleep 60 # SLURM ends this shell
+        echo "requeued $attempt times already (MAX_REQUEUES=$MAX_REQUEUES): not again; submitting the same command goes on"
+    else
+        echo "requeued: attempt $((attempt + 1)) starts when nodes are free, and not within SLURM's pause of about two minutes." \
+            "(Lines of slurmstepd on a cancelled step or job belong to that; nothing is wrong.)"
+        # SLURM ends this shell; bash need not report that
+        if scontrol requeue "$SLURM_JOB_ID"; then { sleep 60; } 2>/dev/null; else echo "error: SLURM did not requeue it; submitting the same command goes on"; fi
     fi
+}
+
+# Copy a rank's log to this job's, but for the list of arguments, until srun has ended. What ends the ranks must not end this first.
+follow() {
+    trap '' TERM USR1
+    tail -q -F -n +1 -s 0.5 --pid="$step" "$1" 2>/dev/null | sed -u '/^-* arguments -*$/,/^-* end of arguments -*$/d'
 }
 
 if stalled; then end_stalled; fi
@@ -84,16 +98,27 @@ print_environment >"$logs/environment.txt"
 
 # env: in a container the image's own values would win over exported ones.
 command=(env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$PYTHON" -u "$PROGRAM" "${FLAGS[@]}")
-echo "job $SLURM_JOB_ID, attempt $attempt, nodes $SLURM_JOB_NODELIST, logs of the ranks in $logs"
+ranks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))
+says "$ranks ranks on $SLURM_JOB_NODELIST, newest checkpoint: $(newest_checkpoint)"
+echo "logs of all ranks: $logs/rank-*.log; rank 0 and the last one, which logs the iterations, also below"
 printf 'command:'
 printf ' %q' "${command[@]}"
 printf '\n'
 
 # No kill on the first bad exit: ranks that leave with 75 do not leave in one instant. The program ends the other ranks of one that
 # failed; those that cannot see it are ended by --wait. The counts are those of this attempt: scontrol may have changed them.
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) \
-    --kill-on-bad-exit=0 --wait=60 --output="$logs/rank-%t.log" ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"} "${command[@]}" &
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$ranks" \
+    --kill-on-bad-exit=0 --wait=60 --output="$logs/rank-%t.log" ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"} "${command[@]}" 2> >(
+        trap '' TERM USR1 # what is an error to srun is none here: the code of a rank that has saved
+        exec sed -u '/Exited with exit code 75$/d' >&2
+    ) &
 step=$!
+follow "$logs/rank-0.log" &
+followers=("$!")
+if [ "$ranks" -gt 1 ]; then
+    follow "$logs/rank-$((ranks - 1)).log" &
+    followers+=("$!")
+fi
 # SLURM signals the ranks itself; this shell only has to outlive them. (With --signal=B: or scancel --batch it is this shell that hears.)
 trap 'kill -USR1 "$step" 2>/dev/null || true' USR1
 trap : TERM
@@ -102,21 +127,32 @@ while :; do
     wait "$step" && code=0 || code=$?
     kill -0 "$step" 2>/dev/null || break
 done
+for follower in "${followers[@]}"; do
+    while kill -0 "$follower" 2>/dev/null; do wait "$follower" || true; done
+done
 
 # RUNNING: the ranks have left by themselves. COMPLETING: SLURM is ending the job, because of scancel (which must be final) or of its
 # time limit; a preempted job that is to run again SLURM requeues itself.
 state=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\) Reason=\([A-Za-z]*\).*/\1 \2/p')
-echo "attempt $attempt: exit code $code, job ${state% *}"
 case $code in
-    0) cancel_the_rest ;;
+    0)
+        says "done (exit code 0), newest checkpoint: $(newest_checkpoint)"
+        cancel_the_rest
+        ;;
     75 | 138 | 143)
+        if [ "$code" = 75 ]; then
+            says "interrupted, and saved (exit code 75), newest checkpoint: $(newest_checkpoint)"
+        else
+            says "interrupted before the ranks could save (exit code $code), newest checkpoint: $(newest_checkpoint)"
+        fi
         if [ "${state% *}" != RUNNING ] && [ "${state#* }" != TimeLimit ]; then
-            echo "ended by SLURM, which after a node failure or a preemption starts the job again itself; submitting the same command goes on too"
+            echo "ended by SLURM: after a preemption or a node failure it starts the job again itself, after scancel it does not; submitting the same command goes on"
         else
             start_again
         fi
         ;;
     *)
+        says "failed (exit code $code)"
         echo "the last words of the ranks that said why:"
         grep -lE '^pretrain_moe.py: |Error|error: ' "$logs"/rank-*.log | head -n 4 | while read -r log; do
             echo "--- $log"

@@ -136,6 +136,24 @@ def test_the_last_words_of_a_rank_that_failed_are_shown(tmp_path):
     assert done.returncode == 3 and "the disk is full" in done.stdout
 
 
+def test_the_jobs_log_has_what_its_first_and_last_rank_say(tmp_path):
+    """In the job's own output: their lines without the list of arguments, srun's errors but those on a rank that has saved, what comes next."""
+    job = Job(tmp_path)
+    logs = tmp_path / "out" / "logs" / "7-0"
+    logs.mkdir(parents=True)
+    for rank, text in ((0, "---- arguments ----\n  lr ... 1\n---- end of arguments ----\nsaved\n"), (4, "hush\n"), (5, "iteration 1\niteration 2\n")):
+        (logs / f"rank-{rank}.log").write_text(text)
+    stand_in(job.bin, "srun", "echo 'srun: error: node1: task 0: Exited with exit code 75' >&2", "echo 'srun: error: node2 is lost' >&2", "exit 75")
+    stand_in(job.bin, "scontrol", "[ $1 != show ] || echo JobId=7 JobState=RUNNING Reason=None Dependency=")
+    done = subprocess.run(["bash", str(job.file)], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=600, env={
+        **job.env, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_NUM_NODES": "3", "SLURM_RESTART_COUNT": "0"})
+    lines = done.stdout.splitlines()
+    assert {"saved", "iteration 1", "iteration 2"} <= set(lines) and lines.index("iteration 1") < lines.index("iteration 2")
+    assert "lr ..." not in done.stdout and "hush" not in done.stdout and "attempt 0: 6 ranks on node[1-3]" in done.stdout
+    assert done.stderr == "srun: error: node2 is lost\n"
+    assert "interrupted, and saved (exit code 75)" in lines[-2] and lines[-1].startswith("requeued: attempt 1 starts when nodes are free")
+
+
 def test_a_rejected_result_asks_for_other_nodes(tmp_path):
     ended = Job(tmp_path).attempt(code=16)
     assert ended.returncode == 16 and "--exclude=node[1-3]" in ended.stdout

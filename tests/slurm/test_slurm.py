@@ -4,6 +4,7 @@ What is decided from an exit code and a job's state is tested against stand-ins 
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -164,7 +165,7 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
     cluster("scancel", "--signal=USR1", job)
     cluster.wait_for_requeue(job, 1, tmp_path)
     first = newest_checkpoint(tmp_path)
-    assert "attempt 0: exit code 75, job RUNNING" in log_of(tmp_path, job) and first == len(records(tmp_path))
+    assert "attempt 0: interrupted, and saved (exit code 75)" in log_of(tmp_path, job) and first == len(records(tmp_path))
     cluster.start_now(job, tmp_path)
     cluster.wait(f"iteration {first + 1}", lambda: len(records(tmp_path)) > first, tmp_path)
     cluster("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
@@ -180,6 +181,14 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
     assert curves(tmp_path) == curves(undisturbed)
     assert [record["iteration"] for record in records(tmp_path)] == list(range(1, 15))
     assert scalars(tmp_path) == scalars(undisturbed)
+    text = log_of(tmp_path, job)  # what a user reads: every iteration once and in order, saves, why it ended and what then
+    assert [int(number) for number in re.findall(r"\] iteration +(\d+)/ +14 \|", text)] == list(range(1, 15))
+    told = [r"attempt 0: 2 ranks on \S+, newest checkpoint: none", "receiving SIGUSR1", "successfully saved checkpoint", r"attempt 0: interrupted, and saved",
+            r"attempt 1 starts when nodes are free", rf"attempt 1: 2 ranks on \S+, newest checkpoint: {first}", "attempt 1: interrupted, and saved",
+            "attempt 2 starts when nodes are free", "attempt 2: ", "validation loss at iteration 12", r"attempt 2: done \(exit code 0\), newest checkpoint: 14"]
+    assert re.search(".*".join(told), text, re.DOTALL)
+    assert "Terminated" not in text and "exit code 75\n" not in text  # what looks like an error to bash and srun
+    assert "end of arguments" not in text and "end of arguments" in ranks_of(tmp_path, f"{job}-0", 0)
     for attempt in range(3):  # a log for each rank of each attempt, and what environment it had
         for rank in (0, 1):
             assert f"rank {rank} on " in ranks_of(tmp_path, f"{job}-{attempt}", rank)
@@ -283,7 +292,7 @@ def test_the_clock_and_two_attempts_without_progress(cluster, tmp_path):
     python.chmod(0o755)
     job = cluster.submit(tmp_path, *LONG, RUN_TIME="1:00", SIGNAL_SECONDS="15", PYTHON=str(python))
     cluster.wait_for_requeue(job, 1, tmp_path)  # SLURM looks every thirty seconds
-    assert "attempt 0: exit code 75, job RUNNING" in log_of(tmp_path, job)
+    assert "attempt 0: interrupted, and saved (exit code 75)" in log_of(tmp_path, job)
     saved = newest_checkpoint(tmp_path)
     assert saved == len(records(tmp_path)) > 0
     cluster.start_now(job, tmp_path)  # its second start SLURM may not put off any more

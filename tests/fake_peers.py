@@ -1,0 +1,23 @@
+"""Contenders of scripts/bench_cpu.py for its test: peers that do not train. (A module: they run in processes of their own.)"""
+
+import os
+import time
+
+
+def hangs(model, dtype):
+    time.sleep(10000)
+
+
+def misses_a_package(model, dtype):
+    raise ModuleNotFoundError("No module named 'triton'")
+
+
+def dies(model, dtype):
+    steps = iter(range(3))
+
+    def step():
+        if next(steps, None) is None:
+            os._exit(7)
+        return 1.0
+
+    return step, "short-lived"
