@@ -146,15 +146,18 @@ def _run(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | None
             error = InputError(f"rank {place.rank}: {'; '.join(line.strip() for line in str(error).splitlines())}")
         return _refuse(error, "another" if error.told else "0")
     except CommunicationError as error:
+        _tell_torchrun(f"rank {place.rank}: {error}")
         if not error.told:
             print(f"pretrain_moe.py: rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return EXIT_CODE
     except ResultRejected as error:
         # a fact about the run, which all ranks tell in the same words, better than a traceback
+        _tell_torchrun(str(error))
         if place.rank == 0:
             print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except ArithmeticError as error:
+        _tell_torchrun(str(error))
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return 1
 

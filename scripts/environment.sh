@@ -51,7 +51,8 @@ make_environment() {
     venv=${MOE_TRAINER_VENV:-$ROOT/.venv}
     PYTHON_BIN=$venv/bin/python
     python=$(find_python) || exit 1
-    stamp="$("$python" --version) $* $(cd "$ROOT" && cksum setup.py constraints.txt scripts/environment.sh)"
+    # (the checkout too: it is installed editable, and another one's code would be what runs)
+    stamp="$("$python" --version) $ROOT $* $(cd "$ROOT" && cksum setup.py constraints.txt scripts/environment.sh)"
     if [ -x "$PYTHON_BIN" ] && [ "$(cat "$venv/installed-$kind" 2>/dev/null)" = "$stamp" ]; then
         echo "environment: $venv is up to date"
         return

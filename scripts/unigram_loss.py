@@ -8,11 +8,14 @@ negative log-probability of the validation split's tokens, in nats per token: th
 
 import argparse
 import sys
+from pathlib import Path
 
 import numpy as np
 
-from moe_trainer.data.index_build import parse_split, split_range
-from moe_trainer.data.indexed import IndexedDataset
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_trainer.data.index_build import parse_split, split_range  # noqa: E402 - found beside this file
+from moe_trainer.data.indexed import IndexedDataset  # noqa: E402
 
 
 def split_tokens(dataset: IndexedDataset, begin: int, end: int) -> np.ndarray:
