@@ -88,10 +88,14 @@ if [ "${DRY_RUN:-0}" = 1 ]; then
     check_flags $((nodes * gpus))
     exit 0
 fi
+command -v sbatch >/dev/null || fail "there is no sbatch here: this script submits to SLURM. scripts/launch.sh trains on this machine, DRY_RUN=1 shows the job"
 check_flags $((nodes * gpus))
 mkdir -p "$OUTPUT_PATH/logs"
 job=$(mktemp "$OUTPUT_PATH/logs/job-XXXXXX")
 job_file >"$job"
-id=$(sbatch --parsable "$job")
+id=$(sbatch --parsable "$job") || {
+    rm -f "$job"
+    fail "sbatch has not taken the job (its words are above); DRY_RUN=1 shows it"
+}
 mv "$job" "$OUTPUT_PATH/logs/job-${id%%;*}.sh"
 echo "submitted job ${id%%;*}: $OUTPUT_PATH/logs/job-${id%%;*}.sh"

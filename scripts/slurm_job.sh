@@ -81,7 +81,8 @@ start_again() {
 # Copy a rank's log to this job's, but for the list of arguments, until srun has ended. What ends the ranks must not end this first.
 follow() {
     trap '' TERM USR1
-    tail -q -F -n +1 -s 0.5 --pid="$step" "$1" 2>/dev/null | sed -u '/^-* arguments -*$/,/^-* end of arguments -*$/d'
+    # (exec: no shell that would report a killed child)
+    exec sed -u '/^-* arguments -*$/,/^-* end of arguments -*$/d' < <(exec tail -q -F -n +1 -s 0.5 --pid="$step" "$1" 2>/dev/null)
 }
 
 if stalled; then end_stalled; fi
@@ -129,7 +130,7 @@ while :; do
 done
 for follower in "${followers[@]}"; do
     while kill -0 "$follower" 2>/dev/null; do wait "$follower" || true; done
-done
+done 2>/dev/null
 
 # RUNNING: the ranks have left by themselves. COMPLETING: SLURM is ending the job, because of scancel (which must be final) or of its
 # time limit; a preempted job that is to run again SLURM requeues itself.

@@ -2,6 +2,7 @@
 the command lines of containers, modules and binding, which no machine of the tests has."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -74,6 +75,20 @@ def test_what_is_requeued(tmp_path, code, state, again):
     done = job.attempt(code=code, state=state)
     assert job.requeued == again, done.stdout + done.stderr
     assert done.returncode == code
+
+
+def test_without_a_slurm_that_takes_it_nothing_is_left(tmp_path):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
+    (tmp_path / "bin").mkdir()
+    env = {**os.environ, "MODEL": str(recipe), "OUTPUT_PATH": str(tmp_path / "out"), "VALIDATE": "0", "PYTHON": sys.executable}
+    for word in ("there is no sbatch here", "sbatch has not taken the job"):
+        for name in ("bash", "dirname", "basename", "sed", "mkdir", "mktemp", "rm", "grep", "tail", "sort", "tr", "cat"):
+            (tmp_path / "bin" / name).is_symlink() or (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+        done = subprocess.run(["bash", str(SCRIPTS / "sbatch_train.sh")], cwd=tmp_path, env={**env, "PATH": str(tmp_path / "bin")}, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and word in done.stderr, done.stderr
+        stand_in(tmp_path / "bin", "sbatch", "echo 'sbatch: error: no partition' >&2", "exit 1")
+    assert "no partition" in done.stderr and not list((tmp_path / "out" / "logs").iterdir())
 
 
 def test_requeueing_has_an_end(tmp_path):

@@ -183,7 +183,7 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
     assert scalars(tmp_path) == scalars(undisturbed)
     text = log_of(tmp_path, job)  # what a user reads: every iteration once and in order, saves, why it ended and what then
     assert [int(number) for number in re.findall(r"\] iteration +(\d+)/ +14 \|", text)] == list(range(1, 15))
-    told = [r"attempt 0: 2 ranks on \S+, newest checkpoint: none", "receiving SIGUSR1", "successfully saved checkpoint", r"attempt 0: interrupted, and saved",
+    told = [r"attempt 0: 2 ranks on \S+, newest checkpoint: none", "successfully saved checkpoint", "receiving SIGUSR1", r"attempt 0: interrupted, and saved",
             r"attempt 1 starts when nodes are free", rf"attempt 1: 2 ranks on \S+, newest checkpoint: {first}", "attempt 1: interrupted, and saved",
             "attempt 2 starts when nodes are free", "attempt 2: ", "validation loss at iteration 12", r"attempt 2: done \(exit code 0\), newest checkpoint: 14"]
     assert re.search(".*".join(told), text, re.DOTALL)
