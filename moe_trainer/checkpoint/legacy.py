@@ -27,11 +27,13 @@ from moe_trainer.checkpoint.legacy_names import (
     STATE_FILE,
     Sizes,
     buffer_places,
+    copies_of,
     cut_of,
     decays,
     global_name,
     has_own_rate,
     layers_of,
+    shared_names,
 )
 from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.optimizer_record import is_decoupled
@@ -126,6 +128,7 @@ class LegacyIndex(MadeIndex):
             raise DamagedError(f"{folder}: the recorded flags are damaged: {error}") from error
         self._boxes: dict[MetadataIndex, tuple[Tensor, Path]] = {}
         self._whole: set[Path] = set()
+        self._with_states: set[tuple] = set()  # the places whose optimizer state is entered
         self.state_problem: str | None = None
         """Why the optimizer state cannot be read, where the weights can."""
         files = rank_files(folder, self._sizes)
@@ -195,18 +198,21 @@ class LegacyIndex(MadeIndex):
 
     def _add_file(self, file: RankFile, content: Mapping, firsts: Mapping, takes: Mapping[str, bool]) -> None:
         """Enter what no earlier file had."""
-        chunks = []
+        chunks, copies = [], set()
         for number, chunk in enumerate(_chunks(file, content)):
             first_expert = file.ep * self._sizes.local_experts
             named = {global_name(name, firsts[file.pp, number], first_expert): value for name, value in chunk.items()
                      if isinstance(value, Tensor) and not name.endswith("_extra_state")}
             chunks.append(named)
+            copies |= copies_of(named, self.record, file.pp)
             for name, value in named.items():
-                self._add(name, value, "", file, file.path, takes)
+                if name not in copies:
+                    self._add(name, value, "", file, file.path, takes)
         if content.get("optimizer") is not None:
             try:
-                for state, name, value, path in self._states(file, content["optimizer"], chunks):
-                    self._add(name, value, f"optimizer.state.{state}.", file, path, takes)
+                for state, name, value, path, takes in self._states(file, content["optimizer"], chunks):
+                    if name not in copies:
+                        self._add(name, value, f"optimizer.state.{state}.", file, path, takes)
             except CheckpointError as error:
                 self.state_problem = str(error)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -241,25 +247,39 @@ class LegacyIndex(MadeIndex):
                             full, first)
             self._boxes[box] = piece, path
 
-    def _states(self, file: RankFile, optimizer: Any, chunks: list[dict[str, Tensor]]) -> Iterator[tuple[str, str, Tensor, Path]]:
-        """(state, name, values, file) of all optimizer states of a file."""
+    def _takes_states(self, file: RankFile, kinds: Sequence[str]) -> dict[str, bool]:
+        """Of which kinds of parameters no earlier file had the states; they are taken from this one."""
+        places = {"dense": ("dense", file.tp, file.pp), "expert": ("expert", file.tp % self._sizes.etp, file.pp, file.ep)}
+        takes = {kind: kind in kinds and place not in self._with_states for kind, place in places.items()}
+        self._with_states |= {places[kind] for kind in kinds}
+        return takes
+
+    def _states(self, file: RankFile, optimizer: Any, chunks: list[dict[str, Tensor]]) -> Iterator[tuple[str, str, Tensor, Path, dict[str, bool]]]:
+        """(state, name, values, file, kinds of parameters to take) of all optimizer states of a file."""
         chain = optimizer if isinstance(optimizer, list) else [optimizer]
         trained = [{name: value for name, value in chunk.items() if not name.endswith(BUFFERS)} for chunk in chunks]
         if len(chain) == 2 and self._sizes.ep > 1:
             owned = [[{name: value for name, value in chunk.items() if (EXPERT in name) is expert} for chunk in trained] for expert in (False, True)]
+            kinds = (("dense",), ("expert",))
         elif len(chain) == 1:
-            owned = [trained]
+            owned, kinds = [trained], (("dense", "expert"),)
         else:
             raise CheckpointError(f"{file.path}: its optimizer state is a chain of {len(chain)} optimizers, of which no more than the one of "
                                   "experts beside that of the other parameters is known")
         if self.record.get("use_distributed_optimizer"):
             buffers = open_file(file.state_path)
             buffers = buffers if isinstance(buffers, list) else [buffers]
-            for number, (one, mine) in enumerate(zip(buffers, owned)):
-                yield from self._buffer_states(file, one, mine, number)
+            if len(buffers) != len(owned):
+                raise CheckpointError(f"{file.state_path}: it holds the states of {len(buffers)} optimizers, and {file.path.name} beside it speaks of {len(owned)}")
+            for number, (one, mine) in enumerate(zip(buffers, owned, strict=True)):
+                if one is not None:  # the first data-parallel rank has it: that of the experts may be another than that of all else
+                    takes = self._takes_states(file, kinds[number])
+                    yield from ((*found, takes) for found in self._buffer_states(file, one, mine, number))
             return
-        for one, mine in zip(chain, owned):
-            yield from self._numbered_states(file, one, {name: value for chunk in mine for name, value in chunk.items()})
+        for number, (one, mine) in enumerate(zip(chain, owned, strict=True)):
+            takes = self._takes_states(file, kinds[number])
+            params = {name: value for chunk in mine for name, value in chunk.items()}
+            yield from ((*found, takes) for found in self._numbered_states(file, one, params))
 
     def _numbered_states(self, file: RankFile, optimizer: Mapping, params: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor, Path]]:
         """The states of an optimizer that knows its parameters by number; half-precision ones have main parameters beside it."""
@@ -321,9 +341,7 @@ def bucketing(record: Mapping[str, Any], sizes: Sizes, pp: int, chunk: int, expe
     if record.get("overlap_grad_reduce") and pp == 0 and chunk == 0:
         data_ranks = max(dp_cp // int(record.get("context_parallel_size") or 1), 1)
         bucket = int(record.get("ddp_bucket_size") or max(_DEFAULT_BUCKET, 1_000_000 * data_ranks))
-    tied = not record.get("untie_embeddings_and_output_weights") and sizes.pp > 1
-    alone = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"}) if tied else frozenset()
-    return bucket, ranks, alone, bool(record.get("ddp_pad_buckets_for_high_nccl_busbw"))
+    return bucket, ranks, shared_names(record, sizes.pp), bool(record.get("ddp_pad_buckets_for_high_nccl_busbw"))
 
 
 def _belongs(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any], experts_apart: bool) -> bool:

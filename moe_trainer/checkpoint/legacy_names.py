@@ -7,7 +7,7 @@ of the parameters and from the groups of weight decay, the places in a distribut
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,27 @@ def decays(name: str, ndim: int, record: Mapping[str, Any]) -> bool:
 def has_own_rate(name: str) -> bool:
     """Whether --decoupled-lr is the parameter's."""
     return name.endswith(("word_embeddings.weight", "output_layer.weight"))
+
+
+def copies_of(names: Collection[str], record: Mapping[str, Any], pp: int) -> frozenset[str]:
+    """Those of a model chunk's names that are copies of a tensor of the first pipeline stage.
+
+    The stage of the prediction layers has the word embeddings too, whether they are tied or not; the last stage of a model with tied
+    embeddings has them as its output layer.
+    """
+    tied = not record.get("untie_embeddings_and_output_weights")
+    return frozenset(name for name in names if pp > 0 and (name.startswith("embedding.") or (tied and name == "output_layer.weight")))
+
+
+def shared_names(record: Mapping[str, Any], pipeline_size: int) -> frozenset[str]:
+    """The tensors that two pipeline stages share: they have a bucket of their own in a distributed optimizer's buffer."""
+    if pipeline_size == 1:
+        return frozenset()
+    if record.get("mtp_num_layers"):
+        return frozenset({"embedding.word_embeddings.weight"})
+    if record.get("untie_embeddings_and_output_weights"):
+        return frozenset()
+    return frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
 
 
 def buffer_places(numels: Sequence[tuple[str, int]], bucket_size: int | None, ranks: int, alone: frozenset[str],

@@ -122,11 +122,23 @@ def _entries(source: Path, index: Metadata, chunk: Any, record: Mapping[str, Any
     for info, _, value, states, trained in held:
         values = value.unbind(0) if info.stacked else (value,)
         for number, (name, one) in enumerate(zip(info.names, values, strict=True)):
-            name = "output_layer.weight" if info.copy else name
             each = {state: whole.unbind(0)[number] if info.stacked else whole for state, whole in states.items()}
             written = spelled(local_name(name, first_layer, first_expert), record, layer_of(name) in routed)
-            found.append(Entry(name, written, one, each, trained))
+            found += [Entry(copy or name, copy or written, one, each, trained) for copy in (_names_of_copy(held, record) if info.copy else (None,))]
     return sorted(found, key=lambda entry: order_of(entry.name, entry.written))
+
+
+def _names_of_copy(held: list[tuple[ParamInfo, str, Tensor, dict[str, Tensor], bool]], record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Under which names Megatron-LM has the word embeddings on a later stage: beside prediction layers as embeddings, which does not spare
+    the last stage of a tied model an output layer that it never uses; else as the output layer."""
+    predicts = any(name.startswith("mtp.layers.") for info, *_ in held for name in info.names)
+    if not predicts:
+        return ("output_layer.weight",)
+    tied = not record.get("untie_embeddings_and_output_weights")
+    if tied and record.get("pipeline_model_parallel_layout"):
+        raise CheckpointError("tied embeddings and prediction layers under --pipeline-model-parallel-layout have no known form in a legacy checkpoint; "
+                              "save with --ckpt-format torch_dist")
+    return ("embedding.word_embeddings.weight", "output_layer.weight") if tied else ("embedding.word_embeddings.weight",)
 
 
 def _held(chunk: Any, record: Mapping[str, Any], ps: ParallelState) -> Iterator[tuple[ParamInfo, tuple[int, ...], bool]]:

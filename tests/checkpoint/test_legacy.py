@@ -28,11 +28,13 @@ from moe_trainer.checkpoint.legacy import bucketing, open_file
 from moe_trainer.checkpoint.legacy_names import (
     Sizes,
     buffer_places,
+    copies_of,
     cut_of,
     decays,
     global_name,
     has_own_rate,
     order_of,
+    shared_names,
     spelled,
 )
 from moe_trainer.checkpoint.unpickle import plain
@@ -89,7 +91,8 @@ def test_what_is_asked_of_a_folder_before_it_is_loaded(shared):
 def record_of(ps, **more):
     """The flags of a FakeModel's run under a layout."""
     return RECORD | {"tensor_model_parallel_size": ps.tp.size, "pipeline_model_parallel_size": ps.pp.size, "expert_model_parallel_size": ps.ep.size,
-                     "expert_tensor_parallel_size": ps.etp.size, "world_size": ps.world.size, "optimizer": "adam", "weight_decay": 0.1} | more
+                     "expert_tensor_parallel_size": ps.etp.size, "world_size": ps.world.size, "optimizer": "adam", "weight_decay": 0.1,
+                     "untie_embeddings_and_output_weights": True} | more
 
 
 def saved(folder, ps=SINGLE, distributed=False, main_params=False, dtype=torch.float32, vpp=1, wide="", **flags):
@@ -308,6 +311,90 @@ def test_what_has_no_known_place_is_not_written(tmp_path):
         cut_of(name, (8, 8), {}, 2)
     with pytest.raises(CheckpointError, match=f"{name}: its place"):
         order_of(name, name)
+
+
+# ---- copies of the embeddings on later stages, states that a rank does not have
+
+class Predicting(FakeModel):
+    """With one prediction layer, whose stage has the word embeddings too, as Megatron-LM's has."""
+
+    def __init__(self, ps=SINGLE, seed=0, tied=False, **more):
+        super().__init__(ps=ps, seed=seed, tied=tied, **more)
+        if ps.pp.rank == ps.pp.size - 1:
+            for rest, shape in {"enorm.weight": [64], "hnorm.weight": [64], "eh_proj.weight": [64, 128], "final_layernorm.weight": [64]}.items():
+                self._add(f"mtp.layers.0.{rest}", self._draw(shape))
+            if ps.pp.size > 1 and not tied:
+                word = torch.randn(512, 64, generator=torch.Generator().manual_seed(seed))  # the first that is drawn
+                self._add("embedding.word_embeddings.weight", word, tied=True, copy=True)
+
+
+def _save_predicting(rank, size, folder, sizes, distributed, tied):
+    ps = ParallelState.create(size, rank, **sizes)
+    model = Predicting(ps, tied=tied)
+    optimizer = FakeOptimizer(model, ps, distributed=distributed)
+    optimizer.step = 7
+    record = record_of(ps, use_distributed_optimizer=distributed, mtp_num_layers=1, untie_embeddings_and_output_weights=not tied)
+    save(folder, CheckpointState(5, record, 20), [model], optimizer, ps, SaveOptions(ckpt_format="torch"))
+    again = Predicting(ps, seed=1, tied=tied)
+    theirs = FakeOptimizer(again, ps, distributed=distributed, seed=1)
+    assert load(folder, [again], theirs, ps, LoadOptions(record)).optim_loaded
+    assert_same((None, again, theirs), (None, model, optimizer))
+    return True
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_stage_of_prediction_layers_has_the_embeddings_too(tmp_path, distributed, tied):
+    """It is read by its own layout and by one process, and its files have what Megatron-LM has in them."""
+    run_ranks(_save_predicting, 2, tmp_path, dict(pp=2), distributed, tied)
+    record = record_of(SINGLE, mtp_num_layers=1, untie_embeddings_and_output_weights=not tied)
+    model, expected = Predicting(seed=1, tied=tied), Predicting(tied=tied)
+    optimizer, theirs = (FakeOptimizer(each, SINGLE, seed=seed) for each, seed in ((model, 1), (expected, 0)))
+    load(tmp_path, [model], optimizer, SINGLE, LoadOptions(record))
+    assert_same((None, model, optimizer), (None, expected, theirs))
+    folder = tmp_path / "iter_0000005/mp_rank_00_001"
+    content = open_file(folder / "model_optim_rng.pt")
+    names = [name for name, value in content["model"].items() if isinstance(value, torch.Tensor)]
+    assert names[0] == "embedding.word_embeddings.weight" and names[-1] == "output_layer.weight"
+    assert torch.equal(content["model"]["embedding.word_embeddings.weight"], expected.table["embedding.word_embeddings.weight"])
+    if not distributed:
+        assert sum(len(group["params"]) for group in content["optimizer"]["param_groups"]) == len(names) == len(content["optimizer"]["state"])
+        return
+    (buffer,) = open_file(folder / "distrib_optim.pt")[0].values()
+    assert torch.equal(buffer["param"][-512 * 64:], expected.table["embedding.word_embeddings.weight"].flatten())
+
+
+def test_what_two_stages_share_has_a_bucket_of_its_own():
+    untied = {"untie_embeddings_and_output_weights": True}
+    word, head = "embedding.word_embeddings.weight", "output_layer.weight"
+    assert shared_names({}, 2) == {word, head} and shared_names({}, 1) == shared_names(untied, 2) == frozenset()
+    assert shared_names(untied | {"mtp_num_layers": 1}, 2) == shared_names({"mtp_num_layers": 1}, 2) == {word}
+    assert copies_of([word, head, "x"], untied, 1) == {word} and copies_of([word, head, "x"], {}, 1) == {word, head}
+    assert copies_of([word, head], {}, 0) == frozenset()
+
+
+def test_a_distributed_optimizer_of_experts_alone_is_read(tmp_path):
+    """Megatron-LM's second expert-parallel rank has None in the place of the optimizer of all that is no expert."""
+    run_ranks(_round_trip, 4, tmp_path, dict(ep=2), dict(distributed=True))
+    path = tmp_path / "iter_0000005/mp_rank_00_001/distrib_optim.pt"
+    dense, experts = torch.load(path, weights_only=False)
+    assert dense is not None
+    torch.save([None, experts], path)
+    expected = FakeModel()
+    found, model, optimizer = loaded(tmp_path)
+    assert_same((found, model, optimizer), (None, expected, FakeOptimizer(expected, SINGLE)))
+    torch.save([None, None], path)
+    text = refusal_with_optimizer(tmp_path)
+    assert "elements" in text and "are stored" in text
+    torch.save(experts, path)
+    assert "of 1 optimizers" in refusal_with_optimizer(tmp_path)
+
+
+def refusal_with_optimizer(folder) -> str:
+    model = FakeModel(seed=1)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder, [model], FakeOptimizer(model, SINGLE, seed=1), SINGLE, LoadOptions(RECORD))
+    return str(caught.value)
 
 
 # ---- damage
