@@ -84,7 +84,9 @@ def write(source: Path, target: Path, index: Metadata, state: CheckpointState, c
         chain = [_optimizer(mine, record, scalars, sizes.ep > 1 and number == 1) for number, mine in enumerate(owned)]
         content["optimizer"] = chain if len(chain) > 1 else chain[0]
         if record.get("use_distributed_optimizer"):
-            buffers = [_buffers(mine, record, sizes, ps.pp.rank, number == 1) for number, mine in enumerate(owned)]
+            # that of all but experts stands in the file of the first data-parallel rank alone
+            buffers = [_buffers(mine, record, sizes, ps.pp.rank, number == 1) if number == 1 or ps.dp_cp.rank == 0 else None
+                       for number, mine in enumerate(owned)]
     if random_states is not None:
         content["rng_state"] = random_states
     folder = target / sizes.folder(ps.tp.rank, ps.pp.rank, ps.ep.rank)
@@ -177,7 +179,9 @@ def _optimizer(chunks: list[list[Entry]], record: Mapping[str, Any], scalars: Ma
     entries = [entry for chunk in chunks for entry in chunk]
     step, groups, state, mains = float(scalars.get("step", 0)), [], {}, []
     apart = record.get("decoupled_lr") is not None
-    for decayed, own_rate in ((True, False), (False, False), *(((True, True), (False, True)) if apart else ())):
+    # as upstream's, a group is there if a parameter of any rank belongs to it: experts without biases all decay, embeddings do
+    without_decay = ((False, False),) if not experts or record.get("add_bias_linear", True) else ()
+    for decayed, own_rate in ((True, False), *without_decay, *(((True, True),) if apart and not experts else ())):
         mine = [entry for entry in entries if decays(entry.name, entry.value.dim(), record) is decayed
                 and (not apart or has_own_rate(entry.name) is own_rate)]
         mine.sort(key=lambda entry: entry.value.dtype == torch.float32)
