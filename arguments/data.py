@@ -54,6 +54,30 @@ class DataArgs:
     allow_ambiguous_pad_tokens: bool = False
     """Accept a pad token that also occurs in the text."""
 
+    # ---- fill-in-the-middle samples
+    fim_data: bool = False
+    """Rearrange documents into prefix, suffix and middle (FIM), so that the model learns to fill gaps."""
+    fim_rate: float = 0.5
+    """How often a document is rearranged."""
+    fim_spm_rate: float = 0.5
+    """How often a rearranged document has its suffix first (SPM) instead of its prefix (PSM)."""
+    fim_split_sample: str | None = None
+    """Token that divides a document into fragments, which are rearranged one by one."""
+    fim_fragment_rate: float | None = None
+    """How often a fragment is rearranged, with --fim-split-sample."""
+    fim_no_prefix: str | None = None
+    """Leave text alone that begins with these words."""
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+    fim_middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills a sample that has become shorter."""
+    fim_eod_token: str = "<|endoftext|>"
+    """Token that ends a document."""
+
     # ---- reading
     num_workers: int = 2
     """Data-loading processes per rank."""

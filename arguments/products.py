@@ -161,14 +161,6 @@ PRODUCTS = (
         """,
     ),
     Product(
-        "fill-in-the-middle data",
-        "preprocess such a corpus beforehand",
-        """
-        --fim-data --fim-rate=1 --fim-spm-rate=1 --fim-split-sample=1 --fim-fragment-rate=1 --fim-no-prefix=1
-        --fim-prefix-token=1 --fim-middle-token=1 --fim-suffix-token=1 --fim-pad-token=1 --fim-eod-token=1
-        """,
-    ),
-    Product(
         "heterogeneous layers",
         "--moe-layer-freq says which layers are MoE",
         """

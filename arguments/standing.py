@@ -170,6 +170,11 @@ NEEDS = (
     (("moe_router_enable_expert_bias",), "moe_router_bias_update_rate"),
     (("group_query_attention",), "num_query_groups"),
     (
+        ("fim_data",),
+        "fim_rate fim_spm_rate fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
+    ),
+    (("fim_split_sample",), "fim_fragment_rate"),
+    (
         ("multi_latent_attention",),
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
     ),

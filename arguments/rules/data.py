@@ -132,5 +132,33 @@ def validation_names_fit(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
-RESOLVE = (legacy_split, tokenizer_and_loader)
-CHECKS = (one_source, evaluation_has_data, split_is_readable, split_needs_one_corpus, blends_are_readable, null_tokenizer_has_a_size, validation_names_fit)
+FIM_TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer")
+
+
+def fim_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if not s.fim_data:
+        return
+    dest = "fim_data"
+    sources = ("data_path", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)
+    if s.mock_data or not any(getattr(s, source) for source in sources):
+        yield broken(s, f"{s.flag(dest)} rearranges text and cannot be combined with mock data (--mock-data, or no data at all): give --data-path.", dest, "mock_data")
+    if s.tokenizer_type not in FIM_TOKENIZERS:
+        yield broken(s, f"{s.flag(dest)} needs a tokenizer that tells text from special tokens: --tokenizer-type "
+                     f"{', '.join(FIM_TOKENIZERS)}, not {s.tokenizer_type}.", dest, "tokenizer_type")  # fmt: skip
+    for rate in ("fim_rate", "fim_spm_rate"):
+        if not 0 < getattr(s, rate) <= 1:
+            yield broken(s, f"{say(s, rate)} is a probability: it must be above 0 and at most 1.", rate)
+    if s.fim_fragment_rate is not None and not 0 <= s.fim_fragment_rate <= 1:
+        yield broken(s, f"{say(s, 'fim_fragment_rate')} is a probability: it must lie between 0 and 1.", "fim_fragment_rate")
+    if s.fim_split_sample and s.fim_fragment_rate is None:
+        yield broken(s, f"{say(s, 'fim_split_sample')} needs --fim-fragment-rate: how often a fragment is rearranged.", "fim_fragment_rate",
+                     "fim_split_sample")  # fmt: skip
+
+
+def fim_samples_are_one_document(s: Settings, _f: Facts) -> None:
+    if s.fim_data and s.dataloader_inter_document_masking:
+        s.note(f"{s.flag('dataloader_inter_document_masking')} with {s.flag('fim_data')}: a rearranged sample counts as one document.")
+
+
+RESOLVE = (legacy_split, tokenizer_and_loader, fim_samples_are_one_document)
+CHECKS = (one_source, evaluation_has_data, split_is_readable, split_needs_one_corpus, blends_are_readable, null_tokenizer_has_a_size, validation_names_fit, fim_fits)

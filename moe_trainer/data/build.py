@@ -11,6 +11,7 @@ from arguments.data import DataArgs
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import Blend, normalize
 from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTDataset, MockTokens
+from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset
 from moe_trainer.data.loader import BatchFormat
@@ -135,6 +136,7 @@ class _Plan:
             split_matrix=None if split is None else parse_split(split),
             cache_path=data.data_cache_path,
             memory_map=data.mmap_bin_files,
+            fim=FillInTheMiddle.of(data, tokenizer),
         )
 
     def datasets(self, sizes) -> Datasets:

@@ -26,6 +26,7 @@ from typing import Protocol
 import numpy as np
 
 from moe_trainer.data.blend import build_blend_index, build_exhaustive_index, normalize
+from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.index_build import GPTIndices, SplitMatrix, build_indices, plan_epochs
 from moe_trainer.data.indexed import IndexedDataset
 
@@ -47,7 +48,7 @@ class DatasetConfig:
     """What the indices of a dataset depend on, besides files and sizes.
 
     tokenizer: its `unique_identifiers` enter the cache name; `eod` and `vocab_size` shape mock data.
-    split, split_matrix: both None when each split has its own files.
+    split, split_matrix: both None when each split has its own files. fim: how samples are rearranged, not at all with None.
     """
 
     sequence_length: int
@@ -57,6 +58,7 @@ class DatasetConfig:
     split_matrix: SplitMatrix | None = None
     cache_path: str | None = None
     memory_map: bool = True
+    fim: FillInTheMiddle | None = None
 
 
 class MockTokens:
@@ -127,7 +129,9 @@ class GPTDataset:
 
     @property
     def class_name(self) -> str:
-        return "MockGPTDataset" if isinstance(self._low, MockTokens) else "GPTDataset"
+        if isinstance(self._low, MockTokens):
+            return "MockGPTDataset"
+        return "GPTDataset" if self._config.fim is None else "GPTFIMDataset"
 
     @property
     def identifiers(self) -> OrderedDict:
@@ -197,7 +201,9 @@ class GPTDataset:
             out[at : at + length] = self._low.get(document, offset, length)
             at += length
         assert at == len(out), f"{self.name}: sample {index} has {at} tokens, needed {len(out)}"
-        return out
+        if self._config.fim is None:
+            return out
+        return self._config.fim.rearrange(out, np.random.RandomState([self._config.seed, index]))
 
     def _parts(self, index: int):
         """Yield (document, offset, length) of the pieces of a sample."""
@@ -211,11 +217,18 @@ class GPTDataset:
             yield document, offset, end - offset
 
     def part_lengths(self, index: int) -> list[int]:
-        """Return how many tokens of sample `index` come from each of its documents (they sum to L+1)."""
+        """Return how many tokens of sample `index` come from each of its documents (they sum to L+1).
+
+        A rearranged sample counts as one document, as in Megatron-LM.
+        """
+        if self._config.fim is not None:
+            return [self._config.sequence_length + 1]
         return [length for _, _, length in self._parts(index)]
 
     def locate(self, index: int, position: int) -> str:
         """Say where token `position` of sample `index` comes from."""
+        if self._config.fim is not None:
+            return f"{self._path}.bin, sample {index}, rearranged by --fim-data (token {position})"
         for document, offset, length in self._parts(index):
             if position < length:
                 file = f"{self._path}.bin" if self._path else self.name

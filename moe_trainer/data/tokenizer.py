@@ -43,7 +43,10 @@ _LIBRARY_OF_TYPE = MappingProxyType(
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. eod and pad are None where the tokenizer has no such token."""
+    """Text to ids and back. eod and pad are None where the tokenizer has no such token.
+
+    Those that --fim-data takes have `plain_text` (without special tokens) and `token_id` (of one token, None where there is none), too.
+    """
 
     vocab_size: int
     eod: int | None

@@ -66,6 +66,12 @@ class JsonTokenizer:
     def byte_lengths(self) -> list[int]:
         return json_byte_lengths(self._encoder)
 
+    def plain_text(self, ids: Sequence[int]) -> str:
+        return self._encoder.decode(list(ids), skip_special_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        return self._encoder.token_to_id(token)
+
 
 class TransformersTokenizer:
     """A transformers tokenizer (slow ones, remote code, folders without tokenizer.json)."""
@@ -83,6 +89,12 @@ class TransformersTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids))
+
+    def plain_text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.get_vocab().get(token)
 
     def byte_lengths(self) -> list[int]:
         encoder = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -415,13 +427,22 @@ class TikTokenizer:
             special_tokens={name: number for number, name in enumerate(special)},
         )
         self.vocab_size = vocab_size
-        self.eod, self.pad = names.index("</s>"), names.index("<pad>")
+        self.eod, self.pad, self._num_special = names.index("</s>"), names.index("<pad>"), num_special_tokens
 
     def tokenize(self, text: str) -> list[int]:
         return self._encoding.encode(text, allowed_special="all")
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))
+
+    def plain_text(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode([number for number in ids if number >= self._num_special])
+
+    def token_id(self, token: str) -> int | None:
+        try:
+            return self._encoding.encode_single_token(token)
+        except KeyError:
+            return None
 
     def byte_lengths(self) -> list[int]:
         lengths = [0] * self.vocab_size

@@ -14,7 +14,9 @@ OWN = {
     "dry_run", "hardware", "auto_resume", "on_missing_backend", "triton_kernels", "print_groups", "pipeline_schedule", "moe_clone_hot_experts",
     "finermoe_intermediate_granularity", "finermoe_output_granularity", "finermoe_intermediate_expansion", "finermoe_output_expansion",
     "on_nan", "on_loss_spike", "loss_spike_factor", "dsa_indexer_warmup", "dsa_attention_form",
-    "lion_beta1", "lion_beta2",  # recorded, though not as relevant to MoE
+    "lion_beta1", "lion_beta2",  # recorded, though not as relevant to MoE, as are:
+    "fim_data", "fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token", "fim_middle_token",
+    "fim_suffix_token", "fim_pad_token", "fim_eod_token",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip
 
@@ -53,7 +55,7 @@ def test_no_spelling_is_in_two_tables():
     assert not set(products.BY_SPELLING) & set(retired.BY_SPELLING)
 
 
-RELEVANT = [record for record in FLAGS if record["moe_relevant"]]
+RELEVANT = [record for record in FLAGS if record["moe_relevant"] or record["dest"].startswith("fim_")]
 
 
 @pytest.mark.parametrize("record", RELEVANT, ids=[record["flags"][0] for record in RELEVANT])

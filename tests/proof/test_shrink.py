@@ -368,7 +368,6 @@ def test_recorded_recipes_have_a_small_form(recipe):
 
 # what the trainer itself refuses in public recipes: other products, and lines whose model stands in another file
 REFUSED = {
-    "gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset_1node": "--fim-data",
     "gpt3_mcore_te_tp1_pp1_mup": "--use-mup",
 }
 
