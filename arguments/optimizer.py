@@ -44,7 +44,7 @@ class OptimizerArgs:
     no_weight_decay_cond_type: Literal["apply_wd_to_qk_layernorm"] | None = None
     """Old way to choose the parameters without weight decay."""
     freeze_all_layers: bool = False
-    """Train nothing of the decoder."""
+    """Run training batches forward only and update no weights."""
 
     # ---- learning rate
     lr: float | None = None

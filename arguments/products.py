@@ -81,6 +81,7 @@ PRODUCTS = (
         --vision-pretraining-type=1 --vision-backbone-type=1 --swin-backbone-type=1 --mask-type=1 --mask-factor=1
         --iter-per-epoch=1 --dino-local-img-size=1 --dino-local-crops-number=1 --dino-head-hidden-size=1
         --dino-bottleneck-size=1 --dino-freeze-last-layer=1 --dino-norm-last-layer --dino-teacher-temp=1
+        --dino-warmup-teacher-temp=1 --dino-warmup-teacher-temp-epochs=1
         """,
     ),
     Product(
@@ -137,11 +138,10 @@ PRODUCTS = (
     ),
     Product(
         "maximal update parametrisation",
-        "set the learning rate and --init-method-std yourself",
+        "its multipliers and learning rates per parameter are not built; set --lr, --decoupled-lr and --init-method-std for this width",
         """
         --use-mup --mup-width-mult=1 --mup-base-hidden-size=1 --mup-embedding-mult=1 --mup-output-mult=1
-        --mup-base-head-dim=1 --mup-attn-scale-power=1 --dino-warmup-teacher-temp=1
-        --dino-warmup-teacher-temp-epochs=1 --ft-num-warmup-iters=1
+        --mup-base-head-dim=1 --mup-attn-scale-power=1
         """,
     ),
     Product(
@@ -191,7 +191,7 @@ PRODUCTS = (
         --inprocess-hard-timeout=1 --inprocess-heartbeat-timeout=1 --inprocess-barrier-timeout=1
         --inprocess-completion-timeout=1 --inprocess-last-call-wait=1 --inprocess-termination-grace-time=1
         --inprocess-granularity=1 --inprocess-active-world-size=1 --inprocess-empty-cuda-cache --enable-ft-package
-        --calc-ft-timeouts --enable-msc
+        --ft-num-warmup-iters=1 --calc-ft-timeouts --enable-msc
         """,
     ),
     Product(

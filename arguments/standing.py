@@ -72,7 +72,6 @@ LATER = MappingProxyType(
         "recompute_modules": Later("the layers that have these parts", MODELS, values=("gdp_in_proj", "gdp_qkv", "mhc")),
         "offload_modules": Later("the layers that have this part", MODELS, values=("gdp_qkv",)),
         "mtp_hsm": Later("hidden-state matching", MODELS),
-        "freeze_all_layers": Later("frozen layers", MODELS),
         "hybrid_context_parallel": Later("hybrid context parallelism", MODELS),
         "phase_transition_iterations": Later("data blends that change during the run", MODELS),
         "position_embedding_type": Later("this kind of positions", MODELS, values=("mrope", "relative")),
@@ -109,6 +108,8 @@ OTHER = MappingProxyType(
         "replication": _ONE_KIND,
         "replication_jump": _ONE_KIND,
         "replication_factor": _ONE_KIND,
+        "freeze_all_layers": "in Megatron-LM it runs training batches forward only, updates and saves no weights, and serves --logits-save-dir, which "
+        "this program does not have. For losses of a checkpoint: --skip-train",
         "spec": "layers are chosen by flags, not by a Python path: drop --spec and set the architecture's flags",
         "transformer_impl": "this program trains: --transformer-impl local or transformer_engine",
         "dataloader_type": "this program feeds itself: --dataloader-type single or cyclic",

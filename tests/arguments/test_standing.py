@@ -96,6 +96,15 @@ def test_values_that_ask_for_nothing_pass(argv):
     parse(*argv)
 
 
+def test_a_frozen_model_and_scaled_widths_are_refused_with_what_to_do_instead():
+    frozen, = violations("--freeze-all-layers")
+    assert frozen.kind == "product" and "--logits-save-dir" in frozen.message and "--skip-train" in frozen.message
+    scaled, = violations("--use-mup", "--mup-base-hidden-size", "64")[:1]
+    assert scaled.kind == "product" and "--init-method-std" in scaled.message
+    for flag, product in (("--dino-warmup-teacher-temp", "vision"), ("--ft-num-warmup-iters", "cluster services")):
+        assert any(product in violation.message for violation in violations(flag, "1"))
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize(("size", "world_size"), [(2, 2), (2, 4), (4, 4)])
 def test_experts_spread_over_data_ranks(size, world_size, dispatcher):

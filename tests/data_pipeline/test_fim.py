@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from train.tiny import TINY
 
 from arguments import ArgumentError, parse_args
 from arguments.data import DataArgs
@@ -13,7 +14,6 @@ from moe_trainer.data.build import batch_format, build_datasets
 from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.loader import make_batch
 from moe_trainer.data.tokenizer import build_tokenizer
-from train.tiny import TINY
 
 PREFIX, MIDDLE, SUFFIX, PAD, EOD, SPLIT = range(6)
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/fim_samples.json").read_text())
