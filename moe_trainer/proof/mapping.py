@@ -115,6 +115,8 @@ def _score(mapping: Mapping, original: Mapping, wanted: Wanted) -> float:
     """How much of the original a mapping keeps; fewer ranks where that is equal."""
     score = 100.0 * len(mapping.active & {"tp", "cp", "pp", "ep"}) + 60.0 * len(mapping.active & {"dp"})
     score += 8.0 * (min(mapping.pp, 3) == min(original.pp, 3)) + 80.0 * (wanted.middle_stages and mapping.pp > 2)
+    # in a ring of two both directions are the same
+    score += 8.0 * (min(mapping.cp, 3) == min(original.cp, 3))
     score += 80.0 * (wanted.nested_context and mapping.cp >= 4)
     score += 30.0 * (wanted.instances > 1 and mapping.dp * mapping.cp >= 4)
     if wanted.moe:

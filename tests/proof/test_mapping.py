@@ -37,6 +37,11 @@ def test_four_dimensions_on_eight_ranks_need_several_mappings():
         assert any(set(pair) <= mapping.active for mapping in chosen), pair
 
 
+def test_a_ring_of_context_ranks_keeps_a_direction():
+    """With two ranks the one before is the one behind."""
+    assert shrink_mapping(Mapping(cp=16, dp=4), 8, MOE)[0].cp == 4 and shrink_mapping(Mapping(cp=2, dp=4), 8, MOE)[0].cp == 2
+
+
 def test_wishes_are_heard():
     assert shrink_mapping(Mapping(pp=8, dp=4), 8, Wanted(moe=False, middle_stages=True))[0].pp > 2
     assert shrink_mapping(Mapping(cp=8, dp=4), 8, Wanted(moe=False, nested_context=True))[0].cp == 4
