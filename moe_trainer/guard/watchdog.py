@@ -10,12 +10,14 @@ A second thread posts this rank's place a few times per timeout. Both sleep near
 threads of this process on purpose: they see the interpreter's stack, and end with it.
 """
 
+import gc
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import FrameType
 
 from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
@@ -166,7 +168,7 @@ class Watchdog:
         if call is not None:
             return Note(0, "waits", _key(call), call.site(), call.waited())
         last = self._trace.last
-        stack = program_frames(sys._current_frames().get(threading.main_thread().ident))
+        stack = program_frames(_frame_of(threading.main_thread()))
         text = f"now in {' <- '.join(stack[:3])}" if stack else "now outside the program's own code"
         text += f", {self._trace.phase}" if self._trace.phase else ""
         text += f", iteration {self._trace.iteration}" if self._trace.iteration is not None else ""
@@ -262,3 +264,18 @@ def _verdict(mine: str, first: Note | None, second: Note | None) -> tuple[int, s
     if second.call == mine:
         return 5, "waits in the same call"
     return 3, f"waits elsewhere, for {second.seconds:.1f} s: {second.text}"
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    """Return what a thread executes.
+
+    Without garbage collection: before Python 3.12 one that begins inside _current_frames can wait for a lock that the call itself holds,
+    and the whole process stands still (CPython issue 106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident)
+    finally:
+        if collects:
+            gc.enable()

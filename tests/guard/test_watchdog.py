@@ -1,8 +1,10 @@
 """The watchdog by itself: forked ranks, a GPU that never comes back, and what is said of the others."""
 
+import gc
 import io
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import redirect_stderr, suppress
@@ -228,6 +230,19 @@ def test_the_message_is_out_before_rank_0_stays_for_the_others(tmp_path, capsys,
         raise CommunicationError("all_reduce number 1 of group dp: failed")
     assert said[0].startswith("pretrain_moe.py: rank 0: all_reduce number 1 of group dp: failed\n  rank 1: nothing is known")
     assert raised.value.told, "the program would print it again"
+
+
+def test_no_garbage_collection_begins_while_frames_are_read(tmp_path, monkeypatch):
+    """It can deadlock the process before Python 3.12 (CPython issue 106883); seen in a real run on two busy cores."""
+    seen, read = [], sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or read())
+    board = Bulletin(dist.FileStore(str(tmp_path / "store"), 2), 0)
+    with Watchdog(Trace(0), 2, board, TIMEOUT):
+        deadline = time.monotonic() + 30
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert seen and not any(seen)
+    assert gc.isenabled()
 
 
 def test_no_thread_is_left_when_the_watch_ends():
