@@ -16,6 +16,7 @@ from moe_trainer.checkpoint.layer_spec import FUSED, fused_norms, has_engine_nam
 
 MODEL_FILE = "model_optim_rng.pt"
 STATE_FILE = "distrib_optim.pt"
+LATENT_DOWN = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 EXPERT = ".experts.local_experts."
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

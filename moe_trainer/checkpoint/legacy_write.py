@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import flush_file, flush_folder
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.layer_spec import engine_parts, engine_states
+from moe_trainer.checkpoint.layer_spec import engine_parts, engine_states, has_engine_names
 from moe_trainer.checkpoint.legacy import STATES, bucketing
 from moe_trainer.checkpoint.legacy_names import (
     EXPERT,
+    LATENT_DOWN,
     MODEL_FILE,
     STATE_FILE,
     Sizes,
@@ -150,6 +151,8 @@ def _held(chunk: Any, record: Mapping[str, Any], ps: ParallelState) -> Iterator[
         group = ps.etp if info.kind == "expert" else ps.tp
         name, named_shape = info.names[0], shape[1:] if info.stacked else shape
         dim, parts = cut_of(name, named_shape, record, group.size)
+        if group.size > 1 and name.endswith(LATENT_DOWN) and not has_engine_names(record):
+            dim = 0  # whole here and in TransformerEngine's modules; upstream's local ones shard it
         if info.part_names or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
             raise CheckpointError(f"{name}: how a legacy checkpoint cuts it is not known; save with --ckpt-format torch_dist")
         if dim is not None and info.shard_count == 1:
