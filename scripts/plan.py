@@ -31,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arguments.tokens import FIELDS
 from moe_trainer.planner.calibrate import Calibration, Error, median, plan_of
 from moe_trainer.planner.dry_run import DEFAULT_HARDWARE, run_dry_run
-from moe_trainer.planner.hardware import find_hardware
-from moe_trainer.planner.layer_time import Constants
+from moe_trainer.planner.hardware import Constants, find_hardware
 from moe_trainer.planner.memory import GIB
 from moe_trainer.planner.plan import make_plan
 from moe_trainer.planner.search import HEADROOM, search, search_formats

@@ -14,8 +14,7 @@ from itertools import product
 from types import MappingProxyType
 
 from arguments import parse_args
-from moe_trainer.planner.hardware import find_hardware
-from moe_trainer.planner.layer_time import Constants
+from moe_trainer.planner.hardware import Constants, find_hardware
 from moe_trainer.planner.plan import Plan, make_plan
 from moe_trainer.planner.published import ROWS, Published
 from moe_trainer.planner.step_time import plan_step

@@ -8,7 +8,7 @@ and a gradient of its size is written and read; tokens are permuted on their way
 operands once more. Sparse attention multiplies as dense attention does where keys that are not chosen are masked, and the latents of chosen ones where
 they are gathered (shape/sparse_keys.py); its indexers score every pair of query and key besides. A layer takes at least the time in which the host launches its kernels.
 
-Constants: what no data sheet has. Those of `Constants` are fitted to published runs (scripts/plan.py calibrate prints the error of each
+Constants: what no data sheet has. Those of `Constants` (hardware.py) are fitted to published runs (scripts/plan.py calibrate prints the error of each
 run, and of each family of models, when it is left out of the fit); the others are measurements with source. None of them was measured
 on this program, which has not run on a cluster yet: the published runs are Megatron-LM's.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from moe_trainer.planner.hardware import Constants
 from moe_trainer.planner.links import Links, round_trip_seconds
 from moe_trainer.planner.memory import ChunkBytes
 from moe_trainer.shape.layers import is_linear, uses_window
@@ -30,22 +31,6 @@ if TYPE_CHECKING:
     from arguments import Arguments
     from arguments.model import ModelArgs
 
-
-@dataclass(frozen=True)
-class Constants:
-    """Fractions and times that are fitted.
-
-    products_bf16, products_fp8: of the peak, by large products. fill: what filling and draining the pipeline of every output tile costs,
-    as contracted elements that compute nothing: large products come near their fraction, narrow experts do not. iteration: seconds of an
-    iteration in which the device waits for the host, between the microbatches of one and of the next.
-    """
-
-    products_bf16: float = 0.70
-    products_fp8: float = 0.50
-    fill: float = 512
-    iteration: float = 0.02
-
-
 SCORES, LEARNING, TILES, LISTED = 4, (7, 8), (7, 14), (8, 13)
 """How often an element of [heads, queries, keys] is written or read as fp32, counted in ops/sparse_attention.py and ops/block_attention.py:
 by the index' scores; by what it learns, of its own heads and of attention's; by masked attention without a fused kernel, there and back; by
@@ -53,12 +38,6 @@ attention to listed keys (ops/latent_attention.py), of [heads, queries, chosen k
 MOVED = (3, 7, 7)
 """How often a row of latents is written or read for every query that chose it: forward, backward in the format of activations, and
 there in fp32, where its gradient is widened and added up."""
-LAUNCH = 30e-6
-"""Seconds of the host for one kernel of an eager program, with its modules' and autograd's Python. Moonlight's published comparison of
-recompute (Megatron-Bridge, perf-activation-recompute): making heads of latents once more, some 30 kernels and next to nothing for the
-device, takes 24 ms over 27 layers. Not more: Qwen3-30B's fastest run has 6.6 ms for the 200 kernels of a layer."""
-MEMORY = 0.8
-"""Of the memory's peak, by elementwise kernels."""
 ATTENTION = ((False, (0.679, 885), (0.574, 1421)), (True, (0.75, 1703), (0.556, 1161)))
 """(Blackwell?, forward, backward) of attention's core: fraction of the bf16 peak at great length, and the length that reaches half of it.
 Through cuDNN's TFLOP/s of 4K and 16K tokens, forward and backward: Hopper 553, 638 and 422, 523; Blackwell 1324, 1698 and 1083, 1298
@@ -112,7 +91,7 @@ class LayerTime:
         self.tokens, self.size = sizes.tokens, sizes.size
         self.own = self.tokens // self.tp
         self.width = "fp4" if precision.fp4 else "fp8" if precision.fp8 else "bf16"
-        self.memory = links.hardware.hbm_tb_s * 1e12 * MEMORY
+        self.memory = links.hardware.hbm_tb_s * 1e12 * constants.memory
         self.recomputed = recomputed_parts(args.training)
         self.gate = 2 if model.swiglu or model.quick_geglu else 1
         self.sparse = model.experimental_attention_variant == "dsa"
@@ -129,7 +108,7 @@ class LayerTime:
         narrow = self.width != "bf16" and not plain and self.hardware.fp8 > 0
         fraction = self.constants.products_fp8 if narrow else self.constants.products_bf16
         peak = self.hardware.peak(self.width if narrow else "bf16") * fraction
-        if self.size == 4:
+        if self.size == 4 and not self.hardware.synchronous:
             peak /= 2  # TF32
         traffic = (m * k + n * k) * (1 if narrow else self.size) + m * n * self.size
         seconds = count * max(2.0 * m * n * (k + self.constants.fill) / peak, traffic / self.memory)
@@ -266,7 +245,7 @@ class LayerTime:
             if module in graphs and part in parts:
                 parts.discard(part)
         count = sum(kernels[part] for part in parts) - (12 if is_moe and "moe_router" in graphs and "experts" in parts else 0)
-        return count * LAUNCH
+        return count * self.constants.launch
 
     def _tensor(self, is_moe: bool) -> float:
         """Collectives of tensor parallelism in forward: a gather and a scatter round attention, and round a feed-forward."""
@@ -307,15 +286,19 @@ class LayerTime:
         moves = self._permuting() if is_moe else 0.0
         tensor, (context, beside) = self._tensor(is_moe), self._context()
         core += matrices + choice
-        forward = Pass(max(attention + feed + core + 2 * kept + moves, self._launches(is_moe)), exchange, tensor,
+        forward = Pass(self._elapsed(attention + feed + core + 2 * kept + moves, self._launches(is_moe)), exchange, tensor,
                        context - min(beside, core))
         # in backward the gather of the input again; collectives of a gradient run beside the product of the weight's
         hidden_part = min(tensor, attention + (0.0 if is_moe else feed))
-        backward = Pass(max(2 * (attention + feed) + core_back + matrices + 3 * kept + 2 * moves, 2 * self._launches(is_moe)), exchange,
+        backward = Pass(self._elapsed(2 * (attention + feed) + core_back + matrices + 3 * kept + 2 * moves, 2 * self._launches(is_moe)), exchange,
                         1.5 * tensor - 0.5 * hidden_part, 2 * context - min(2 * beside, core_back))
         if is_moe:
             forward, backward = self._beside_exchange(forward, backward)
         return forward, backward + self._again(is_moe, forward, attention, feed, core, exchange, moves, kept)
+
+    def _elapsed(self, device: float, host: float) -> float:
+        """Seconds of kernels that take `device` to run and `host` to launch."""
+        return device + host if self.hardware.synchronous else max(device, host)
 
     def _beside_exchange(self, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
         """What shared experts and the experts' weight gradients hide of the exchange."""

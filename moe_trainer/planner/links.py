@@ -30,8 +30,6 @@ NVLINK_ALL_TO_ALL = 0.62
 DEEPEP_WIDE = 2.0
 """Times as long as HybridEP's takes DeepEP's exchange where NVLink joins more than the 8 ranks it was made for: of 256 GB200, DeepSeek-V3 went
 from 830 to 944 TFLOP/s when one took the place of the other, 0.6 ms for each of 1,900 exchanges (Megatron-LM, branch dev, discussion)."""
-LATENCY = 20e-6
-"""Seconds of a collective that sends nothing: launch and one round of a small message."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +40,20 @@ class Links:
 
     def bandwidth(self, stride: int, size: int) -> float:
         """Bytes/s of each rank in a ring over `size` ranks that lie `stride` apart."""
-        hardware = self.hardware
-        nvlink = hardware.nvlink_gb_s * 1e9 * NVLINK
+        hardware, reached = self.hardware, self.hardware.constants.links
+        nvlink = hardware.nvlink_gb_s * 1e9 * NVLINK * reached
         if stride * size <= hardware.domain:
             return nvlink
         together = max(1, min(size, hardware.domain // stride))
-        return min(nvlink, hardware.network_gb_s * 1e9 * NETWORK * together)
+        return min(nvlink, hardware.network_gb_s * 1e9 * NETWORK * reached * together)
 
     def ring(self, num_bytes: float, stride: int, size: int) -> float:
         """Seconds of an all-gather or reduce-scatter of so many bytes in all."""
-        return 0.0 if size == 1 else num_bytes * (size - 1) / size / self.bandwidth(stride, size) + LATENCY
+        return 0.0 if size == 1 else num_bytes * (size - 1) / size / self.bandwidth(stride, size) + self.hardware.constants.latency
 
     def message(self, num_bytes: float, stride: int) -> float:
         """Seconds of one message to a rank `stride` further."""
-        return num_bytes / self.bandwidth(stride, 2) + LATENCY
+        return num_bytes / self.bandwidth(stride, 2) + self.hardware.constants.latency
 
 
 def distinct(places: float, draws: float) -> float:
@@ -98,7 +96,8 @@ def exchange_seconds(args: Arguments, links: Links, tokens: float, size: int, wi
     moe, hardware = args.moe, links.hardware
     ep, etp = args.parallel.expert_model_parallel_size, args.parallel.expert_tensor_parallel_size or 1
     row, topk = (width or moe.expert_widths(args.model.hidden_size)[0]) * size, moe.moe_router_topk * kept_share(moe)
-    nvlink, network = hardware.nvlink_gb_s * 1e9, hardware.network_gb_s * 1e9 * NETWORK
+    reached, latency = hardware.constants.links, hardware.constants.latency
+    nvlink, network = hardware.nvlink_gb_s * 1e9 * reached, hardware.network_gb_s * 1e9 * NETWORK * reached
     seconds = 0.0
     if ep > 1:
         domains = max(1, ep * etp // hardware.domain)
@@ -110,11 +109,11 @@ def exchange_seconds(args: Arguments, links: Links, tokens: float, size: int, wi
             across = tokens * row * hit * inside / network
             spread = tokens * row * distinct(ep, topk) * (1 - 1 / min(ep, hardware.domain)) / (nvlink * NVLINK)
             wide = moe.moe_flex_dispatcher_backend == "deepep" and min(ep, hardware.domain) > 8
-            seconds = (DEEPEP_WIDE if wide else 1.0) * max(across, spread) + LATENCY
+            seconds = (DEEPEP_WIDE if wide else 1.0) * max(across, spread) + latency
         else:
             across = tokens * row * topk * inside / network
             within = tokens * row * topk * (1 - inside) * (1 - 1 / min(ep, hardware.domain)) / (nvlink * NVLINK_ALL_TO_ALL)
-            seconds = max(across, within) + LATENCY
+            seconds = max(across, within) + latency
     if etp > 1:
         seconds += links.ring(tokens * topk * row * etp, 1, etp)
     return seconds

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_trainer.planner.layer_time import Constants
+from moe_trainer.planner.hardware import Constants
 from moe_trainer.planner.memory import GIB, RESERVE, StageMemory, microbatches, plan_memory
 from moe_trainer.planner.published import BILLIONS, ROWS, Published
 from moe_trainer.planner.step_time import StepTime, plan_step

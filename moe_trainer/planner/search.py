@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from arguments import parse_args
 from moe_trainer.planner.dry_run import judged
-from moe_trainer.planner.layer_time import Constants, LayerTime, Pass
+from moe_trainer.planner.layer_time import LayerTime, Pass
 from moe_trainer.planner.links import Links
 from moe_trainer.planner.mappings import (
     FORMAT_FLAGS,
@@ -224,7 +224,7 @@ class Estimator:
         key = (mapping.tp, mapping.cp, mapping.ep, mapping.etp, mapping.mbs, mapping.recompute, mapping.backend)
         if key not in self._times:
             args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
-            times = LayerTime(args, self.links, self._bytes(mapping)[0], Constants())
+            times = LayerTime(args, self.links, self._bytes(mapping)[0], self.hardware.constants)
             kinds = {kind: times.passes(kind) for kind in set(self.pattern)}
             forward, backward = times.head()
             extra = forward + backward
@@ -291,7 +291,7 @@ class Estimator:
 
     def _update(self, mapping: Mapping, dense: float, expert: float) -> float:
         """Gradients, parameters and optimizer: what is not hidden, roughly."""
-        parallel, found = self.args.parallel, Constants().iteration
+        parallel, found = self.args.parallel, self.hardware.constants.iteration
         if not (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
             replicas = self.gpus // (mapping.tp * mapping.pp)
             found += self.links.ring(6 * dense, mapping.tp, replicas)

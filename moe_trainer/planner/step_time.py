@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moe_trainer.planner.layer_time import MEMORY, Constants, LayerTime, Pass
+from moe_trainer.planner.hardware import Constants
+from moe_trainer.planner.layer_time import LayerTime, Pass
 from moe_trainer.planner.links import Links
 from moe_trainer.planner.memory import ChunkBytes, StageMemory, few_microbatches, run_orders
 from moe_trainer.shape.full_sharding import strategy_of
@@ -129,7 +130,7 @@ def plan_step(args: Arguments, world_size: int, vocab_rows: int, num_microbatche
               constants: Constants | None = None) -> StepTime:
     """The time of one iteration. memory: of all stages (planner/memory.py), for what each holds."""
     parallel, links, sizes = args.parallel, Links(hardware), ChunkBytes(args, vocab_rows)
-    times = LayerTime(args, links, sizes, constants or Constants())
+    times = LayerTime(args, links, sizes, constants or hardware.constants)
     pp = parallel.pipeline_model_parallel_size
     layouts = chunk_layouts(args.model, parallel)
     kinds = {layout: chunk_passes(times, layout) for layout in {chunk for chunks in layouts for chunk in chunks}}
@@ -204,7 +205,7 @@ def parallel_bytes(args: Arguments) -> float:
 
 def _optimizer(args: Arguments, world_size: int, stage: StageMemory, hardware: Hardware) -> float:
     """Seconds of the update: what it reads and writes, on the device and on the host."""
-    memory = hardware.hbm_tb_s * 1e12 * MEMORY
+    memory = hardware.hbm_tb_s * 1e12 * hardware.constants.memory
     seconds = 0.0
     for kind, held in (("dense", stage.held.dense), ("expert", stage.held.expert)):
         each: StateBytes = state_bytes(args, world_size, kind)

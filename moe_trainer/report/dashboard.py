@@ -79,7 +79,7 @@ class Dashboard:
             self._validations.add(dict(record))
             return
         self._take_routing(record)
-        self._records.add({name: value for name, value in record.items() if name != "routing"})
+        self._records.add({name: value for name, value in record.items() if name not in ("routing", "run")})
         if event := {name: record[name] for name in ("resumed_from", "rejected") if name in record}:
             self._events.add(event)  # records are thinned, and what happened in them must not go
 

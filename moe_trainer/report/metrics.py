@@ -6,7 +6,7 @@ choice: the last pipeline stage has the loss). From it come
     first iteration of a run does not reset the sums, so users' parsers see the very numbers they are used to;
   * `metrics.jsonl`, which has no quirks: each record holds the values of its own iteration in full precision, counters
     count since the last record, `learning_rate` is the one used in the step, and the first record of a resumed run says after
-    which iteration it went on (`resumed_from`);
+    which iteration it went on (`resumed_from`). The first record of every start has `run`: what ran where (training/metrics.py);
   * dashboard.html beside it, the same records as a page (dashboard.py);
   * TensorBoard scalars under Megatron-LM's names, and the same names for Weights & Biases.
 
@@ -90,7 +90,7 @@ class LogOptions:
     """What is logged where: the section of flags, and what follows from other ones.
 
     metrics_file: where metrics.jsonl goes, None for nowhere; moe_per_layer_logging: the flag of that name; expert_ranks,
-    layer_share: see routing.routing_health; peak_tflops: of the device, in bf16, None where it is not known. own: the run is one
+    layer_share: see routing.routing_health; run: what the first record says of the run, None for nothing; peak_tflops: of the device, in bf16, None where it is not known. own: the run is one
     with what is already in --tensorboard-dir, which it has logged up to `start_samples` samples and perhaps further. evaluates_only:
     a checkpoint is evaluated; the records are added to the metrics file, and nothing in it is dropped.
     """
@@ -105,6 +105,7 @@ class LogOptions:
     expert_ranks: int = 1
     layer_share: float = 0.0
     peak_tflops: float | None = None
+    run: Mapping[str, Any] | None = None
 
 
 class MetricsLogger:
@@ -248,6 +249,8 @@ class MetricsLogger:
             values["own_time_ms"] = record.own_times
         if self._first and self._resumed_from:
             values["resumed_from"] = self._resumed_from
+        if self._first and self._options.run is not None:
+            values["run"] = self._options.run
         if health is not None:
             values["routing"] = health
         self._append(values)

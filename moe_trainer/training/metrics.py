@@ -1,9 +1,13 @@
 """The metrics of a run: opened and closed by all ranks together, kept by the last one."""
 
+import json
+import os
 from dataclasses import replace
 
 import torch
 
+from arguments import Arguments
+from arguments.container import OPTIONS
 from moe_trainer.planner.hardware import bf16_peak
 from moe_trainer.report.metrics import LogOptions, MetricsLogger
 from moe_trainer.run import Run, TrainState
@@ -46,5 +50,21 @@ def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
         own=output.auto_resume or (state.iteration > 0 and output.save is not None and output.load == output.save),
         start_samples=state.consumed_train_samples,
         evaluates_only=args.evaluates_only,
+        run=describe_run(args, place.world_size, run.padded_vocab_size, run.runtime.device),
     )
     return MetricsLogger(options, place.world_size, state.iteration, args.as_dict())
+
+
+def describe_run(args: Arguments, world_size: int, padded_vocab_size: int, device: torch.device) -> dict[str, object]:
+    """Describe what runs where, as the first record of metrics.jsonl holds it and `plan.py calibrate --from` reads it.
+
+    Returns:
+        World size, device, threads of a rank on CPU, padded vocabulary, and every flag that is not at its default.
+    """
+    settings = {name: value for name, value in args.as_dict().items() if value != OPTIONS[name].default}
+    on_gpu = device.type == "cuda"
+    return {
+        "world_size": world_size, "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "threads": None if on_gpu else torch.get_num_threads(), "cores": None if on_gpu else os.cpu_count(),
+        "padded_vocab_size": padded_vocab_size, "settings": json.loads(json.dumps(settings, default=str)),
+    }

@@ -7,7 +7,7 @@ from moe_trainer.planner.hardware import KNOWN, HardwareError, find_hardware
 
 def test_names():
     assert find_hardware("H100").bf16 == 989.4 and find_hardware("gb200").domain == 64
-    assert all(machine.source and machine.memory_gib > 30 for machine in KNOWN.values())
+    assert all(machine.source and machine.memory_gib > 10 for machine in KNOWN.values())
     assert find_hardware("a100").peak("fp8") == 312e12 and find_hardware("h100").peak("fp4") == 1978.9e12
 
 
