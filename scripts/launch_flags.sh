@@ -501,7 +501,8 @@ check_flags() {
     case $plan in
         *$'\n'"does not fit"*)
             echo "error: this run DOES NOT FIT the memory of its devices:$(grep '^does not fit' <<<"$plan" | cut -d: -f2-)" >&2
-            echo "       more of TP, PP, EP or RECOMPUTE helps; HARDWARE=NAME plans for other devices" >&2
+            sed -n '/^cheapest changes that fit/,/^$/{/^$/!s/^/       /p}' <<<"$plan" >&2
+            echo "       HARDWARE=NAME plans for other devices" >&2
             exit 3
             ;;
     esac

@@ -23,8 +23,12 @@ import argparse
 import difflib
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,8 +38,10 @@ from moe_trainer.planner.dry_run import DEFAULT_HARDWARE, run_dry_run
 from moe_trainer.planner.hardware import Constants, find_hardware
 from moe_trainer.planner.memory import GIB
 from moe_trainer.planner.plan import make_plan
+from moe_trainer.planner.published import ROWS
 from moe_trainer.planner.search import HEADROOM, search, search_formats
 from moe_trainer.planner.search_text import search_lines
+from moe_trainer.planner.uncertainty import UNTESTED, bar_of, fit, held_out, published_residuals
 from moe_trainer.planner.unseen import UNSEEN
 
 OPTIONS_OF_SEARCH = ("--gpus", "--best", "--headroom", "--formats", "--hardware", "--world-size")
@@ -91,15 +97,29 @@ def _search(words: list[str]) -> int:
         parser.error("--gpus and --best are at least 1, --headroom too")
     try:
         hardware = find_hardware(options.hardware)
-        if options.formats:
-            outcome = search_formats(flags, options.formats, options.gpus, hardware, options.best, options.headroom)
-        else:
-            outcome = search(flags, options.gpus, hardware, options.best, options.headroom)
+        with progress_line(sys.stderr) as progress:
+            if options.formats:
+                outcome = search_formats(flags, options.formats, options.gpus, hardware, options.best, options.headroom, progress)
+            else:
+                outcome = search(flags, options.gpus, hardware, options.best, options.headroom, progress)
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
     print("\n".join(search_lines(outcome, options.gpus, options.hardware)))
     return 0 if outcome.found else 2
+
+
+@contextmanager
+def progress_line(stream: TextIO) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows a text as the last line of a terminal; nothing is written elsewhere. (tqdm is no dependency of this program.)"""
+    if not stream.isatty():
+        yield lambda text: None
+        return
+    begin = time.monotonic()
+    try:
+        yield lambda text: print(f"\r\033[K{text}; {time.monotonic() - begin:.0f} s", end="", file=stream, flush=True)
+    finally:
+        print("\r\033[K", end="", file=stream, flush=True)
 
 
 def misspelled(flags: list[str]) -> list[tuple[str, str]]:
@@ -152,7 +172,28 @@ def calibration_lines(calibration: Calibration) -> list[str]:
         *(f"| {error.row.name} | {error.row.tflops:.1f} | {error.tflops:.1f} | {_percent(error)} | {error.row.source} |" for error in later), "",
         f"Median of the absolute errors of the {len(later)}: {100 * median(later):.1f} %; of the {len(eager)} eager ones {100 * median(eager):.1f} %, of the others "
         f"{100 * median([error for error in later if error not in eager]):.1f} %.", "",
-        *LATER_FAR_OFF, "", *_memory_lines(calibration),
+        *LATER_FAR_OFF, "", *_bar_lines([*(Error(row, calibration.plans[row.name].tflops, used) for row in ROWS), *later], calibration),
+        *_memory_lines(calibration),
+    ]
+
+
+def _bar_lines(errors: list[Error], calibration: Calibration) -> list[str]:
+    """The error bars that plans carry, and how many runs they hold."""
+    tflops = {error.row: error.tflops for error in errors}
+    plans = {row: calibration.plans[row.name] if row.name in calibration.plans else plan_of(row) for row in tflops}
+    runs = published_residuals(plans, tflops.get, plans.get)
+    found, left_out = fit(runs), held_out(runs)
+    inside, of_all = (sum(run.error <= bar for run, bar in bars) for bars in (left_out, [(run, bar_of(found, run.features)) for run in runs]))
+    return [
+        "## Error bars", "",
+        "What a plan says behind its time: a base and a term for every feature that made runs hard to predict, fitted to |log(predicted / published)| of "
+        f"all {len(runs)} runs by quantile regression (moe_trainer/planner/uncertainty.py).", "",
+        "| feature | adds |", "|---|---|", f"| (base) | {100 * found.base:.1f} % |",
+        *(f"| {name} | {100 * value:.1f} % |" for name, value in found.terms.items()),
+        f"| each that no published run has | {100 * UNTESTED:.0f} % (a judgement, no data) |", "",
+        f"Runs inside their bar: {100 * of_all / len(runs):.0f} %; with terms fitted to the other models alone: {100 * inside / len(runs):.0f} %. The 13 runs that "
+        "were left out above are not counted: with all of them outside it would be "
+        f"{100 * inside / (len(runs) + 13):.0f} %.", "",
     ]
 
 

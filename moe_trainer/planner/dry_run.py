@@ -8,28 +8,13 @@ from collections.abc import Mapping
 
 from arguments import ArgumentError, Arguments, parse_args
 from arguments.report import world_size_of
+from moe_trainer.planner.fixes import cheapest_fixes
 from moe_trainer.planner.hardware import Hardware, find_hardware
+from moe_trainer.planner.judge import judged
 from moe_trainer.planner.plan import Plan, PlanError, make_plan
 from moe_trainer.planner.text import memory_json, plan_json, plan_lines
-from moe_trainer.shape.batch_sizes import sizes_that_wait
 
 DEFAULT_HARDWARE = "h100"
-
-
-def judged(argv: list[str], world_size: int, checkpoint: Mapping[str, object] | None = None) -> Arguments:
-    """The flags, if a run on so many ranks would start with them.
-
-    Raises: ArgumentError with everything that is wrong; PlanError for batch sizes with which virtual stages would wait for ever.
-    """
-    args = parse_args(argv, world_size, checkpoint)
-    if args.unbuildable:
-        raise ArgumentError(args.unbuildable)
-    sizes = args.parallel
-    replicas = world_size // (sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size)
-    waiting = sizes_that_wait(args, replicas)
-    if waiting:
-        raise PlanError("; ".join(waiting))
-    return args
 
 
 def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> Plan:
@@ -71,13 +56,14 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
     except ValueError as error:
         print(f"pretrain_moe.py: {error}", file=sys.stderr)
         return 2
+    fixes = cheapest_fixes(argv, plan) if plan.margin < 0 else []
     notes = [*plan.args.notes, *([plan.note] if plan.note else []), *(() if plan.args.output.hardware else (f"--hardware is not given: {DEFAULT_HARDWARE}",))]
-    print("\n".join([*notes, *plan_lines(plan)]))
+    print("\n".join([*notes, *plan_lines(plan, fixes)]))
     path = plan.args.output.report
     if path is not None:
         try:
             with open(path, "w", encoding="utf-8") as file:
-                json.dump(plan_json(plan), file, indent=1)
+                json.dump(plan_json(plan, fixes), file, indent=1)
                 file.write("\n")
         except OSError as error:
             print(f"pretrain_moe.py: --report {path}: the file cannot be written ({error.strerror})", file=sys.stderr)

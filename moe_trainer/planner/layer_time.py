@@ -326,6 +326,9 @@ class LayerTime:
             found += self._shared() if "shared_experts" in self.recomputed else 0.0
             if "moe" in self.recomputed:
                 return Pass(found + feed + moves + kept, exchange)
+            if "moe_act" in self.recomputed and self.sizes.quantized_experts:  # what the first product made is read once more, and the activation written
+                width = (self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
+                found += (self.gate + 1) * self.sizes.received * width * self.size / self.memory
         elif "mlp" in self.recomputed:
             found += feed
         return Pass(found)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from arguments.retired import BY_SPELLING
 from arguments.tokens import FIELDS
 from moe_trainer.shape.layers import moe_layer_pattern
 
@@ -28,10 +29,12 @@ SEARCHED = frozenset(
     "sequence_parallel pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
     "microbatch_group_size_per_vp_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_schedule "
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split micro_batch_size recompute_granularity recompute_method "
-    "recompute_num_layers recompute_modules recompute_activations moe_layer_recompute moe_token_dispatcher_type moe_flex_dispatcher_backend "
+    "recompute_num_layers recompute_modules recompute_activations checkpoint_activations moe_layer_recompute moe_token_dispatcher_type moe_flex_dispatcher_backend "
     "moe_enable_deepep overlap_moe_expert_parallel_comm delay_wgrad_compute world_size hardware dry_run validate_only fake_process_group report".split()
 )
 """Flags that a mapping sets, or that have no meaning beside it: what the user gave of them is left out."""
+REPLACED = SEARCHED - frozenset(("world_size", "hardware", "dry_run", "validate_only", "fake_process_group", "report"))
+"""Those of them that a search chooses values of."""
 FORMATS = MappingProxyType({
     "bf16": ("--bf16",), "tensorwise": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
     "blockwise": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"),
@@ -59,18 +62,29 @@ class Mapping:
     backend: str = ""
     overlap: bool = False
 
-    def flags(self, layout: str | None) -> list[str]:
-        """As a command line says it. layout: of the pipeline, if it has stages."""
-        words = ["--tensor-model-parallel-size", self.tp] if self.tp > 1 else []
+    def flags(self, layout: str | None, base: Arguments | None = None) -> list[str]:
+        """As a command line says it. layout: of the pipeline, if it has stages; base: the line without these flags, whose preset may set
+        what must be set back."""
+        preset = base.parallel if base is not None else None
+        words: list[object] = []
+        for flag, size, default in (
+                ("--tensor-model-parallel-size", self.tp, preset and preset.tensor_model_parallel_size),
+                ("--context-parallel-size", self.cp, preset and preset.context_parallel_size),
+                ("--pipeline-model-parallel-size", self.pp, preset and preset.pipeline_model_parallel_size),
+                ("--expert-model-parallel-size", self.ep, preset and preset.expert_model_parallel_size)):
+            words += [flag, size] if size != (default or 1) else []
         words += ["--sequence-parallel"] if self.tp > 1 else []
-        words += ["--context-parallel-size", self.cp] if self.cp > 1 else []
-        words += ["--pipeline-model-parallel-size", self.pp, "--pipeline-model-parallel-layout", layout] if self.pp > 1 else []
-        words += ["--expert-model-parallel-size", self.ep] if self.ep > 1 else []
-        words += ["--expert-tensor-parallel-size", self.etp] if self.tp > 1 else []
+        words += ["--pipeline-model-parallel-layout", layout] if self.pp > 1 else []
+        has_experts = base is None or bool(base.moe.num_experts)
+        words += ["--expert-tensor-parallel-size", self.etp] if has_experts and (self.tp > 1 or preset and preset.expert_tensor_parallel_size) else []
         words += ["--micro-batch-size", self.mbs]
-        words += ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", self.backend] if self.backend else (
-            ["--moe-token-dispatcher-type", "alltoall"] if self.ep * self.etp > 1 else [])
-        words += ["--overlap-moe-expert-parallel-comm"] if self.overlap else []
+        if has_experts:  # also where nothing is exchanged: other flags ask for one of the two
+            words += ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", self.backend] if self.backend else [
+                "--moe-token-dispatcher-type", "alltoall"]
+        if self.overlap:
+            words += ["--overlap-moe-expert-parallel-comm"]
+        elif preset and preset.overlap_moe_expert_parallel_comm:
+            words += ["--overlap-moe-expert-parallel-comm=false"]
         if self.recompute == FULL:
             words += "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
         elif self.recompute:
@@ -85,10 +99,11 @@ class Mapping:
             pipeline_model_parallel_layout=layout, microbatch_group_size_per_vp_stage=self.pp, overlap_p2p_comm=self.vpp > 1,
             overlap_moe_expert_parallel_comm=self.overlap)
         full = self.recompute == FULL
-        training = replace(
-            args.training, micro_batch_size=self.mbs, recompute_granularity="full" if full else "selective" if self.recompute else None,
-            recompute_method="uniform" if full else None, recompute_num_layers=1 if full else None,
-            recompute_modules=None if full or not self.recompute else list(self.recompute))
+        training = replace(args.training, micro_batch_size=self.mbs)
+        if self.recompute:  # else as the preset says
+            training = replace(
+                training, recompute_granularity="full" if full else "selective", recompute_method="uniform" if full else None,
+                recompute_num_layers=1 if full else None, recompute_modules=None if full else list(self.recompute))
         moe = replace(args.moe, moe_token_dispatcher_type="flex" if self.backend else "alltoall",
                       moe_flex_dispatcher_backend=self.backend or "deepep")
         return replace(args, parallel=parallel, training=training, moe=moe)
@@ -109,8 +124,17 @@ def _marked(argv: Sequence[str], dests: frozenset[str]) -> Iterator[tuple[str, b
     for word in argv:
         name = word.split("=", 1)[0]
         if word.startswith("--"):
-            within = name in FIELDS and FIELDS[name].dest in dests
+            within = bool(dests.intersection(_dests(name)))
         yield word, within
+
+
+def _dests(name: str) -> tuple[str, ...]:
+    """What a flag, or an old spelling of one, sets."""
+    name = name.removesuffix(":")
+    if name in FIELDS:
+        return (FIELDS[name].dest,)
+    became = BY_SPELLING[name].becomes if name in BY_SPELLING else ()
+    return tuple(FIELDS[word].dest for _, text in became for word in text.split() if word in FIELDS)
 
 
 def formats_of(hardware: Hardware) -> tuple[str, ...]:
@@ -132,6 +156,8 @@ def recompute_sets(args: Arguments) -> tuple[tuple[str, ...], ...]:
     norms = () if args.precision.fp8 and args.precision.fp8_recipe == "delayed" else ("layernorm",)
     sets = [(), norms, latent, (*norms, *latent), (*norms, *latent, *dense)]
     if any(pattern):
+        if args.precision.fp8 or args.precision.fp4:  # in 16 bits experts compute their activation again anyway
+            sets += [("moe_act", *norms, *latent), ("moe_act", *norms, *latent, *dense)]
         sets += [("moe", *norms), ("moe", *norms, *latent, *dense)]
     return tuple(dict.fromkeys([*sets, FULL]))
 

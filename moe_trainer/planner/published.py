@@ -61,6 +61,12 @@ class Published:
         return self.tp if UNFOLDED in self.flags else 1
 
     @property
+    def family(self) -> str:
+        """The model, where a preset stands for several."""
+        other = self.name.split()[0]
+        return other if other in ("G8T8", "8x70B") else self.model
+
+    @property
     def dispatcher(self) -> str:
         """How its tokens are exchanged."""
         return next((name for name, flags in (("hybridep", HYBRIDEP), ("deepep", DEEPEP)) if flags in self.flags), "alltoall")

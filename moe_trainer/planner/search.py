@@ -5,26 +5,33 @@ that share them; bubble and microbatches in flight by the closed formulas of the
 Second pass, from the fastest down: the real command line through the real rules, a full plan with its timetable; what is refused or
 does not fit is dropped. Of one shape only the fastest choice of recompute and dispatcher that fits is shown.
 
+Differences that the time model cannot tell are ties, and of these the best supported mapping stands first (`ranked`, uncertainty.py).
 Every result names what binds it; `reasons` says why the first is faster than the second, cause by cause.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from arguments import parse_args
-from moe_trainer.planner.dry_run import judged
+from arguments import ArgumentError, parse_args
+from arguments.parallel import ParallelArgs
+from arguments.parse import understand
+from moe_trainer.planner.fixes import Fix, cheapest_fixes
+from moe_trainer.planner.judge import judged
 from moe_trainer.planner.layer_time import LayerTime, Pass
 from moe_trainer.planner.links import Links
 from moe_trainer.planner.mappings import (
     FORMAT_FLAGS,
     FORMATS,
     FULL,
+    REPLACED,
+    SEARCHED,
     Mapping,
     exchanges,
     formats_of,
@@ -37,9 +44,10 @@ from moe_trainer.planner.mappings import (
 )
 from moe_trainer.planner.memory import GIB, RESERVE, ChunkBytes
 from moe_trainer.planner.params import Held, LayerParams
-from moe_trainer.planner.plan import Plan, PlanError, make_plan
+from moe_trainer.planner.plan import Plan, PlanError, make_plan, nearest
 from moe_trainer.planner.published import BILLIONS, ROWS, Published
 from moe_trainer.planner.step_time import HIDDEN, taken_share
+from moe_trainer.planner.uncertainty import ErrorBar, comparison_bar, error_bar, term
 from moe_trainer.planner.vocabulary import planned_vocab_rows
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.state_bytes import rank_state_bytes
@@ -57,6 +65,8 @@ TRIES = 6
 """Choices of recompute and dispatcher that are planned for one shape, until one fits."""
 PLANNED = 60
 """Full plans at least, if there are as many; the estimate's order is not quite the plan's."""
+MOST_PLANNED, MOST_REFUSED = 400, 600
+"""Full plans that are made, and refusals that are met, before a search gives up."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +81,24 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Found:
-    """A mapping that is legal and fits. argv: the flags to add; binds: what keeps it from being faster."""
+    """A mapping that is legal and fits. argv: the flags to add; binds: what keeps it from being faster; bar: how far its time may be off."""
 
     mapping: Mapping
     argv: tuple[str, ...]
     plan: Plan
     binds: str
+    bar: ErrorBar
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found, fastest first, and how many mappings it saw: legal by division, small enough, planned, refused by rules.
+    """What a search found, best first, and how many mappings it saw: legal by division, small enough, planned, refused by rules.
+
+    refusals: the commonest reasons of the rules, with how often each was met. replaced: what the line says that the search chooses itself.
     own: the plan of the mapping that the user's line names, if it names a legal one; published: a run of this model on as many of these
-    devices in this width with which a figure was published, and the plan of its mapping."""
+    devices in this width with which a figure was published, and the plan of its mapping. fixes: changes of flags that are not searched
+    with which something fits, where nothing does; devices: the smallest number (doubled) on which weights and states do.
+    """
 
     base: tuple[str, ...]
     found: tuple[Found, ...]
@@ -94,54 +109,159 @@ class Outcome:
     seconds: float
     own: Plan | None = None
     published: tuple[Published, Plan] | None = None
+    refusals: tuple[tuple[str, int], ...] = ()
+    replaced: tuple[str, ...] = ()
+    closest: tuple[Plan, tuple[str, ...]] | None = None
+    fixes: tuple[Fix, ...] = ()
+    devices: int | None = None
 
 
-def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, headroom: float = HEADROOM) -> Outcome:
-    """Find the best mappings of a command line; what it says of mappings itself is left out. headroom: load of a rank, as a multiple of an
-    even share, that must still fit.
+Progress = Callable[[str], None]
 
-    Raises: ValueError (ArgumentError, PlanError) for flags that no mapping could mend.
+
+def silent(text: str) -> None:
+    """Report progress to nobody."""
+
+
+def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
+    """Split off what a search chooses itself.
+
+    Returns:
+        The rest of the line, and what it means with the plainest mapping: a micro-batch of 1 and, of a model with experts, the alltoall
+        dispatcher, because other flags ask for values of these.
+
+    Raises: ArgumentError for flags that no mapping makes legal.
+    """
+    base = without(argv)
+    settings, _ = understand([*base, "--micro-batch-size", "1"], None)
+    plain = ["--micro-batch-size", "1"] + (["--moe-token-dispatcher-type", "alltoall"] if settings.num_experts else [])
+    try:
+        return base, parse_args([*base, *plain], None)
+    except ArgumentError as refused:
+        try:
+            given = parse_args(list(argv), None)  # flags that need a mapping, and the line names one
+        except ArgumentError:
+            raise refused from None
+    unmapped = {field.name: field.default for field in fields(ParallelArgs) if field.name in SEARCHED and field.default is not MISSING}
+    again = {name: None for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")}
+    return base, replace(given, parallel=replace(given.parallel, **unmapped), training=replace(given.training, **again))
+
+
+def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, headroom: float = HEADROOM, progress: Progress = silent) -> Outcome:
+    """Find the best mappings of a command line: what it says is the base, and what a mapping sets takes the place of what it says of that.
+
+    headroom: load of a rank, as a multiple of an even share, that must still fit. progress: told now and then how far the search is.
+
+    Raises: ValueError (ArgumentError, PlanError) for flags that no mapping makes legal.
     """
     begin = time.monotonic()
-    base = without(argv)
-    args = parse_args(base, None)
+    base, args = base_arguments(argv)
     rows, _ = planned_vocab_rows(args)
     if rows is None:
         raise PlanError("a search needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
     if not args.training.global_batch_size:
         raise PlanError("a search needs --global-batch-size: mappings are compared by the time of one iteration")
     estimator = Estimator(args, gpus, hardware, rows, headroom)
-    estimates, seen = [], 0
-    for estimate in estimator.all():
+    estimates, seen, least = [], 0, None
+    mappings = list(estimator.mappings())
+    for estimate in map(estimator.estimate, mappings):
         seen += 1
+        if seen % 500 == 0:
+            progress(f"{seen:,} of {len(mappings):,} mappings estimated")
+        if least is None or estimate.memory < least.memory:
+            least = estimate
         if estimate.memory <= SLACK * (hardware.memory_gib * GIB - RESERVE):
             estimates.append(estimate)
-    estimates.sort(key=lambda each: each.seconds)
-    found, planned, refused, tries = [], 0, 0, Counter()
-    for estimate in estimates:
-        shape = replace(estimate.mapping, recompute=(), backend="", overlap=False)
-        if planned >= PLANNED and len(found) >= best:
+    found, planned, refused, tries, reasons_refused = [], 0, 0, Counter(), Counter()
+    for estimate in estimator.planning_order(estimates):
+        doubtful = estimator.doubt(estimate.mapping) > 0
+        shape = replace(estimate.mapping, recompute=(), backend="", overlap=False), doubtful
+        if (planned >= PLANNED and len(found) >= 2 * best) or planned - refused >= MOST_PLANNED or refused >= MOST_REFUSED:
             break
         if tries[shape] >= TRIES:
             continue
         tries[shape] += 1
         planned += 1
-        line = [*base, *estimate.mapping.flags(estimate.layout)]
+        if planned % 10 == 0:
+            progress(f"{seen:,} mappings estimated; {planned} planned in full, {len(found)} fit")
+        line = estimate.mapping.flags(estimate.layout, args)
         try:
-            plan = make_plan(judged(line, gpus), gpus, hardware)
-        except ValueError:
+            plan = make_plan(judged([*base, *line], gpus), gpus, hardware)
+        except ArgumentError as error:
             refused += 1
+            reasons_refused.update({violation.message for violation in error.violations})
+            continue
+        except ValueError as error:
+            refused += 1
+            reasons_refused[str(error)] += 1
             continue
         if plan.margin >= 0 and (plan.headroom is None or plan.headroom >= headroom):
-            found.append(Found(estimate.mapping, tuple(estimate.mapping.flags(estimate.layout)), plan, binding(plan)))
+            found.append(Found(estimate.mapping, tuple(line), plan, binding(plan), error_bar(plan)))
             tries[shape] = TRIES
-    found.sort(key=lambda each: -each.plan.tokens_per_second)
     own = _own(argv, base, gpus, hardware)
     known = _published(found[0].plan, base) if found else None
-    return Outcome(tuple(base), tuple(found[:best]), seen, len(estimates), planned, refused, time.monotonic() - begin, own, known)
+    outcome = Outcome(tuple(base), tuple(ranked(found, best)), seen, len(estimates), planned, refused, time.monotonic() - begin, own, known,
+                      tuple(reasons_refused.most_common(3)), tuple(only(argv, REPLACED)))
+    return outcome if found else _nothing_fits(outcome, estimator, least, headroom)
 
 
-def search_formats(argv: Sequence[str], formats: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, headroom: float = HEADROOM) -> Outcome:
+def ranked(found: Sequence[Found], best: int) -> list[Found]:
+    """Order candidates: the fastest first, but of those that tie with the fastest that is left, the best supported.
+
+    Two tie when their times differ by less than the comparison of both can tell (`comparison_bar`). Better supported is a smaller error
+    bar, then a published run that is less far away.
+    """
+    left, order = sorted(found, key=lambda each: each.plan.time.step), []
+    while left and len(order) < best:
+        tied = [each for each in left if ties(left[0].plan, each.plan)]
+        # what another one, as well supported, clearly beats is no candidate, though it ties with the doubtful fastest
+        tied = [each for each in tied if not any(other.plan.time.step < each.plan.time.step and other.bar.relative < each.bar.relative + 0.005
+                                                 and not ties(other.plan, each.plan) for other in (*tied, *order))]
+        # bars that differ by less than a percent support equally
+        first = min(tied or left[:1], key=lambda each: (round(each.bar.relative, 2), round(nearest(each.plan).apart, 1), each.plan.time.step))
+        order.append(first)
+        left.remove(first)
+    return order
+
+
+def ties(first: Plan, second: Plan) -> bool:
+    """True if the predicted times of two plans differ by less than their comparison can tell."""
+    difference = abs(math.log(second.time.step / first.time.step))
+    return difference < 0.02 or difference < comparison_bar(first, second)
+
+
+def _nothing_fits(outcome: Outcome, estimator: Estimator, least: Estimate | None, headroom: float) -> Outcome:
+    """Add what would fit: changes of flags that are not searched on the smallest mapping, and a number of devices."""
+    hardware, gpus = estimator.hardware, estimator.gpus
+    closest, fixes = None, ()
+    if least is None:
+        least = min(estimator.mappings(small=False), key=lambda mapping: estimator.state_bytes(mapping), default=None)
+        least = least and estimator.estimate(replace(least, recompute=FULL))
+    if least is not None:
+        line = least.mapping.flags(least.layout, estimator.args)
+        try:
+            plan = make_plan(judged([*outcome.base, *line], gpus), gpus, hardware)
+        except ValueError:
+            plan = None
+        if plan is not None:
+            closest = plan, tuple(line)
+            fixes = tuple(cheapest_fixes([*outcome.base, *line], plan, headroom=headroom, searched=False))
+    return replace(outcome, closest=closest, fixes=fixes, devices=_devices_that_hold(estimator))
+
+
+def _devices_that_hold(estimator: Estimator) -> int | None:
+    """The smallest number of devices, doubled from those given, on which some mapping's weights and states leave room."""
+    room = estimator.hardware.memory_gib * GIB - RESERVE
+    for doubling in range(1, 6):
+        gpus = estimator.gpus << doubling
+        larger = Estimator(estimator.args, gpus, estimator.hardware, estimator.rows, estimator.load)
+        if any(larger.estimate(replace(shape, recompute=FULL)).memory <= room for shape in larger.mappings(small=True, shapes_only=True)):
+            return gpus
+    return None
+
+
+def search_formats(argv: Sequence[str], formats: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, headroom: float = HEADROOM,
+                   progress: Progress = silent) -> Outcome:
     """The same over several formats of the products (FORMATS), whatever the command line says of them.
 
     Raises: ValueError as `search`, and for a format that the device has no products in.
@@ -150,14 +270,17 @@ def search_formats(argv: Sequence[str], formats: Sequence[str], gpus: int, hardw
     if missing:
         raise PlanError(f"{hardware.name} has no products in {', '.join(missing)}; it has {', '.join(formats_of(hardware))}")
     base = without(argv, FORMAT_FLAGS)
-    outcomes = [(FORMATS[name], search([*base, *FORMATS[name]], gpus, hardware, best, headroom)) for name in formats]
-    found = sorted((replace(each, argv=(*words, *each.argv)) for words, outcome in outcomes for each in outcome.found),
-                   key=lambda each: -each.plan.tokens_per_second)
+    outcomes = [(FORMATS[name], search([*base, *FORMATS[name]], gpus, hardware, best, headroom, lambda text, name=name: progress(f"{name}: {text}")))
+                for name in formats]
+    found = ranked([replace(each, argv=(*words, *each.argv)) for words, outcome in outcomes for each in outcome.found], best)
     each = [outcome for _, outcome in outcomes]
-    known = next((outcome.published for outcome in each if outcome.found and found[0].plan is outcome.found[0].plan), None)
+    known = next((outcome.published for outcome in each if outcome.published), None)
     seen, small, planned, refused, seconds = (sum(getattr(outcome, name) for outcome in each)
                                               for name in ("seen", "small", "planned", "refused", "seconds"))
-    return Outcome(tuple(without(base)), tuple(found[:best]), seen, small, planned, refused, seconds, _own(argv, without(base), gpus, hardware), known)
+    refusals = Counter({reason: count for outcome in each for reason, count in outcome.refusals}).most_common(3)
+    last = each[-1]
+    return Outcome(tuple(without(base)), tuple(found), seen, small, planned, refused, seconds, _own(argv, without(base), gpus, hardware), known,
+                   tuple(refusals), tuple(only(base, REPLACED)), last.closest, last.fixes, last.devices)
 
 
 def _published(plan: Plan, base: Sequence[str]) -> tuple[Published, Plan] | None:
@@ -196,19 +319,52 @@ class Estimator:
         self._times: dict[tuple, tuple[dict[bool, tuple[Pass, Pass]], tuple[float, float], float]] = {}
         self._states: dict[tuple, tuple[float, float, float]] = {}
 
-    def all(self) -> Iterator[Estimate]:
-        """Every mapping."""
+    def mappings(self, small: bool = True, shapes_only: bool = False) -> Iterator[Mapping]:
+        """Every mapping. small: only those whose weights and optimizer state a device can hold; shapes_only: without choices of recompute
+        and overlap, with the first dispatcher."""
+        room = self.hardware.memory_gib * GIB - RESERVE
         for shape in shapes(self.args, self.gpus, self.hardware):
-            if self._state(shape, shape.vpp)[0] > self.hardware.memory_gib * GIB - RESERVE:
+            if small and self.state_bytes(shape) > room:
+                continue
+            if shapes_only or not small:
+                yield shape
                 continue
             for backend, overlap in exchanges(self.args, self.hardware, shape.ep, shape.etp):
                 if overlap and shape.pp > 1 and shape.vpp == 1:
                     continue
                 for recompute in recompute_sets(self.args):
                     if not (overlap and (recompute == FULL or "moe" in recompute)):
-                        yield self._estimate(replace(shape, recompute=recompute, backend=backend, overlap=overlap))
+                        yield replace(shape, recompute=recompute, backend=backend, overlap=overlap)
 
-    def _estimate(self, mapping: Mapping) -> Estimate:
+    def doubt(self, mapping: Mapping) -> float:
+        """What the choices of a mapping add to the error bar of the model on this hardware (uncertainty.py says it of a whole plan)."""
+        few = self.hardware.domain <= 8
+        doubts = {
+            "NCCL's all-to-all among more than 64 experts": mapping.ep > 1 and not mapping.backend and (self.args.moe.num_experts or 0) > 64,
+            "context parallelism below 16K tokens": mapping.cp > 1 and self.args.data.seq_length < 16384,
+            "overlapped exchange on GB200 or later": mapping.overlap and self.hardware.is_blackwell,
+            "DeepEP where NVLink joins more than 8": mapping.backend == "deepep" and not few,
+            "full recompute": mapping.recompute == FULL, "more than 16 pipeline stages": mapping.pp > 16,
+        }
+        return sum(term(name) for name, holds in doubts.items() if holds)
+
+    def planning_order(self, estimates: Sequence[Estimate]) -> Iterator[Estimate]:
+        """By turns the fastest that are left, and the fastest of those that are not doubtful."""
+        fast = sorted(estimates, key=lambda each: each.seconds)
+        sure = iter([each for each in fast if not self.doubt(each.mapping)])
+        seen: set[Mapping] = set()
+        for each in fast:
+            for one in (each, next(sure, None)):
+                if one is not None and one.mapping not in seen:
+                    seen.add(one.mapping)
+                    yield one
+
+    def state_bytes(self, mapping: Mapping) -> float:
+        """Bytes of weights, gradients and optimizer state of a middle rank."""
+        return self._state(mapping, mapping.vpp)[0]
+
+    def estimate(self, mapping: Mapping) -> Estimate:
+        """Seconds and bytes of a mapping at a glance."""
         kinds, head, extra = self._layer_times(mapping)
         counts = layer_counts(len(self.pattern), mapping.pp * mapping.vpp, extra)
         replicas = self.gpus // (mapping.tp * mapping.cp * mapping.pp)
@@ -305,7 +461,7 @@ def binding(plan: Plan) -> str:
     losses = {"expert exchange": time_.exchange, "tensor parallel": time_.tensor, "context parallel": time_.context, "pipeline bubble": time_.bubble,
               "pipeline messages": time_.pipeline, "gradients and parameters": time_.data, "optimizer": time_.optimizer}
     name, most = max(losses.items(), key=lambda item: item[1])
-    text = f"memory ({plan.margin / GIB:.1f} GiB left)" if plan.margin < 0.1 * plan.hardware.memory_gib * GIB else ""
+    text = f"memory, of which {plan.margin / GIB:.1f} GiB are free" if plan.margin < 0.1 * plan.hardware.memory_gib * GIB else ""
     again = "recompute" if plan.args.training.recompute_granularity else ""
     parts = [part for part in (text, again, f"{name} {100 * most / time_.step:.1f} %" if most > 0.02 * time_.step else "") if part]
     return ", ".join(parts) or "computation"

@@ -64,11 +64,13 @@ def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert
     moments = float(sum(_BYTES[name] for name in formats[:count]))
     width = 2.0 if half else 4.0
     if shards_parameters(parallel) and _data_ranks(args, world_size, "dense") > 1:
-        instance = ranks // (parallel.num_distributed_optimizer_instances or 1)
+        instance = max(1, ranks // (parallel.num_distributed_optimizer_instances or 1))  # (a search asks before rules do)
         # fp32 shards are weights and main parameters in one
         return StateBytes(4 / instance + (width if keeps_gathered(parallel) else 0.0), 4 / instance, 0.0, moments / instance,
                           _share_on_host(args) * moments / instance)
-    shards = ranks // (parallel.num_distributed_optimizer_instances or 1) if parallel.use_distributed_optimizer and strategy_of(parallel) != "no_shard" else 1
+    shards = 1
+    if parallel.use_distributed_optimizer and strategy_of(parallel) != "no_shard":
+        shards = max(1, ranks // (parallel.num_distributed_optimizer_instances or 1))
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
     if stored:
         width, main_device = bytes_of_a_weight(args), float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0

@@ -5,8 +5,8 @@ from functools import reduce
 
 import pytest
 
-from moe_trainer.planner.dry_run import judged
 from moe_trainer.planner.hardware import find_hardware
+from moe_trainer.planner.judge import judged
 from moe_trainer.planner.plan import make_plan
 from moe_trainer.planner.text import plan_json
 

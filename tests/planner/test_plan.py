@@ -8,8 +8,8 @@ import pytest
 
 from arguments import parse_args
 from moe_trainer.planner.calibrate import Calibration, Error, median, plan_of
-from moe_trainer.planner.dry_run import judged
 from moe_trainer.planner.hardware import Constants, find_hardware
+from moe_trainer.planner.judge import judged
 from moe_trainer.planner.plan import PlanError, make_plan, nearest
 from moe_trainer.planner.published import BILLIONS, ROWS
 from moe_trainer.planner.text import plan_json, plan_lines

@@ -1,9 +1,11 @@
 """The search: its results are legal, fit and are what it says they are; its layouts are whole; what it leaves out of a command line."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +28,19 @@ from moe_trainer.planner.mappings import (
     without,
 )
 from moe_trainer.planner.plan import PlanError, make_plan
-from moe_trainer.planner.search import HEADROOM, Estimator, reasons, search, search_formats
+from moe_trainer.planner.search import (
+    HEADROOM,
+    Estimator,
+    Found,
+    base_arguments,
+    ranked,
+    reasons,
+    search,
+    search_formats,
+    ties,
+)
+from moe_trainer.planner.search_text import launch_line, search_lines
+from moe_trainer.planner.uncertainty import error_bar
 from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 ROOT = Path(__file__).parents[2]
@@ -40,16 +54,16 @@ def outcome():
 
 def test_results_are_legal_and_fit(outcome, capsys):
     assert len(outcome.found) == 8 and outcome.refused == 0 and outcome.seen > outcome.planned >= 8
-    speeds = [each.plan.tokens_per_second for each in outcome.found]
-    assert speeds == sorted(speeds, reverse=True)
+    fastest = min(each.plan.time.step for each in outcome.found)
+    assert all(ties(outcome.found[0].plan, each.plan) for each in outcome.found if each.plan.time.step == fastest)
     for each in outcome.found:
         argv = [*FLAGS, *each.argv, "--world-size", "16"]
         assert run_validate_only(argv, lambda args: {"total": None}) == 0, argv
         capsys.readouterr()
         assert make_plan(parse_args([*FLAGS, *each.argv], 16), 16, find_hardware("h100")).margin >= 0
         assert each.binds
-    shapes_found = [replace(each.mapping, recompute=(), backend="", overlap=False) for each in outcome.found]
-    assert len(set(shapes_found)) == len(shapes_found)
+    shapes_found = Counter(replace(each.mapping, recompute=(), backend="", overlap=False) for each in outcome.found)
+    assert max(shapes_found.values()) <= 2  # the fastest, and the fastest whose choices are not doubtful
 
 
 FOUR = (
@@ -76,15 +90,15 @@ def test_published_jobs(preset, machine, gpus, flags, capsys):
         mapping = plan.args.parallel
         assert (mapping.tensor_model_parallel_size, mapping.pipeline_model_parallel_size, mapping.expert_model_parallel_size) == (row.tp, row.pp, row.ep)
         first = outcome.found[0].plan
-        assert first.tokens_per_second > plan.tokens_per_second and reasons(first, plan)
+        assert first.tokens_per_second > 0.98 * plan.tokens_per_second
 
 
 def test_formats_are_compared():
     flags = ["--preset", "mixtral_tiny", "--mock-data", "--fp16", "--global-batch-size", "16"]
-    outcome = search_formats(flags, ("bf16", "blockwise"), 4, find_hardware("h100"), best=100)
+    outcome = search_formats(flags, ("bf16", "blockwise"), 4, find_hardware("h100"), best=30)
     widths = {each.plan.width for each in outcome.found}
     assert widths == {"bf16", "fp8"} and "--fp16" not in outcome.base
-    for each in outcome.found[::40]:
+    for each in outcome.found[::7]:
         args = parse_args([*outcome.base, *each.argv], 4)
         assert args.precision.bf16 and bool(args.precision.fp8) == (each.plan.width == "fp8")
     assert formats_of(find_hardware("a100")) == ("bf16",) and "nvfp4" in formats_of(find_hardware("gb300"))
@@ -101,7 +115,7 @@ def test_headroom_is_left():
 
 def test_the_first_is_argued_for(outcome):
     first, second = outcome.found[0].plan, outcome.found[1].plan
-    assert first.time.step <= second.time.step
+    assert first.time.step <= second.time.step or ties(first, second)
     assert reasons(first, second) or second.time.step / first.time.step < 1.01
     assert outcome.own is not None and outcome.own.tokens_per_second < first.tokens_per_second
 
@@ -112,7 +126,7 @@ def test_estimates_are_near_the_plans(outcome):
     hardware = find_hardware("h100")
     estimator = Estimator(args, 16, hardware, vocab_rows_from_flags(args))
     for each in outcome.found:
-        estimate = estimator._estimate(each.mapping)
+        estimate = estimator.estimate(each.mapping)
         assert estimate.seconds == pytest.approx(each.plan.time.step, rel=0.15)
         assert estimate.memory == pytest.approx(each.plan.peak.total, rel=0.25)
 
@@ -154,15 +168,16 @@ def test_no_machine_is_told_what_it_lacks():
     assert ("hybridep", False) in exchanges(args, find_hardware("gb200"), 8, 1)
     assert ("hybridep", True) not in exchanges(args, find_hardware("gb200"), 8, 1) and exchanges(args, find_hardware("h100"), 1, 1) == [("", False)]
     assert divisors(12, 6) == [1, 2, 3, 4, 6]
-    assert Mapping(1, 1, 1, 1, 1, 1, 2).flags(None) == ["--micro-batch-size", "2"]
+    assert Mapping(1, 1, 1, 1, 1, 1, 2).flags(None) == ["--micro-batch-size", "2", "--moe-token-dispatcher-type", "alltoall"]
 
 
 @pytest.mark.parametrize("words, code, says", [
-    ("search --preset mixtral_tiny --mock-data --gpus 4 --hardware a100 --best 3", 0, "to run it:"),
-    ("search --preset deepseek_v3 --mock-data --gpus 8", 2, "none fits"),
-    ("search --preset mixtral_8x7b --mock-data --gpus 7", 2, "no sizes divide"),
+    ("search --preset mixtral_tiny --mock-data --gpus 4 --hardware a100 --best 3", 0, "torchrun --nproc-per-node 4 pretrain_moe.py --preset mixtral_tiny"),
+    ("search --preset deepseek_v3 --mock-data --gpus 8", 2, "256 devices hold it"),
+    ("search --preset mixtral_8x7b --mock-data --gpus 7", 2, "--use-precision-aware-optimizer"),
+    ("search --preset mixtral_8x7b --mock-data --gpus 67", 2, "no sizes divide"),
     ("search --preset mixtral_tiny --mock-data --gpus 4 --formats bf16,fp9", 2, "fp9"),
-    ("search --preset mixtral_tiny --mock-data --gpus 4 --hardware b200 --formats bf16,mxfp8 --best 2", 0, "mxfp8"),
+    ("search --preset mixtral_tiny --mock-data --gpus 4 --hardware b200 --formats bf16,mxfp8 --best 2", 0, "mappings of 4 x b200"),
     ("search --preset no_such --mock-data --gpus 8", 2, "no_such"), ("search --preset mixtral_tiny --gpus 0", 2, "--gpus"),
     ("search --preset mixtral_tiny --gpus 8 --headrom 1", 2, "did you mean --headroom?"),
     ("search --preset mixtral_tiny --gpu=8", 2, "did you mean --gpus?"), ("search --preset mixtral_tiny", 2, "--gpus N is missing"),
@@ -174,3 +189,98 @@ def test_the_script(words, code, says):
                           env={name: value for name, value in os.environ.items() if name != "WORLD_SIZE"})
     assert done.returncode == code and says in done.stdout + done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+MIXTRAL = (
+    "--use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 --hidden-size 4096 "
+    "--ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm "
+    "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 "
+    "--no-masked-softmax-fusion --no-position-embedding --rotary-base 1000000 --num-experts 8 --moe-router-topk 2 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--overlap-param-gather --overlap-grad-reduce --tokenizer-type Llama2Tokenizer --tokenizer-model t.model --data-path d --split 99990,8,2 "
+    "--micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 "
+    "--weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 "
+    "--expert-model-parallel-size 8 --use-distributed-optimizer --sequence-parallel --eval-interval 1000 --eval-iters 10 --no-load-optim --no-load-rng"
+).split()
+"""examples/mixtral/train_mixtral_8x7b_distributed.sh of Megatron-LM: 32 H100."""
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    return search(MIXTRAL, 32, find_hardware("h100"), best=3)
+
+
+def test_a_line_without_a_preset(mixtral, capsys):
+    """What the line says stays, but what a mapping sets; the line to paste is legal and has its launcher."""
+    line = launch_line(mixtral, 32).split()
+    assert line[:4] == ["torchrun", "--nproc-per-node", "8", "--nnodes"] and line[4] == "4"
+    assert set(MIXTRAL) - set(line) <= {"--pipeline-model-parallel-size", "4", "256"} | set(mixtral.replaced)
+    assert "--micro-batch-size" in mixtral.replaced and "--global-batch-size" in line and line.count("--micro-batch-size") == 1
+    assert run_validate_only([*mixtral.base, *mixtral.found[0].argv, "--world-size", "32"], lambda args: {"total": None}) == 0
+    capsys.readouterr()
+    assert mixtral.own is not None and "your own mapping" in "\n".join(search_lines(mixtral, 32, "h100"))
+
+
+def test_flags_that_need_a_dispatcher_keep_one():
+    """Padding for 8 bits needs alltoall or flex, as recipes give it beside the dispatcher."""
+    line = [*MIXTRAL, "--fp8-format", "hybrid", "--moe-router-padding-for-quantization"]
+    base, args = base_arguments(line)
+    assert "--moe-token-dispatcher-type" not in base and args.moe.moe_router_padding_for_quantization
+    assert search(line, 32, find_hardware("h200"), best=1).found
+
+
+def test_a_preset_may_set_what_is_searched(tmp_path):
+    path = tmp_path / "mine.yaml"
+    text = (ROOT / "model_zoo" / "mixtral_tiny.yaml").read_text()
+    path.write_text(text + "\n  --tensor-model-parallel-size: 2\n  --sequence-parallel: true\n  --expert-model-parallel-size: 4\n")
+    outcome = search(["--preset", str(path), "--mock-data", "--bf16"], 8, find_hardware("h100"), best=60)
+    found = {each.mapping.tp for each in outcome.found}
+    assert {1, 2} <= found
+    for each in outcome.found:
+        assert each.plan.args.parallel.tensor_model_parallel_size == each.mapping.tp
+        assert each.plan.args.parallel.expert_model_parallel_size == each.mapping.ep
+
+
+@pytest.mark.parametrize("name, machine, gpus", [
+    ("zoo_readme/DeepSeek-V3", "h100", 256), ("zoo_yaml/Qwen3-30B-A3B/sbatch/bf16", "h100", 16), ("zoo_yaml/Mixtral-8x7B/sbatch/mxfp8", "gb200", 16),
+])
+@pytest.mark.slow
+def test_recipes_without_presets(shared, name, machine, gpus):
+    recipe = next(each for each in json.loads((shared / "reference" / "recipes.json").read_text()) if each["name"] == name)
+    assert "--preset" not in recipe["argv"]
+    outcome = search(recipe["argv"], gpus, find_hardware(machine), best=2)
+    assert len(outcome.found) == 2
+
+
+def test_old_spellings_are_left_out():
+    assert without("--recompute-activations --checkpoint-activations --bf16 --moe-layer-recompute".split()) == ["--bf16"]
+
+
+def test_ties_go_to_the_best_supported(mixtral):
+    """A mapping with context parallelism at 4K tokens is doubtful; one that is clearly slower is no tie."""
+    one = mixtral.found[0]
+    hardware = find_hardware("h100")
+    flags = [*mixtral.base, *one.argv]
+    half = make_plan(parse_args([*flags, "--context-parallel-size", "2"], 32), 32, hardware)
+
+    def timed(plan, seconds):
+        return Found(one.mapping, one.argv, replace(plan, time=replace(plan.time, compute=plan.time.compute + seconds - plan.time.step)), "", error_bar(plan))
+
+    plain, doubtful, slow = timed(one.plan, 1.0), timed(half, 0.9), timed(one.plan, 1.3)
+    assert doubtful.bar.relative > plain.bar.relative + 0.1
+    assert [each.plan.time.step for each in ranked([slow, doubtful, plain], 3)] == pytest.approx([1.0, 0.9, 1.3])
+    assert [each.plan.time.step for each in ranked([plain, timed(half, 0.6)], 2)] == pytest.approx([0.6, 1.0])
+
+
+def test_what_is_refused_is_said():
+    """No mapping is legal: the rule is named, and not that nothing fits."""
+    outcome = search([*MIXTRAL, "--num-distributed-optimizer-instances", "7"], 32, find_hardware("h100"), best=1)
+    text = "\n".join(search_lines(outcome, 32, "h100"))
+    assert not outcome.found and outcome.refused == outcome.planned
+    assert "no mapping is legal" in text and "--num-distributed-optimizer-instances 7" in text and "none fits" not in text
+
+
+def test_progress_is_told():
+    told = []
+    search([*FLAGS, "--num-layers", "8"], 8, find_hardware("h100"), best=1, progress=told.append)
+    assert any("mappings estimated" in text and " of " in text for text in told) and any("planned in full" in text for text in told)
