@@ -2,25 +2,31 @@
 """Plan a run before it is submitted: what it needs, how fast it will be, which mapping is best. No GPU, no torch.
 
     python scripts/plan.py FLAGS --world-size N --hardware H         the plan of a command line (pretrain_moe.py --dry-run)
-    python scripts/plan.py search FLAGS --gpus N --hardware H        all legal mappings, ranked: the ten fastest that fit
+    python scripts/plan.py search FLAGS --gpus N --hardware H        all legal mappings, ranked: the ten best that fit
+    python scripts/plan.py calibrate --from metrics.jsonl ...        fit the constants to your own runs; writes a file for --hardware
     python scripts/plan.py calibrate [--write]                       published runs, each predicted by constants fitted to the others;
                                                                      --write: as scripts/bench_results/planner.md
 
-FLAGS are the trainer's; --preset NAME names a model. H: a100, h100, h200, h800, b200, b300, gb200, gb300, or a YAML file. A search leaves out what
-FLAGS say of parallel sizes, micro-batch, recompute and dispatcher, and keeps everything else (optimizer, --global-batch-size; precision without --formats).
+FLAGS are the trainer's, with or without --preset NAME. H: a100, h100, h200, h800, b200, b300, gb200, gb300, cpu, or a YAML file. A search
+replaces what FLAGS say of parallel sizes, micro-batch, recompute and dispatcher, and keeps everything else (optimizer, --global-batch-size;
+precision without --formats). docs/planning.md explains what is printed.
 
 Options of search:
   --gpus N         devices (also --world-size)
   --best K         how many to show (default 10)
   --headroom F     a rank with F times an even share of tokens must still fit (default 1.2; 1: nothing is set aside for uneven routing)
   --formats NAMES  compare formats of the products, too: bf16, tensorwise, blockwise, mxfp8, nvfp4, with commas (default: as FLAGS say)
-Exit code: 0, or 2 where no plan can be made of the flags, or no mapping fits.
+Options of calibrate --from:
+  --hardware H     what the runs ran on (default: cpu for runs on CPU, else the device's name in the file)
+  --output FILE    the YAML file to write (default own_hardware.yaml; an old file stays under a numbered name)
+Exit code: 0, or 2 where no plan can be made of the flags, no mapping fits, or nothing can be fitted.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import signal
 import sys
 import time
@@ -37,6 +43,7 @@ from moe_trainer.planner.calibrate import Calibration, Error, median, plan_of
 from moe_trainer.planner.dry_run import DEFAULT_HARDWARE, run_dry_run
 from moe_trainer.planner.hardware import Constants, find_hardware
 from moe_trainer.planner.memory import GIB
+from moe_trainer.planner.own_runs import calibrated, calibration_table, device_name, hardware_yaml, read_runs
 from moe_trainer.planner.plan import make_plan
 from moe_trainer.planner.published import ROWS
 from moe_trainer.planner.search import HEADROOM, search, search_formats
@@ -132,11 +139,47 @@ def misspelled(flags: list[str]) -> list[tuple[str, str]]:
 def _calibrate(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="plan.py calibrate", add_help=False, allow_abbrev=False)
     parser.add_argument("--write", action="store_true")
-    write = parser.parse_args(words).write
+    parser.add_argument("--from", dest="runs", nargs="+", metavar="METRICS")
+    parser.add_argument("--hardware")
+    parser.add_argument("--output")
+    options = parser.parse_args(words)
+    if options.runs:
+        if options.write:
+            parser.error("--write records the published runs; --output FILE is where own constants go")
+        return _calibrate_own(options.runs, options.hardware, Path(options.output or "own_hardware.yaml"))
+    if options.hardware or options.output:
+        parser.error("--hardware and --output belong to --from METRICS ...")
     lines = calibration_lines(Calibration())
     print("\n".join(lines))
-    if write:
+    if options.write:
         RECORD.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
+    """Fit to own runs, print what that is worth and write the hardware file."""
+    try:
+        machine = machine or device_name(paths[0])
+        before = find_hardware(machine)
+        runs = [run for path in paths for run in read_runs(path, before)]
+        fitted = calibrated(runs, before, output.stem)
+    except ValueError as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 2
+    fitted = replace(fitted, source=f"{before.name}, constants fitted to {len(runs)} own run{'s' if len(runs) > 1 else ''}")
+    print("\n".join(calibration_table(fitted, before)))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.exists():
+            number = next(number for number in itertools.count(1) if not output.with_name(f"{output.stem}-{number}{output.suffix}").exists())
+            output.rename(output.with_name(f"{output.stem}-{number}{output.suffix}"))
+        output.write_text(hardware_yaml(fitted, before.name), encoding="utf-8")
+    except OSError as error:
+        print(f"plan.py: --output {output}: the file cannot be written ({error.strerror})", file=sys.stderr)
+        return 2
+    if len(runs) == 1:
+        print("one run cannot tell all constants apart: others of its size will be predicted best; runs of other sizes and mappings make them exact")
+    print(f"written: {output}. Use it as --hardware {output}")
     return 0
 
 

@@ -29,7 +29,8 @@ class Constants:
     as contracted elements that compute nothing: large products come near their fraction, narrow experts do not. iteration: seconds of an
     iteration in which the device waits for the host, between the microbatches of one and of the next. memory: of the memory's peak, by
     elementwise kernels. launch: seconds of the host for one kernel of an eager program, with its modules' and autograd's Python. latency:
-    seconds of a collective that sends nothing. links: what communication reaches, as a multiple of the fractions in links.py.
+    seconds of a collective that sends nothing. links: what communication reaches, as a multiple of the fractions in links.py. update: of
+    the memory's peak, by the optimizer's update.
 
     The first four are fitted to published runs (calibrate.py). launch is from Moonlight's published comparison of recompute
     (Megatron-Bridge, perf-activation-recompute): making heads of latents once more, some 30 kernels and next to nothing for the device,
@@ -44,6 +45,7 @@ class Constants:
     launch: float = 30e-6
     latency: float = 20e-6
     links: float = 1.0
+    update: float = 0.8
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ _ROWS = (
              "NVIDIA GB300 NVL72 data sheet, a 72nd of the rack, dense; one 800 Gb/s adapter a GPU; half a Grace link of 450 GB/s", node=4),
     Hardware("cpu", 16.0, 0.1, 0, 0, 0.01, 1.0, 8, 1.0, 10, 64,
              "a core of a server as a rank: round numbers to start `plan.py calibrate --from` with, no measurement", synchronous=True,
-             constants=Constants(products_bf16=0.5, fill=16, iteration=0.01, memory=0.5, launch=20e-6, latency=200e-6)),
+             constants=Constants(products_bf16=0.5, fill=16, iteration=0.01, memory=0.5, launch=20e-6, latency=200e-6, update=0.5)),
 )
 KNOWN = MappingProxyType({row.name: row for row in _ROWS})
 

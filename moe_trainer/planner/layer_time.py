@@ -153,6 +153,8 @@ class LayerTime:
         _, forward, backward = next(row for row in ATTENTION if row[0] == self.hardware.is_blackwell)
         peak = self.hardware.peak("bf16")
         rates = [fraction * peak * length / (length + half) for fraction, half in (forward, backward)]
+        if self.hardware.synchronous:  # a CPU's kernels multiply here as everywhere
+            rates = [peak * self.constants.products_bf16] * 2
         there, back = operations / rates[0], BACKWARD_OF_ATTENTION * operations / rates[1]
         if self.chooses:
             there, back = (time + 4.0 * count * heads * self.pairs / self.memory for time, count in zip((there, back), TILES))

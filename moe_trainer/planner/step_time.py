@@ -205,7 +205,7 @@ def parallel_bytes(args: Arguments) -> float:
 
 def _optimizer(args: Arguments, world_size: int, stage: StageMemory, hardware: Hardware) -> float:
     """Seconds of the update: what it reads and writes, on the device and on the host."""
-    memory = hardware.hbm_tb_s * 1e12 * hardware.constants.memory
+    memory = hardware.hbm_tb_s * 1e12 * hardware.constants.update
     seconds = 0.0
     for kind, held in (("dense", stage.held.dense), ("expert", stage.held.expert)):
         each: StateBytes = state_bytes(args, world_size, kind)

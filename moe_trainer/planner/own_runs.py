@@ -1,0 +1,256 @@
+"""Fit the constants of the time model to the user's own runs: `plan.py calibrate --from metrics.jsonl ...`.
+
+A metrics file of this program says what ran (the `run` of its first record) and how long every iteration took. A run's time is the median of
+its iterations after the first ones, which warm up. The constants (`Constants`) of the hardware that is named are moved, in logarithms, to
+where predicted and measured times agree best: least squares with a prior at their present values, since a few runs cannot tell all
+constants apart. What no run says anything about stays where it is.
+
+The result is a hardware file for --hardware. It holds the runs, each with the time that a fit to the other runs predicts, from which
+uncertainty.py makes the error bars of plans for this hardware.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from arguments.container import OPTIONS, freeze
+from arguments.schema import int_pair
+from arguments.settings import Settings
+from moe_trainer.planner.hardware import KNOWN, Constants, Hardware, OwnRun
+from moe_trainer.planner.plan import Plan, PlanError, make_plan
+from moe_trainer.planner.step_time import plan_step
+from moe_trainer.planner.uncertainty import features, sizes_of
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+
+WARM_UP, LEAST = 3, 5
+"""Iterations of a start that are left out, and that are needed after these."""
+PRIOR = MappingProxyType({"products_bf16": 0.7, "products_fp8": 0.7, "memory": 0.7, "launch": 0.7, "iteration": 1.0, "latency": 1.0, "links": 0.7,
+                          "update": 0.7})
+"""Standard deviations of the constants' logarithms round their present values: how far they may be off before anything is measured."""
+NOISE = 0.03
+"""Standard deviation of a measured time's logarithm."""
+MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A start of a run: seconds of an iteration, of how many iterations (after warm-up), and what ran."""
+
+    name: str
+    seconds: float
+    iterations: int
+    device: str
+    threads: int | None
+    plan: Plan
+
+
+def device_name(path: str | Path) -> str:
+    """Hardware by the device that a metrics file names.
+
+    Raises: PlanError where it names none that is known.
+    """
+    where = f"--from {path}"
+    try:
+        with open(path, encoding="utf-8") as file:
+            run = next((record["run"] for number, line in enumerate(file, start=1) if isinstance((record := _record(where, number, line)).get("run"), dict)), {})
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{where}: the file cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    device = str(run.get("device", "")).lower()
+    found = max((name for name in KNOWN if name in device), key=len, default=None)
+    if found is None:
+        raise PlanError(f"{where}: its device {device or '(none)'} is none of {', '.join(KNOWN)}: give --hardware")
+    return found
+
+
+def read_runs(path: str | Path, hardware: Hardware) -> list[Measured]:
+    """Read every start that a metrics file has.
+
+    Raises: PlanError for a file that cannot be read, is no metrics file, does not say what ran, or has too few iterations.
+    """
+    where = f"--from {path}"
+    starts: list[tuple[Mapping[str, object], list[float]]] = []
+    try:
+        if Path(path).stat().st_size > MAX_BYTES:
+            raise PlanError(f"{where}: more than {MAX_BYTES >> 30} GiB, which no metrics file has")
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith("\n"):
+                    break  # a run that was killed while it wrote
+                record = _record(where, number, line)
+                if isinstance(record.get("run"), dict):
+                    starts.append((record["run"], []))
+                elapsed = record.get("elapsed_ms")
+                usual = not record.get("skipped_iterations") and isinstance(elapsed, (int, float)) and math.isfinite(elapsed) and elapsed > 0
+                if starts and "validation" not in record and usual:
+                    starts[-1][1].append(elapsed / 1e3)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{where}: the file cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if not starts:
+        raise PlanError(f"{where}: no record says what ran (`run`, which files of older versions of this program lack)")
+    found = [_measured(f"{path}" + (f" ({number})" if len(starts) > 1 else ""), run, seconds, hardware, where)
+             for number, (run, seconds) in enumerate(starts, start=1) if len(seconds) >= WARM_UP + LEAST]
+    if not found:
+        longest = max(len(seconds) for _, seconds in starts)
+        raise PlanError(f"{where}: {longest} timed iterations; {WARM_UP + LEAST} are needed, of which the first {WARM_UP} are left out (--log-interval 1 times each)")
+    return found
+
+
+def _record(where: str, number: int, line: str) -> Mapping[str, object]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise PlanError(f"{where}: line {number} is no JSON") from None
+    if not isinstance(record, dict):
+        raise PlanError(f"{where}: line {number} is no record")
+    return record
+
+
+def _measured(name: str, run: Mapping[str, object], seconds: Sequence[float], hardware: Hardware, where: str) -> Measured:
+    """What one start says. Its time is the median of its iterations."""
+    world_size, rows, settings = run.get("world_size"), run.get("padded_vocab_size"), run.get("settings")
+    if not isinstance(world_size, int) or world_size < 1 or not isinstance(rows, int) or rows < 1 or not isinstance(settings, dict):
+        raise PlanError(f"{where}: `run` lacks world_size, padded_vocab_size or settings")
+    try:
+        args = arguments_of(settings | {"padded_vocab_size": rows}, world_size)
+        plan = make_plan(args, world_size, hardware)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        raise PlanError(f"{where}: its settings cannot be planned ({error})") from None
+    timed = list(seconds[WARM_UP:])
+    return Measured(name, median(timed), len(timed), str(run.get("device")), run.get("threads") if isinstance(run.get("threads"), int) else None, plan)
+
+
+def arguments_of(values: Mapping[str, object], world_size: int) -> Arguments:
+    """Arguments from resolved values by destination; what is not named is at its default.
+
+    Raises: PlanError for a value of a type that the flag does not have.
+    """
+    settings = Settings(OPTIONS)
+    for name, value in values.items():
+        if name not in OPTIONS:
+            continue
+        if OPTIONS[name].read is int_pair and isinstance(value, list):
+            value = tuple(value)  # JSON has no tuples
+        if isinstance(value, dict):
+            raise PlanError(f"{name}: {value!r} is no value of a flag")
+        settings.values[name] = value
+    return freeze(settings, world_size)
+
+
+def predicted_seconds(run: Measured, hardware: Hardware) -> float:
+    """The time of a run's iteration with other constants."""
+    plan = run.plan
+    return plan_step(plan.args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, hardware).step
+
+
+def fit_constants(runs: Sequence[Measured], hardware: Hardware, rounds: int = 12) -> Constants:
+    """The most likely constants: Gauss-Newton steps in logarithms, halved where they do not help."""
+    names = [name for name, _ in PRIOR.items() if getattr(hardware.constants, name) > 0]
+    start = [math.log(getattr(hardware.constants, name)) for name in names]
+    now = list(start)
+
+    def constants(point: Sequence[float]) -> Constants:
+        return replace(hardware.constants, **{name: math.exp(value) for name, value in zip(names, point)})
+
+    def misfits(point: Sequence[float]) -> list[float]:
+        own = replace(hardware, constants=constants(point))
+        return [math.log(predicted_seconds(run, own) / run.seconds) / NOISE for run in runs]
+
+    def cost(point: Sequence[float], errors: Sequence[float]) -> float:
+        return sum(error**2 for error in errors) + sum(((value - first) / PRIOR[name]) ** 2 for name, value, first in zip(names, point, start))
+
+    errors = misfits(now)
+    for _ in range(rounds):
+        step = 0.02
+        slopes = []
+        for index in range(len(names)):
+            moved = [value + step * (other == index) for other, value in enumerate(now)]
+            slopes.append([(after - before) / step for after, before in zip(misfits(moved), errors)])
+        matrix = [[sum(a * b for a, b in zip(slopes[row], slopes[column])) + (row == column) / PRIOR[names[row]] ** 2
+                   for column in range(len(names))] for row in range(len(names))]
+        right = [-sum(a * b for a, b in zip(slopes[row], errors)) - (now[row] - start[row]) / PRIOR[names[row]] ** 2 for row in range(len(names))]
+        move, share = _solved(matrix, right), 1.0
+        while share > 0.01:
+            trial = [value + share * part for value, part in zip(now, move)]
+            tried = misfits(trial)
+            if cost(trial, tried) < cost(now, errors):
+                break
+            share /= 2
+        else:
+            break
+        now, errors = trial, tried
+    return constants(now)
+
+
+def _solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Solve a positive definite system by elimination."""
+    rows = [[*row, value] for row, value in zip(matrix, right)]
+    for index, pivot in enumerate(rows):
+        for other in rows[index + 1:]:
+            factor = other[index] / pivot[index]
+            for column in range(index, len(pivot)):
+                other[column] -= factor * pivot[column]
+    found: list[float] = []
+    for index in range(len(rows) - 1, -1, -1):
+        row = rows[index]
+        found.insert(0, (row[-1] - sum(row[index + 1 + column] * value for column, value in enumerate(found))) / row[index])
+    return found
+
+
+def calibrated(runs: Sequence[Measured], hardware: Hardware, name: str) -> Hardware:
+    """The hardware with constants fitted to these runs, and the runs with what a fit to the others says of them.
+
+    Raises: PlanError for runs of different devices.
+    """
+    kinds = {(run.device, run.threads) for run in runs}
+    if len(kinds) > 1:
+        told = ", ".join(sorted(f"{device}" + (f" with {threads} threads a rank" if threads else "") for device, threads in kinds))
+        raise PlanError(f"the runs are of different devices ({told}): calibrate each on its own")
+    fitted = replace(hardware, name=name, constants=fit_constants(runs, hardware))
+    own = []
+    for run in runs:
+        others = [other for other in runs if other is not run]
+        left_out = predicted_seconds(run, replace(hardware, constants=fit_constants(others, hardware))) if others else None
+        own.append(OwnRun(run.name, run.seconds, predicted_seconds(run, fitted), left_out, run.plan.world_size,
+                          tuple(sorted(features(replace(run.plan, hardware=fitted)))), run.plan.counts.total + run.plan.counts.mtp,
+                          tuple(sizes_of(run.plan).items())))
+    return replace(fitted, calibration=tuple(own))
+
+
+def hardware_yaml(hardware: Hardware, like: str) -> str:
+    """The text of a file for --hardware."""
+    import yaml
+
+    base = KNOWN.get(like)
+    table: dict[str, object] = {"like": like} if base is not None else {}
+    for each in fields(Hardware):
+        value = getattr(hardware, each.name)
+        if each.name not in ("constants", "calibration", "name", "source") and (base is None or getattr(base, each.name) != value):
+            table[each.name] = value
+    table["source"] = hardware.source
+    table["constants"] = {name: float(f"{value:.4g}") for name, value in asdict(hardware.constants).items()}
+    table["calibration"] = [
+        {**asdict(run), "features": list(run.features), "sizes": dict(run.sizes), "seconds": round(run.seconds, 6), "predicted": round(run.predicted, 6),
+         "left_out": None if run.left_out is None else round(run.left_out, 6)} for run in hardware.calibration]
+    return "# Constants fitted to own runs by `scripts/plan.py calibrate --from`; for --hardware\n" + yaml.safe_dump(table, sort_keys=False, width=150)
+
+
+def calibration_table(hardware: Hardware, before: Hardware) -> list[str]:
+    """Runs and constants as lines for a terminal."""
+    lines = ["run                                       measured    before   fitted   error   fitted to the others   error"]
+    runs = hardware.calibration
+    for run in runs:
+        left_out = "" if run.left_out is None else f"{run.left_out:18.3f} s {100 * (run.left_out / run.seconds - 1):+6.1f} %"
+        lines.append(f"{run.name[-40:]:40s} {run.seconds:8.3f} s {run.predicted:8.3f} s {100 * (run.predicted / run.seconds - 1):+6.1f} % {left_out}")
+    lines[0] = f"{'run':40s}   measured     fitted   error   " + ("fitted to the others   error" if len(runs) > 1 else "")
+    changed = [f"{each.name} {getattr(before.constants, each.name):.3g} -> {getattr(hardware.constants, each.name):.3g}" for each in fields(Constants)
+               if not math.isclose(getattr(before.constants, each.name), getattr(hardware.constants, each.name), rel_tol=0.01)]
+    return [*lines, "constants: " + (", ".join(changed) or "as they were")]
