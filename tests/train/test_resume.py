@@ -6,7 +6,7 @@ from commands import golden_workspace, read_metrics, run
 from safetensors.torch import load_file
 from train.tiny import MOCK, TINY
 
-VOLATILE = ("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "max_memory_mb", "resumed_from")
+VOLATILE = ("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "max_memory_mb", "resumed_from", "run")
 
 
 def steady(records):
