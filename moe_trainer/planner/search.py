@@ -274,7 +274,7 @@ def search_formats(argv: Sequence[str], formats: Sequence[str], gpus: int, hardw
                 for name in formats]
     found = ranked([replace(each, argv=(*words, *each.argv)) for words, outcome in outcomes for each in outcome.found], best)
     each = [outcome for _, outcome in outcomes]
-    known = next((outcome.published for outcome in each if outcome.published), None)
+    known = max((outcome.published for outcome in each if outcome.published), key=lambda published: published[0].tflops, default=None)
     seen, small, planned, refused, seconds = (sum(getattr(outcome, name) for outcome in each)
                                               for name in ("seen", "small", "planned", "refused", "seconds"))
     refusals = Counter({reason: count for outcome in each for reason, count in outcome.refusals}).most_common(3)

@@ -90,7 +90,8 @@ class LogOptions:
     """What is logged where: the section of flags, and what follows from other ones.
 
     metrics_file: where metrics.jsonl goes, None for nowhere; moe_per_layer_logging: the flag of that name; expert_ranks,
-    layer_share: see routing.routing_health; run: what the first record says of the run, None for nothing; peak_tflops: of the device, in bf16, None where it is not known. own: the run is one
+    layer_share: see routing.routing_health; run: what the first record says of the run, None for nothing; peak_tflops: of the device, in
+    bf16, None where it is not known. own: the run is one
     with what is already in --tensorboard-dir, which it has logged up to `start_samples` samples and perhaps further. evaluates_only:
     a checkpoint is evaluated; the records are added to the metrics file, and nothing in it is dropped.
     """
