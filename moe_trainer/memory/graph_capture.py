@@ -7,7 +7,7 @@ The emulation is there to be wrong where a CUDA graph would be: Python that runs
 every operator below autograd (a dispatch mode; backward on a CPU runs in the calling thread, so it is seen too), and repeats each on
 the same arguments, copying what it gives into the storage of what it gave. Random operators draw anew from their generator, collectives
 run again on every rank (they are waited for before the next computation). What a capture on a device cannot do raises CaptureError:
-reading a value on the host, shapes that depend on values. It is slow, and holds all temporary tensors.
+reading a value on the host, shapes that depend on values, random numbers of a generator that the graph does not know. It is slow, and holds all temporary tensors.
 
 Memory of graphs with one pool may be shared by their temporary tensors: they must be replayed in the order in which they were captured.
 """
@@ -67,11 +67,13 @@ class DeviceGraph(Graph):
 class EmulatedGraph(Graph):
     """The emulation on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+        """generators: as for DeviceGraph."""
+        self._generators = tuple(generators)
         self._steps: list[tuple[Any, tuple, dict, list[Tensor]]] = []
 
     def capture(self, run: Callable[[], T]) -> T:
-        with _Recorder(self._steps):
+        with _Recorder(self._steps, self._generators):
             return run()
 
     @torch.no_grad()
@@ -92,13 +94,17 @@ class EmulatedGraph(Graph):
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, steps: list[tuple[Any, tuple, dict, list[Tensor]]]):
+    def __init__(self, steps: list[tuple[Any, tuple, dict, list[Tensor]]], generators: tuple[torch.Generator, ...]):
         super().__init__()
-        self._steps = steps
+        self._steps, self._generators = steps, generators
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         _refuse(operator, args, kwargs)
+        generator = kwargs.get("generator")
+        # (operators see other objects of the same generator)
+        if generator is not None and generator._cdata not in {known._cdata for known in self._generators}:
+            raise CaptureError(f"{operator} draws from a generator that the graph does not know, so a replay could not advance it")
         kept = _views(args), _views(kwargs)
         result = operator(*args, **kwargs)
         of_a_wait = operator.namespace != "c10d" and _caller().startswith(_WAITERS)
@@ -161,7 +167,7 @@ def new_pool(device: torch.device) -> Any:
 
 def new_graph(device: torch.device, pool: Any, generators: Sequence[torch.Generator] = ()) -> Graph:
     """A graph for a device. generators: as for DeviceGraph."""
-    return DeviceGraph(pool, generators) if device.type == "cuda" else EmulatedGraph()
+    return DeviceGraph(pool, generators) if device.type == "cuda" else EmulatedGraph(generators)
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,16 @@ def test_what_waits_for_the_device_is_refused(run):
         EmulatedGraph().capture(lambda: run(torch.ones(3)))
 
 
+def test_random_numbers_come_from_generators_that_the_graph_knows():
+    mine = torch.Generator().manual_seed(5)
+    with pytest.raises(CaptureError, match="generator"):
+        EmulatedGraph().capture(lambda: torch.randn(3, generator=mine))
+    graph = EmulatedGraph([mine])
+    first = graph.capture(lambda: torch.randn(3, generator=mine)).clone()
+    graph.replay()
+    assert first.equal(torch.randn(3, generator=torch.Generator().manual_seed(5)))
+
+
 def test_a_graph_reads_and_writes_the_places_of_its_capture():
     x, total, graph = torch.ones(3), torch.zeros(3), EmulatedGraph()
 
