@@ -1,18 +1,10 @@
-"""The manual's page on what is refused says what the program refuses."""
-
-from pathlib import Path
+"""The combinations that the manual calls refused are (tests/structure/test_refused_page.py compares the rest)."""
 
 import pytest
 
 from arguments import refused
 from arguments.parse import understand
 from tests.arguments.rule_lines import changed
-
-PAGE = Path(__file__).parents[2] / "docs" / "refused_flags.md"
-
-
-def test_the_page_is_what_the_tables_say():
-    assert PAGE.read_text(encoding="utf-8") == refused.page(), "python -m arguments.refused > docs/refused_flags.md"
 
 
 @pytest.mark.parametrize("flags", [flags for flags, _ in refused.COMBINATIONS])
