@@ -105,7 +105,8 @@ def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | No
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(args, place, exit_signal)
     except KeyboardInterrupt:
-        print("pretrain_moe.py: interrupted; the last complete checkpoint stands", file=sys.stderr, flush=True)
+        if place.rank == 0:
+            print(f"pretrain_moe.py: interrupted; {_what_is_saved(args.output.save)}", file=sys.stderr, flush=True)
         return 130
     except MemoryError as error:
         return _refuse_memory(error, place.rank)
@@ -113,6 +114,17 @@ def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | No
         if "failed to map segment" not in str(error) and "Cannot allocate memory" not in str(error):
             raise
         return _refuse_memory(error, place.rank)
+
+
+def _what_is_saved(folder: str | None) -> str:
+    """One clause for a run that was interrupted."""
+    if folder is None:
+        return "nothing was saved (no --save)"
+    try:
+        with open(os.path.join(folder, "latest_checkpointed_iteration.txt"), encoding="ascii", errors="replace") as file:
+            return f"the checkpoint of iteration {file.read(20).strip()} in {folder} is intact"
+    except OSError:
+        return f"there is no checkpoint in {folder} yet"
 
 
 def _refuse_memory(error: BaseException, rank: int) -> int:

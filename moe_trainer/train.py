@@ -18,10 +18,12 @@ import resource
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from arguments import Arguments
+from moe_trainer.checkpoint.directory import release
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import told_once, user_input
 from moe_trainer.guard.bulletin import Bulletin
@@ -133,6 +135,8 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
         run.metrics.end(why_ended(run, state, leaving), run.failed_saves.saved)
     close_metrics(run)
     run.failed_saves.settle()
+    if args.output.save is not None and runtime.place.rank == 0 and not args.evaluates_only:
+        release(Path(args.output.save))
     run.watches.close()
     close_groups(runtime.ps)
     # Megatron-LM's launchers expect 0 of a run that a signal has ended; whoever asks for --auto-resume wants it started again

@@ -240,22 +240,28 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     tokenizer = options.tokenizer or folder / "tokenizer"
     logger.info("%s", folder)
     if tokenizer.is_dir():
-        extra = {"eos_token_id": _end_of_text(record, tokenizer)} | extra
+        extra = _special_tokens(record, tokenizer, options) | extra
     return plan_to_hf(folder, options.target, most, options.model_type, options.vocab_size, dtype, extra, tokenizer if tokenizer.is_dir() else None)
 
 
-def _end_of_text(record: Mapping[str, object], folder: Path) -> int | None:
-    """The token that ended documents in training, at which generation is to stop; None where the tokenizer in `folder` does not tell."""
+def _special_tokens(record: Mapping[str, object], folder: Path, options: argparse.Namespace) -> dict[str, int | None]:
+    """The begin token, and the one that ended documents in training, at which generation is to stop; null where the tokenizer does not tell."""
     from arguments.data import DataArgs
+    from moe_trainer.checkpoint.find import saved_vocab_rows
     from moe_trainer.data.tokenizer import build_tokenizer
 
     kind, alone = record.get("tokenizer_type"), folder / "tokenizer.model"
     model = alone if kind != "HuggingFaceTokenizer" and alone.is_file() else folder
     try:
-        return build_tokenizer(DataArgs(tokenizer_type=kind, tokenizer_model=str(model))).eod
+        tokenizer = build_tokenizer(DataArgs(tokenizer_type=kind, tokenizer_model=str(model)))
     except (ValueError, OSError) as error:
-        logger.info("  eos_token_id: null (--tokenizer-type %s: %s); --config takes it over", kind, error)
-        return None
+        logger.info("  bos_token_id, eos_token_id: null (--tokenizer-type %s: %s); --config takes them over", kind, error)
+        return {"eos_token_id": None}
+    rows = saved_vocab_rows(options.source, options.ckpt_step)
+    if options.vocab_size is None and rows is not None and rows > tokenizer.vocab_size:
+        logger.info("  vocab_size: %d with the padding, the tokenizer has %d tokens; --vocab-size %d leaves the padding out, so that no id without a token "
+                    "can be drawn", rows, tokenizer.vocab_size, tokenizer.vocab_size)
+    return {"bos_token_id": getattr(tokenizer, "bos", None), "eos_token_id": tokenizer.eod}
 
 
 def _write(job: Job, rank: int, world: int, workers: int) -> int:
@@ -345,7 +351,7 @@ def compare_logits(theirs: Path, ours: Path, step: int | None = None, tokens_BS:
 
     args, ps = _flags(read_saved_args(ours, step), ours), ParallelState.single()
     model, = build_chunks(args, ps, saved_vocab_rows(ours, step))
-    load(ours, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False, finetune=True))
+    load(ours, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False))
     other = _load_transformers_model(transformers, theirs)
     rows = other.config.vocab_size
     if tokens_BS is None:

@@ -217,26 +217,39 @@ def _alive(entry: Path, host: str, pid: int) -> bool:
 
 
 def claim(directory: Path) -> str | None:
-    """Lock the folder for this process, until it ends in whatever way.
+    """Lock the folder for this process, until `release` or until it ends in whatever way.
 
     The lock is the kernel's (a POSIX record lock, which NFS knows too): it goes with its process, so none is ever left over.
     The descriptor stays open on purpose. On a file system without locks nothing is claimed, which is logged.
     Returns: None, or who holds the lock.
     """
     path = directory / LOCK
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return path.read_text(errors="replace").strip() or "it has not said who it is"
-        logger.warning("%s cannot be locked (%s): that no other run saves there is not checked", path, error.strerror)
-        return None
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return path.read_text(errors="replace").strip() or "it has not said who it is"
+            logger.warning("%s cannot be locked (%s): that no other run saves there is not checked", path, error.strerror)
+            return None
+        if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            break
+        os.close(descriptor)  # another run has ended and removed the file between the two calls
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
                           f"{_job()}\n".encode(), 0)
     return None
+
+
+def release(directory: Path) -> None:
+    """Remove the file of this process's lock at the end of a run; the lock itself ends with the process."""
+    try:
+        if f"host {socket.gethostname()}, process {os.getpid()}," in (directory / LOCK).read_text(errors="replace"):
+            (directory / LOCK).unlink()
+    except OSError as error:
+        logger.debug("%s is left behind: %s", directory / LOCK, error)
 
 
 def file_system(directory: Path) -> int:

@@ -34,6 +34,19 @@ _SCALING = "fp8."
 _SENTENCEPIECE = ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer")
 
 
+def _yarn_length(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of positions that YaRN's factor reaches, which transformers wants to find under max_position_embeddings."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "yarn":
+        return {}
+    reached, given = round(scaling["factor"] * scaling["original_max_position_embeddings"]), config.get("max_position_embeddings")
+    if given == reached:
+        return {}
+    logger.info("  max_position_embeddings: %d, as far as YaRN reaches (factor %g x %d original positions); the run had %s", reached, scaling["factor"],
+                scaling["original_max_position_embeddings"], given)
+    return {"max_position_embeddings": reached}
+
+
 def plan_to_hf(folder: Path, target: Path, most: int, kind: str | None = None, rows: int | None = None, dtype: torch.dtype | None = None,
                extra: Mapping[str, Any] | None = None, tokenizer: Path | None = None) -> Job:
     """The weights of a checkpoint folder of ours, as a Hugging Face folder.
@@ -53,6 +66,7 @@ def plan_to_hf(folder: Path, target: Path, most: int, kind: str | None = None, r
         raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
     flags = dict(state.args) | {"rows": stored}
     family, config = write_config(flags, rows or stored, kind)
+    config |= _yarn_length(config)
     found = links(family.name, flags)
     _check_ours(found, tensors)
     cut = rows if rows not in (None, stored) else None

@@ -29,6 +29,8 @@ from moe_trainer.checkpoint.index import COMPLETE, INDEX, check, detect_format, 
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 from moe_trainer.checkpoint.verify import verify_all
 
+_STATE = re.compile(r"^(chained_\d+\.)?optimizer\.state\.[^.]+\.")
+MOST_LISTED = 12
 _SHOWN_FLAGS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
                 "expert_model_parallel_size", "expert_tensor_parallel_size", "world_size")
 
@@ -219,10 +221,26 @@ def _diff(options: argparse.Namespace) -> int:
     for line in flag_differences(left, right):
         print(f"(flag) {line}")
     found = compare(left, right, options.rtol, options.atol, options.weights_only)
-    for line in found.lines:
+    for line in _grouped(found.lines):
         print(line)
+    if not options.weights_only and any("optimizer." in line and ": only in" in line for line in found.lines):
+        print("(--weights-only leaves the optimizer's state out)")
     print(found.summary())
     return int(bool(found.lines))
+
+
+def _grouped(lines: list[str]) -> Iterator[str]:
+    """The lines of a comparison; where one side alone has many tensors of an optimizer state, they are counted, not listed."""
+    counts: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        name, _, rest = line.partition(": ")
+        state = _STATE.match(name)
+        if state and rest.startswith("only in "):
+            counts.setdefault((state[0], rest), []).append(line)
+        else:
+            yield line
+    for (state, rest), members in counts.items():
+        yield from members if len(members) <= MOST_LISTED else (f"{state}* ({len(members)} tensors): {rest}",)
 
 
 def _pattern(text: str) -> re.Pattern:

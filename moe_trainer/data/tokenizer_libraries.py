@@ -52,9 +52,9 @@ class JsonTokenizer:
 
     unique_identifiers: OrderedDict
 
-    def __init__(self, encoder, eod: int | None, pad: int | None, include_special_tokens: bool):
+    def __init__(self, encoder, eod: int | None, pad: int | None, include_special_tokens: bool, bos: int | None = None):
         self._encoder, self._include = encoder, include_special_tokens
-        self.eod, self.pad = eod, pad
+        self.eod, self.pad, self.bos = eod, pad, bos
         self.vocab_size = encoder.get_vocab_size(with_added_tokens=True)
 
     def tokenize(self, text: str) -> list[int]:
@@ -83,6 +83,7 @@ class TransformersTokenizer:
         self.vocab_size = len(tokenizer)
         self.eod = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         self.pad = tokenizer.pad_token_id
+        self.bos = tokenizer.bos_token_id
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=self._include).input_ids
@@ -206,7 +207,7 @@ def _open_json(
         return None if config[role] is None else encoder.token_to_id(config[role])
 
     eod = id_of("eos_token") if config["eos_token"] is not None else id_of("sep_token")
-    tokenizer = JsonTokenizer(encoder, eod, id_of("pad_token"), include_special_tokens)
+    tokenizer = JsonTokenizer(encoder, eod, id_of("pad_token"), include_special_tokens, id_of("bos_token"))
     if include_special_tokens:
         _warn_of_template(model, config, tokenizer.tokenize("a"), id_of("bos_token"), eod)
     return tokenizer
@@ -315,6 +316,7 @@ class SentencePieceTokenizer:
         self.vocab_size = self._model.get_piece_size()
         self.eod = self._model.eos_id() if self._model.eos_id() >= 0 else None
         self.pad = self._model.pad_id() if self._model.pad_id() >= 0 else None
+        self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
         self._special: dict[str, int] = {}
         for token in special_tokens:
             piece = self._model.piece_to_id(token)

@@ -23,6 +23,7 @@ from moe_trainer.checkpoint.find import read_saved_args
 from moe_trainer.checkpoint.hf import open_model
 from moe_trainer.checkpoint.hf_config import read_config, write_config
 from moe_trainer.checkpoint.hf_files import Folder, dequantize
+from moe_trainer.checkpoint.hf_from_ours import _yarn_length
 from moe_trainer.checkpoint.hf_names import copies, links
 from scripts import convert
 
@@ -448,7 +449,7 @@ def test_a_model_trained_here_under_another_mapping_generates(tmp_path):
     assert out.shape == (1, 13) and out.max() < 120
 
 
-def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path):
+def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path, caplog):
     sentencepiece = pytest.importorskip("sentencepiece")
     lines = [f"def name_{number}(value): return value + {number}" for number in range(200)]
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(tmp_path / "tokenizer"), vocab_size=120, model_type="bpe",
@@ -456,12 +457,21 @@ def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path):
     named = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.model")]
     done = run([*TINY, *MOCK, "--train-iters", "1", "--save", str(tmp_path / "run"), "--save-interval", "1", *named], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert run_convert(tmp_path / "run", tmp_path / "hf", "--verify") == 0  # the run has recorded no --vocab-size
+    with caplog.at_level("INFO"):
+        assert run_convert(tmp_path / "run", tmp_path / "hf", "--verify") == 0  # the run has recorded no --vocab-size
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == ours.eos_id()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (ours.bos_id(), ours.eos_id()) and config["vocab_size"] == 128
+    assert f"--vocab-size {ours.get_piece_size()} leaves the padding out" in caplog.text and "at iteration 1" in caplog.text
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_moe"}')  # whose own tokenizer reads the file in another way
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert all(theirs(text).input_ids == ours.encode(text) and theirs.decode(ours.encode(text)) == text for text in lines[:9])
+
+
+def test_the_length_that_yarn_reaches_is_written():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert _yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {"max_position_embeddings": 16384}
+    assert _yarn_length({"max_position_embeddings": 16384, "rope_scaling": scaling}) == {} == _yarn_length({"rope_scaling": None})
 
 
 def test_verify_refuses_another_model(tmp_path, capsys):

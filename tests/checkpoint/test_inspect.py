@@ -239,10 +239,12 @@ def test_diff_tells_structure(tmp_path, call):
     assert code == 1
     assert f"decoder.layers.0.mlp.router.expert_bias: only in {tmp_path}/a/iter_0000003" in out
     assert "output_layer.weight: (512, 64) float32 and (512, 64) bfloat16" in out
-    assert "optimizer.state.exp_avg.output_layer.weight: only in" in out
+    assert f"optimizer.state.exp_avg.* (45 tensors): only in {tmp_path}/a/iter_0000003" in out
     differ, equal, not_equal, alone = map(int, re.fullmatch(r"(\d+) logical tensors differ: (\d+) equal, (\d+) not, (\d+) only in the first",
                                                             out.splitlines()[-1]).groups())
-    assert equal == 0 and not_equal + alone == differ == sum(": " in line for line in out.splitlines()[:-1] if not line.startswith("(flag)"))
+    listed = sum(": " in line and "tensors): only in" not in line for line in out.splitlines()[:-1] if not line.startswith("(flag)"))
+    grouped = sum(map(int, re.findall(r"\((\d+) tensors\): only in", out)))
+    assert equal == 0 and not_equal + alone == differ == listed + grouped
     assert "optimizer" not in call("diff", tmp_path / "a", tmp_path / "b", "--weights-only")[1]
 
 
@@ -356,3 +358,23 @@ def test_what_a_legacy_folder_lacks_is_named(tmp_path, legacy, call):
     code, out, _ = call("verify", folder)
     assert code == 0 and re.search("note: its optimizer state cannot be read: .*mp_rank_00_000/distrib_optim.pt is missing", out) and "45 logical tensors" in out
     assert "its optimizer state cannot be read" in call("ls", folder)[1]
+
+
+def test_states_that_one_side_lacks_are_counted():
+    from moe_trainer.checkpoint.inspect import MOST_LISTED, _grouped
+
+    lines = [f"optimizer.state.exp_avg.decoder.layers.{number}.w: only in a" for number in range(MOST_LISTED + 1)]
+    lines += ["optimizer.state.exp_avg_sq.x: only in a", "decoder.w: differs by up to 1"]
+    assert list(_grouped(lines)) == ["decoder.w: differs by up to 1", f"optimizer.state.exp_avg.* ({MOST_LISTED + 1} tensors): only in a",
+                                     "optimizer.state.exp_avg_sq.x: only in a"]
+
+
+def test_the_file_of_the_lock_goes_with_its_run(tmp_path):
+    from moe_trainer.checkpoint.directory import LOCK, claim, release
+
+    assert claim(tmp_path) is None and (tmp_path / LOCK).exists()
+    release(tmp_path)
+    assert not (tmp_path / LOCK).exists() and claim(tmp_path) is None
+    (tmp_path / LOCK).write_text("host other, process 1, since 2026-01-01 00:00:00")
+    release(tmp_path)  # another run's
+    assert (tmp_path / LOCK).exists()

@@ -7,6 +7,8 @@ from commands import environment, start
 from harness import wait_until
 from train.tiny import MOCK, TINY
 
+import pretrain_moe
+
 LINE = [*TINY, *MOCK, "--train-iters", "3", "--save", "ckpt", "--save-interval", "3"]
 
 
@@ -57,3 +59,10 @@ def test_nothing_is_held_back_while_the_run_goes_on(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_an_interrupted_run_says_what_is_saved(tmp_path):
+    assert pretrain_moe._what_is_saved(None) == "nothing was saved (no --save)"
+    assert pretrain_moe._what_is_saved(str(tmp_path)) == f"there is no checkpoint in {tmp_path} yet"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("40")
+    assert pretrain_moe._what_is_saved(str(tmp_path)) == f"the checkpoint of iteration 40 in {tmp_path} is intact"

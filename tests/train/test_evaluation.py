@@ -24,7 +24,33 @@ def trained(tmp_path_factory):
     data = "--data-path 0.7 a_text_document 0.3 b_text_document --split 60,20,20 --tokenizer-type NullTokenizer --vocab-size 120".split()
     finished = run([*TINY, *data, "--train-iters", "4", "--eval-iters", "3", "--save", "ck", "--save-interval", "4", "--data-cache-path", "cache"], folder)
     assert finished.returncode == 0, finished.stderr
+    (folder / "log").write_text(finished.stdout)
     return folder
+
+
+def test_the_log_of_a_run(trained):
+    log = (trained / "log").read_text()
+    assert f"dashboard: {trained}/ck/dashboard.html" in log and not (trained / "ck" / ".in_use").exists()
+    settings = log[log.index("---- arguments"):log.index("end of arguments")]
+    assert "  train_iters ..................................... 4\n" in settings and "adam_beta1" not in settings
+    assert "settings are at their defaults (--log-all-arguments prints them too)" in log
+    losses = [record["lm loss"] for record in read_metrics(trained / "ck" / "metrics.jsonl") if "validation" not in record]
+    summary = log[log.index("run summary"):].splitlines()
+    assert summary[1] == "  ended:       all 4 iterations are done"
+    assert summary[2].startswith("  iterations:  4 of 4 (4 in this start, 0:00:") and summary[3] == "  tokens:      512 in this start"
+    assert summary[4].startswith("  throughput:  ") and " tokens/s, " in summary[4]
+    assert summary[5] == f"  lm loss:     {losses[-1]:.4f} (the batch of iteration 4)"
+    assert [line.split(":")[0].strip() for line in summary[6:10]] == ["validation", "test", "saved", "dashboard"]
+    assert summary[8] == "  saved:       1 checkpoint saved to ck, the last at iteration 4"
+
+
+def test_the_log_of_a_run_that_leaves_early(trained):
+    data = ["--data-path", "a_text_document", "--split", "60,20,20", "--tokenizer-type", "NullTokenizer", "--vocab-size", "120"]
+    finished = run([*TINY, *data, "--train-iters", "8", "--log-interval", "2", "--exit-interval", "2", "--log-all-arguments"], trained)
+    assert finished.returncode == 0, finished.stderr
+    assert "  adam_beta1 ...................................... 0.9\n" in finished.stdout and "prints them too" not in finished.stdout
+    assert "  ended:       early, after iteration 2: exiting program at iteration 2" in finished.stdout
+    assert "(the batch of iteration 2; mean of the last 2 iterations " in finished.stdout and "  saved:       nothing (no --save)" in finished.stdout
 
 
 def evaluate(folder, *flags, ranks=1):

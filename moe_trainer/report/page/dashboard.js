@@ -90,7 +90,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     element("title").textContent = data.title || "moe-trainer";
     const total = data.train_iters ? " of " + data.train_iters : "", ranks = data.world_size ? ", " + data.world_size + " ranks" : "";
     element("state").textContent = "iteration " + (last.iteration ?? 0) + total + ranks + (data.done ? ", ended; " : "; ") + "written " + data.written;
-    figure(number(last["lm loss"], 5), "lm loss");
+    figure(number(last["lm loss"], 5), "lm loss of iteration " + (last.iteration ?? 0) + "'s batch");
     const check = data.validations.filter((each) => each.validation !== "test").pop();
     if (check) figure(number(check["lm loss"], 5), "validation loss at " + check.iteration);
     figure(number(last.tokens_per_s), "tokens/s");
@@ -122,7 +122,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     }
     const joined = uPlot.join(tables);
     chart("loss", "charts", "Loss", "", joined[0], series.map((each, at) => ({ ...each, values: joined[at + 1] })));
-    const others = Object.keys(last).filter((name) => /_loss$|_loss |indexer loss/.test(name) && !main.includes(name));
+    const others = Object.keys(last).filter((name) => /_loss$|_loss |indexer loss/.test(name) && !main.includes(name) && column(name).some((value) => value));  // Megatron-LM logs 0 for a loss that is not used
     if (others.length) chart("auxiliary", "charts", "Auxiliary losses", "without coefficient", x, others.map((name) => ({ label: name, values: column(name) })));
   }
 
