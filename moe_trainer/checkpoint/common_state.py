@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from moe_trainer.checkpoint.archive import load_bytes
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.made_index import MadeIndex
+from moe_trainer.checkpoint.optimizer_record import content_metadata, optimizer_entry
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.reading import read_object
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, plain
@@ -25,6 +26,7 @@ from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, plain
 KEY = "common_state/shard_0_1"
 OLD_FILE = "common.pt"
 _OURS = "moe_trainer"
+_STEPS = ("common_step", "step")
 # counters that Megatron keeps in its args
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
@@ -33,6 +35,13 @@ def dump_object(value: Any) -> bytes:
     """Encode as Megatron's sharded objects are: torch.save of a list of one."""
     stream = io.BytesIO()
     torch.save([value], stream)
+    return stream.getvalue()
+
+
+def dump_file(common: Mapping[str, Any]) -> bytes:
+    """Encode as the file that Megatron-LM up to core_v0.18 reads."""
+    stream = io.BytesIO()
+    torch.save(dict(common), stream)
     return stream.getvalue()
 
 
@@ -47,14 +56,13 @@ def build(state: CheckpointState, optimizer_scalars: Mapping[str, Any] | None) -
         "iteration": state.iteration,
         "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
         "opt_param_scheduler": plain(dict(state.scheduler)),
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+        "content_metadata": content_metadata(state.args),
         _OURS: {"version": 1, "extra": plain(dict(state.extra))},
     }
     if optimizer_scalars is not None:
         scalars = plain(dict(optimizer_scalars))
         common[_OURS]["optimizer"] = scalars
-        common["optimizer"] = {"state": {"common_step": torch.tensor(float(scalars.get("step", 0)))},
-                               "param_groups": scalars.get("param_groups", [])}
+        common["optimizer"] = plain(optimizer_entry(state.args, scalars))
     return common
 
 
@@ -128,12 +136,13 @@ def parse(common: Mapping[str, Any]) -> tuple[CheckpointState, dict[str, Any], b
 def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
     """The scalars of Megatron's optimizers (plain, mixed precision, or a chain of several) under our names."""
     found: dict[str, Any] = {}
+    steps: dict[str, int] = {}
 
     def visit(value: Any) -> None:
         if isinstance(value, dict):
             for key, item in value.items():
-                if key in ("common_step", "step") and isinstance(item, (int, float, torch.Tensor)):
-                    found.setdefault("step", int(item))
+                if key in _STEPS and isinstance(item, (int, float, torch.Tensor)):
+                    steps.setdefault(key, int(item))
                 elif key == "grad_scaler" and isinstance(item, dict):
                     found.setdefault("grad_scaler", plain(item))
                 else:
@@ -143,4 +152,5 @@ def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
                 visit(item)
 
     visit(optimizer)
-    return found
+    # a group may keep the step of the program that wrote the checkpoint before
+    return {"step": steps[key] for key in _STEPS[::-1] if key in steps} | found

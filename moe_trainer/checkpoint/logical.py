@@ -22,6 +22,7 @@ from moe_trainer.checkpoint.sharding import Piece
 
 _KEY = re.compile(r"^((?:chained_\d+\.)?optimizer\.state\.[^.]+\.)?(.+)$")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
+_MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
 _EXPERTS = re.compile(r"\bexperts\.experts\.")
 
 
@@ -83,6 +84,7 @@ def _name(rest: str, at: tuple[int, ...], stacked: bool, experts: bool) -> str:
         rest = rest.replace("layers.", f"layers.{at[0]}.", 1)
     if experts and len(at) > stacked:
         rest = _EXPERTS.sub(f"experts.local_experts.{at[-1]}.", rest)
+    rest = _MTP.sub(r"\1mtp_model_layer.", rest)
     for alone, fused in FUSED:
         rest = rest.replace(fused, alone)
     return rest

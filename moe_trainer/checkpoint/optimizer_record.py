@@ -51,21 +51,27 @@ def chained(groups: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]
     return [part for part in both if part]
 
 
-def optimizer_entry(record: Mapping[str, Any], scalars: Mapping[str, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    """The `optimizer` entry of a distributed checkpoint's common state. scalars: of Optimizer.scalars(). dtype: of the model's weights."""
-    chain = [_of_one(record, scalars, groups, dtype) for groups in chained(scalars["param_groups"])]
+def optimizer_entry(record: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[Any, Any]:
+    """The `optimizer` entry of a distributed checkpoint's common state. scalars: of Optimizer.scalars()."""
+    chain = [_of_one(record, scalars, groups) for groups in chained(scalars["param_groups"])]
     return chain[0] if len(chain) == 1 else dict(enumerate(chain))
 
 
-def _of_one(record: Mapping[str, Any], scalars: Mapping[str, Any], groups: list[Mapping[str, Any]], dtype: torch.dtype) -> dict[str, Any]:
+def _of_one(record: Mapping[str, Any], scalars: Mapping[str, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
     step, distributed = int(scalars["step"]), bool(record.get("use_distributed_optimizer"))
     in_groups = distributed or has_engine_names(record)
     described = [param_group(record, decayed=group["wd_mult"] != 0.0, decoupled=group["is_decoupled_lr"],
                              experts=group["is_expert_parallel"], step=step if in_groups else None) for group in groups]
     scaler = {"grad_scaler": dict(scalars["grad_scaler"])} if scalars.get("grad_scaler") else {}
     if distributed:
-        return {"optimizer": {"param_groups": described}, **scaler, "param_state": {}, "param_state_sharding_type": FULLY_RESHARDABLE}
+        return {"optimizer": {"param_groups": described}, **scaler, "param_state_sharding_type": FULLY_RESHARDABLE}
     inner = {"state": {} if in_groups else {"common_step": torch.tensor(float(step))}, "param_groups": described}
-    if dtype == torch.float32:
-        return inner
-    return {"optimizer": inner, **scaler, "fp32_from_fp16_params": [[] for _ in described]}
+    return {"optimizer": inner, **scaler} if record.get("bf16") or record.get("fp16") else inner
+
+
+def content_metadata(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron-LM's loader is told of the form of a distributed checkpoint."""
+    found: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if record.get("use_distributed_optimizer"):
+        found |= {"distrib_optim_sharding_type": FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False}
+    return found

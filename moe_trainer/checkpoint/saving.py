@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -52,6 +53,7 @@ from moe_trainer.parallel.state import ParallelState
 logger = logging.getLogger(__name__)
 
 _BOXES = "boxes"
+MAIN = "fp32_param"
 
 
 class PendingSave:
@@ -80,8 +82,12 @@ class PendingSave:
             optimizer.wait_params()
         saved_optimizer = optimizer if options.save_optim else None
         self._legacy = self._legacy_writer(state, chunks, saved_optimizer) if self._boxes != self._temporary else None
-        self._planner, self._index = self._divide(_batches(state, chunks, saved_optimizer, ps),
-                                                  _objects(state, chunks, saved_optimizer, ps, options))
+        common = None
+        if ps.world.rank == 0:
+            common = common_state.build(state, saved_optimizer.scalars() if saved_optimizer is not None else None)
+        # releases of Megatron-LM up to core_v0.18 read the common state from a file of its own
+        self._common_file = common_state.dump_file(common) if common is not None and self._legacy is None else None
+        self._planner, self._index = self._divide(_batches(state, chunks, saved_optimizer, ps, self._legacy is None), _objects(state, chunks, common, ps, options))
         self._writer = FileSystemWriter(self._boxes, thread_count=1, sync_files=True)
         self._writer.set_up_storage_writer(ps.world.rank == 0)
         # the writer numbers files by the place of a plan in the list of all; of the others' it needs nothing
@@ -155,6 +161,9 @@ class PendingSave:
         try:
             if self._plan.items and self._error is None:
                 self._results = self._writer.write_data(self._plan, self._planner).wait()
+            if self._common_file is not None and self._error is None:
+                (self._temporary / common_state.OLD_FILE).write_bytes(self._common_file)
+                flush_file(self._temporary / common_state.OLD_FILE)
         except (OSError, RuntimeError) as error:  # torch.save reports a failed write as RuntimeError
             self._error = f"rank {self._ps.world.rank}: {_root_cause(error)}"
 
@@ -253,12 +262,19 @@ class PendingSave:
                                f"{_free_space(self._directory)}{_what_remains(self._directory)}")
 
 
-def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState) -> list[Batch]:
-    """All that this rank holds and that counts, optimizer state (which may be cut already) before weights."""
+def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState, to_keep: bool) -> list[Batch]:
+    """All that this rank holds and that counts, optimizer state (which may be cut already) before weights. Collective.
+
+    to_keep: the boxes are the checkpoint, and have Megatron-LM's names for main parameters.
+    """
     scheme = KeyScheme.from_record(state.args)
     weights, moments = ({kind: Batch(kind) for kind in KINDS} for _ in range(2))
     buffers = Batch("dense")  # by themselves: they are whole on every rank even where the weights are fully sharded
     runs = {}
+    held_states = list(optimizer.tensors()) if optimizer is not None else []
+    # Megatron-LM's distributed optimizer has main parameters, called param, of fp32 weights too
+    distributed = to_keep and optimizer is not None and bool(state.args.get("use_distributed_optimizer"))
+    with_mains = _types_with_mains(held_states, ps) if distributed else frozenset()
     for chunk in chunks:
         for param in unique_params(chunk.parameters()):
             info = info_of(param)
@@ -266,19 +282,29 @@ def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
                 runs[id(param)] = scheme.placements(info, tuple(param.shape))
                 for data, start, stop, read in parts_to_save(param):
                     # a weight that is stored in 8 bits has its values where the optimizer's state is, cut like that
-                    (moments if is_stored(param) else weights)[info.kind].pieces += pieces(runs[id(param)], data, start, stop, read=read)
+                    batch = (moments if is_stored(param) else weights)[info.kind]
+                    batch.pieces += pieces(runs[id(param)], data, start, stop, read=read)
+                    if distributed and param.dtype not in with_mains:
+                        batch.pieces += pieces(runs[id(param)], data, start, stop, "optimizer.state.param.", read)
         for name, buffer in (*chunk.named_state_buffers(), *chunk.named_scaling_state()):
             info = ParamInfo((name,))
             if is_counted(info, ps):
                 buffers.pieces += pieces(scheme.placements(info, tuple(buffer.shape)), buffer, 0, buffer.numel())
-    for held in optimizer.tensors() if optimizer is not None else ():
+    for held in held_states:
         if id(held.param) in runs:
+            name = "param" if distributed and held.state_name == MAIN else held.state_name
             moments[info_of(held.param).kind].pieces += pieces(runs[id(held.param)], held.tensor, held.start, held.stop,
-                                                               f"optimizer.state.{held.state_name}.", held.read)
+                                                               f"optimizer.state.{name}.", held.read)
     return [*moments.values(), *weights.values(), buffers]
 
 
-def _objects(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState,
+def _types_with_mains(states: Sequence[Any], ps: ParallelState) -> frozenset[torch.dtype]:
+    """The types of the parameters of which the optimizer keeps main parameters, on whichever rank; collective."""
+    mine = {held.param.dtype for held in states if held.state_name == MAIN}
+    return frozenset().union(*collectives.all_gather_object(mine, ps.world))
+
+
+def _objects(state: CheckpointState, chunks: Sequence[Any], common: dict[str, Any] | None, ps: ParallelState,
              options: SaveOptions) -> dict[str, bytes]:
     scheme = KeyScheme.from_record(state.args)
     empty = common_state.dump_object(None)
@@ -293,9 +319,8 @@ def _objects(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
         states = collectives.gather_object(random_state.capture_for_checkpoint(random_state.streams_of(chunks), ps), ps.dp_cp)
         if states is not None:
             objects[rng_key(ps)] = common_state.dump_object(states)
-    if ps.world.rank == 0:
-        scalars = optimizer.scalars() if optimizer is not None else None
-        objects[common_state.KEY] = common_state.dump_object(common_state.build(state, scalars))
+    if common is not None:
+        objects[common_state.KEY] = common_state.dump_object(common)
     return objects
 
 

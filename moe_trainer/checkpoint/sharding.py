@@ -7,6 +7,7 @@ Megatron-Core's torch_dist keys and coordinates:
   layers differ (--moe-layer-freq given as a list or as a number above 1) keeps `decoder.layers.{l}.X` without that axis.
   MTP layers always keep their number.
 - `...experts.local_experts.{e}.linear_fc1.weight` becomes `...experts.experts.linear_fc1.weight` with an axis over experts.
+- The layer inside one of multi-token prediction is called `transformer_layer`.
 - Norms that Megatron-Core fuses into the linear that follows, or names as if it did, have names of that linear (layer_spec.py).
 - A cut dimension of several parts (`ParamInfo.parts`; a gated fc1 is gate rows and up rows) is stored part by part, so that
   a tensor-parallel cut of each stays a box.
@@ -39,6 +40,9 @@ from moe_trainer.parallel.params import ParamInfo, part_lengths
 from moe_trainer.parallel.state import ParallelState
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
+# the layer inside one of multi-token prediction: the module, its name in Megatron-Core's checkpoints, and that in ours before these had it
+_MTP_MODULE = "mtp_model_layer."
+MTP_LAYERS = ("transformer_layer", "mtp_model_layer")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
 # modules whose Megatron counterparts write an (empty) `_extra_state` object beside their weight, whichever spec names them
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_proj)\.weight$")
@@ -93,6 +97,7 @@ class KeyScheme:
     stacked: all decoder layers are alike and share one tensor with a leading layer axis.
     norms: which norms of every decoder layer are spelled as fused; those of MTP layers are the last one's.
     engine: modules beside the linears that have an `_extra_state` (layer_spec.engine_parts).
+    mtp_layer: what the layer inside one of multi-token prediction is called.
     """
 
     num_layers: int
@@ -100,6 +105,7 @@ class KeyScheme:
     stacked: bool
     norms: tuple[tuple[Spelling, ...], ...]
     engine: tuple[str, ...] = ()
+    mtp_layer: str = MTP_LAYERS[0]
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "KeyScheme":
@@ -126,7 +132,8 @@ class KeyScheme:
         every = tuple((IN_PROJ if IN_PROJ in layer else INPUT, MLP, *LATENT) for layer in self.norms)
         for stacked in (self.stacked, not self.stacked):
             for norms in (self.norms, ((),) * len(self.norms), every):
-                yield replace(self, stacked=stacked, norms=norms)
+                for mtp_layer in MTP_LAYERS:
+                    yield replace(self, stacked=stacked, norms=norms, mtp_layer=mtp_layer)
 
     def locate(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """Return (key, coordinates, extents) of a global name; the coordinates are those of the added leading axes."""
@@ -140,6 +147,8 @@ class KeyScheme:
             if block == "decoder" and self.stacked:
                 prefix, at, extents = f"{block}.layers.", (number,), (self.num_layers,)
             rest = _fused(rest, self.norms[min(number, self.num_layers - 1) if block == "decoder" else -1])
+            if rest.startswith(_MTP_MODULE):
+                rest = f"{self.mtp_layer}.{rest.removeprefix(_MTP_MODULE)}"
         expert = _EXPERT.match(rest)
         if expert:
             rest = f"{expert[1]}experts.{expert[3]}"
@@ -189,7 +198,7 @@ class KeyScheme:
 
 def _fused(rest: str, norms: tuple[Spelling, ...]) -> str:
     """The name inside a layer of what may be a norm."""
-    inner = "mtp_model_layer." if rest.startswith("mtp_model_layer.") else ""
+    inner = _MTP_MODULE if rest.startswith(_MTP_MODULE) else ""
     for alone, fused in norms:
         if rest.startswith(inner + alone):
             return inner + fused + rest[len(inner + alone):]

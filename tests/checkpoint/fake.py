@@ -168,7 +168,7 @@ class FakeOptimizer:
         yield from self.held
 
     def scalars(self) -> dict:
-        return {"step": self.step, "param_groups": [{"lr": 0.25, "weight_decay": 0.1}]}
+        return {"step": self.step, "param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False}]}
 
     def load_scalars(self, scalars: dict) -> None:
         self.step = scalars["step"]

@@ -42,7 +42,7 @@ def inside(prefix, *names):
     return [f"{prefix}{name}" for name in names]
 
 
-L, L0, L1, M = "decoder.layers.", "decoder.layers.0.", "decoder.layers.1.", "mtp.layers.0.mtp_model_layer."
+L, L0, L1, M = "decoder.layers.", "decoder.layers.0.", "decoder.layers.1.", "mtp.layers.0.transformer_layer."
 QKV, IN_PROJ, FC1 = "self_attention.linear_qkv.layer_norm_weight", "self_attention.in_proj.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
 INPUT, PRE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 HEADS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")

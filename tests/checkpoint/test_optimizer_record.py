@@ -8,7 +8,7 @@ import torch
 
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.optimizer_record import is_decoupled, optimizer_entry, param_group
+from moe_trainer.checkpoint.optimizer_record import content_metadata, is_decoupled, optimizer_entry, param_group
 from moe_trainer.parallel.state import ParallelState
 
 RECORD = {"lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "optimizer": "adam",
@@ -41,19 +41,21 @@ def test_a_group_is_identified_as_in_megatron():
 
 def test_the_entry_of_every_kind_of_optimizer():
     both = scalars((1.0, False), (0.0, False))
-    entry = optimizer_entry(RECORD, both, torch.float32)
+    entry = optimizer_entry(RECORD, both)
     assert entry.keys() == {"state", "param_groups"} and entry["state"] == {"common_step": torch.tensor(5.0)}
     assert [group["wd_mult"] for group in entry["param_groups"]] == [1.0, 0.0] and "step" not in entry["param_groups"][0]
-    engine = optimizer_entry(RECORD | {"transformer_impl": "transformer_engine"}, both, torch.float32)
+    engine = optimizer_entry(RECORD | {"transformer_impl": "transformer_engine"}, both)
     assert engine["state"] == {} and [group["step"] for group in engine["param_groups"]] == [5, 5]
-    half = optimizer_entry(RECORD, both, torch.bfloat16)
-    assert half.keys() == {"optimizer", "fp32_from_fp16_params"} and half["optimizer"] == entry and half["fp32_from_fp16_params"] == [[], []]
-    chain = optimizer_entry(RECORD, scalars((1.0, False), (0.0, False), (1.0, True), grad_scaler={"scale": 2.0}), torch.float16)
+    half = optimizer_entry(RECORD | {"bf16": True}, both)
+    assert half == {"optimizer": entry}
+    chain = optimizer_entry(RECORD | {"fp16": True}, scalars((1.0, False), (0.0, False), (1.0, True), grad_scaler={"scale": 2.0}))
     assert chain.keys() == {0, 1} and [len(one["optimizer"]["param_groups"]) for one in chain.values()] == [2, 1]
     assert all(one["grad_scaler"] == {"scale": 2.0} for one in chain.values())
-    distributed = optimizer_entry(RECORD | {"use_distributed_optimizer": True}, both, torch.bfloat16)
-    assert distributed.keys() == {"optimizer", "param_state", "param_state_sharding_type"}
+    distributed = optimizer_entry(RECORD | {"use_distributed_optimizer": True}, both)
+    assert distributed.keys() == {"optimizer", "param_state_sharding_type"}
     assert [group["step"] for group in distributed["optimizer"]["param_groups"]] == [5, 5]
+    assert content_metadata(RECORD | {"use_distributed_optimizer": True})["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert content_metadata(RECORD) == {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     assert distributed["optimizer"].keys() == {"param_groups"} and distributed["param_state_sharding_type"] == "fully_reshardable"
 
 

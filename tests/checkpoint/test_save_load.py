@@ -85,7 +85,7 @@ def test_files_and_tracker(tmp_path):
     tokenizer.write_bytes(b"model")
     save_one(tmp_path / "save", 20, tokenizer_files=(tokenizer,), log_progress=True, verify_integrity=True)
     folder = tmp_path / "save/iter_0000020"
-    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "integrity.json", "metadata.json",
+    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "common.pt", "integrity.json", "metadata.json",
                                                               "tokenizer"]
     assert json.loads((folder / "metadata.json").read_text()) == {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     assert (folder / "tokenizer/tokenizer.model").read_bytes() == b"model"

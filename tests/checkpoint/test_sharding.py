@@ -105,11 +105,11 @@ def test_layers_that_differ_keep_their_numbers():
 def test_mtp_layers_keep_their_numbers_and_mla_its_norms():
     scheme = KeyScheme.from_record(RECORD)
     name = "mtp.layers.0.mtp_model_layer.input_layernorm.weight"
-    assert scheme.locate(name) == ("mtp.layers.0.mtp_model_layer.self_attention.linear_qkv.layer_norm_weight", (), ())
+    assert scheme.locate(name) == ("mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_weight", (), ())
     assert scheme.locate("mtp.layers.0.enorm.weight") == ("mtp.layers.0.enorm.weight", (), ())
     assert scheme.locate("mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.2.linear_fc1.weight")[1:] == ((2,), (8,))
     mla = KeyScheme.from_record(RECORD | {"multi_latent_attention": True})
-    assert mla.locate(name)[0] == name
+    assert mla.locate(name)[0] == "mtp.layers.0.transformer_layer.input_layernorm.weight"
     assert mla.locate("decoder.layers.1.pre_mlp_layernorm.weight") == ("decoder.layers.pre_mlp_layernorm.weight", (1,), (2,))
 
 
@@ -193,7 +193,7 @@ def test_keys_of_the_real_deepseek_model(shared, tmp_path):
     found = content(tmp_path, *built(shared, "b_deepseek_mtp"))
     tensors = {key: value[0] for key, value in found.items() if value is not None}
     assert all(re.match(r"(decoder|mtp)\.layers\.\d|embedding\.|output_layer\.|decoder\.final", key) for key in tensors)
-    for layer in ("decoder.layers.1.", "mtp.layers.0.mtp_model_layer."):
+    for layer in ("decoder.layers.1.", "mtp.layers.0.transformer_layer."):
         assert tensors[layer + "mlp.experts.experts.linear_fc1.weight"] == [8, 48, 64]
         assert tensors[layer + "mlp.router.expert_bias"] == [8]
         assert tensors[layer + "input_layernorm.weight"] == [64]
