@@ -26,6 +26,7 @@ from moe_trainer.checkpoint.find import (
     read_saved_args,
     saved_vocab_rows,
 )
+from moe_trainer.checkpoint.flat_states import StateIndex, has_flat_states
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.loading import Loader
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions, SaveOptions
@@ -121,6 +122,9 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
         options = replace(options, load_optim=False, load_rng=False)
     index = _together(lambda: read_index(folder), ps)
     state, scalars, from_megatron = _together(lambda: common_state.parse(common_state.read(folder, index)), ps)
+    if has_flat_states(index) and optimizer is not None and not options.finetune:
+        index = _together(lambda: StateIndex(folder, index), ps)
+        state, scalars, from_megatron = common_state.parse(index.common)
     if options.upcycle:
         index = _together(lambda: UpcycledIndex(folder, index, state.args, options.args), ps)
     with_optim = optimizer is not None and options.load_optim and not options.finetune

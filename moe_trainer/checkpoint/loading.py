@@ -19,6 +19,7 @@ from arguments.checkpoint_args import SHAPE
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.flat_states import StateIndex
 from moe_trainer.checkpoint.legacy import LegacyIndex
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.reading import fill, read_object
@@ -119,12 +120,10 @@ class Loader:
 
     def _refuse_optimizer(self, missing: list[str]) -> None:
         kept = [key for key in self._stored if key.startswith(_OPTIMIZER_KEYS)]
-        flat = [key for key in kept if not key.startswith(_OPTIMIZER + "state.")]
-        if isinstance(self._index, LegacyIndex) and self._index.state_problem:
+        if isinstance(self._index, (LegacyIndex, StateIndex)) and self._index.state_problem:
             why = self._index.state_problem
-        elif flat:
-            why = (f"its optimizer state is stored as the flat buckets of one layout ({flat[0]}, ...), which fit no other; "
-                   "let Megatron-LM save it with --dist-ckpt-optim-fully-reshardable")
+            if isinstance(self._index, StateIndex):
+                why += "; let Megatron-LM save it with --dist-ckpt-optim-fully-reshardable"
         elif not kept:
             why = "it holds no optimizer state (saved with --no-save-optim?)"
         else:
@@ -223,8 +222,10 @@ class Loader:
         """
         key = rng_key(ps)
         states = read_object(self._folder, self._index, key) if key in self._index.state_dict_metadata else []
-        if len(states) == 1 and not random_state.is_ours(states[0]):
-            return states[0]  # Megatron writes one state for all data-parallel ranks
+        if states and not random_state.is_ours(states[0]):
+            # Megatron-LM writes one state for all data-parallel ranks, or, with --data-parallel-random-init, one for each
+            if len(states) in (1, ps.dp.size):
+                return states[ps.dp.rank if len(states) > 1 else 0]
         if len(states) < ps.dp_cp.size:
             self._warn("%s has no random states for %s of the places of this layout (pp %d, tp %d, dp x cp %d): there, "
                        "dropout and jitter start afresh from --seed and the iteration", self._folder,

@@ -37,6 +37,10 @@ class MadeIndex(Metadata, ABC):
     def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """The tensor of one box. Raises: CheckpointError."""
 
+    def object(self, key: str) -> Any:
+        """A non-tensor entry. Raises: CheckpointError."""
+        return self.objects[key]
+
 
 def empty_index() -> Metadata:
     """An index of nothing, to be filled and written."""

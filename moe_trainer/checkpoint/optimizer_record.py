@@ -53,7 +53,7 @@ def chained(groups: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]
 
 def optimizer_entry(record: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[Any, Any]:
     """The `optimizer` entry of a distributed checkpoint's common state. scalars: of Optimizer.scalars()."""
-    chain = [_of_one(record, scalars, groups) for groups in chained(scalars["param_groups"])]
+    chain = [_of_one(record, scalars, groups) for groups in chained(scalars.get("param_groups", ()))]
     return chain[0] if len(chain) == 1 else dict(enumerate(chain))
 
 

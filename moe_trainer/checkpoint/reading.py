@@ -33,7 +33,7 @@ def read_object(folder: Path, index: Metadata, key: str) -> Any:
     Raises: DamagedError when its file is missing or damaged.
     """
     if isinstance(index, MadeIndex):
-        return index.objects[key]
+        return index.object(key)
     place = MetadataIndex(key)
     try:
         return load_bytes(_read_entry(folder, index, place))[0]

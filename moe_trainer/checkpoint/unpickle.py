@@ -195,6 +195,10 @@ _INDEX_CLASSES = tuple(getattr(module, name) for module, names in (
     (filesystem, ("_StorageInfo",))) for name in names if hasattr(module, name))
 
 
+# the index of core_v0.15, which has a field more
+_MEGATRON_INDEX = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
+
+
 class _SafeNames:
     """Resolves names by the tables above, and references to storages by what it was given."""
 
@@ -206,6 +210,8 @@ class _SafeNames:
             return _TYPES.get(place) or _CLASSES[place]
         if place in _FUNCTIONS:
             return lambda *args: _FUNCTIONS[place](*args)  # one that this pickle alone may change
+        if place == _MEGATRON_INDEX:
+            return metadata.Metadata
         for kind in _INDEX_CLASSES:
             if place == (kind.__module__, kind.__name__):
                 return kind

@@ -1,0 +1,131 @@
+"""What a checkpoint holds besides values is what Megatron-LM's loaders ask for: keys, types, and the optimizer's entry.
+
+megatron_checkpoints.json describes checkpoints that Megatron-LM d98e8a64 wrote (torch's AdamW, CPU): of the optimizer all but the current rate.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
+from harness import run_ranks
+
+from arguments import parse_args
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.archive import load_bytes
+from moe_trainer.checkpoint.checkpoint import CheckpointState, LoadOptions, SaveOptions, load, save
+from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.reading import read_object
+from moe_trainer.checkpoint.sharding import KeyScheme
+from moe_trainer.model.build import build_chunks
+from moe_trainer.parallel.state import ParallelState
+
+CASES = json.loads((Path(__file__).parents[1] / "data/megatron_checkpoints.json").read_text())
+SINGLE = ParallelState.single()
+
+
+def normal(value):
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, dict):
+        return {str(key): normal(item) for key, item in value.items() if key != "lr"}
+    return [normal(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def without(entry, *keys):
+    """The entry of the optimizer without what is ours alone."""
+    if isinstance(entry, dict):
+        return {key: without(item, *keys) for key, item in entry.items() if key not in keys}
+    return [without(item, *keys) for item in entry] if isinstance(entry, list) else entry
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_keys_types_and_objects_equal_megatrons(case, tmp_path, monkeypatch):
+    expected = CASES[case]
+    args = parse_args(expected["argv"].split(), world_size=1)
+    record = args.as_dict()
+    apart = "0" in expected["optimizer"]
+    model = build_chunks(args, SINGLE, 512)[0]
+    optimizer = FakeOptimizer(model, SINGLE, main_params=bool(record["bf16"]))
+    kinds = [(1.0, False), (0.0, False), *([(1.0, True)] if apart else [])]
+    monkeypatch.setattr(optimizer, "scalars", lambda: {"step": 5, "param_groups": [
+        {"wd_mult": wd, "is_decoupled_lr": False, "is_expert_parallel": expert} for wd, expert in kinds]}, raising=False)
+    save(tmp_path, CheckpointState(5, record, scheduler=dict.fromkeys(expected["opt_param_scheduler"], 1)), [model], optimizer, SINGLE, SaveOptions())
+    folder = tmp_path / "iter_0000005"
+    index = read_index(folder)
+    found = {key: [list(entry.size), str(entry.properties.dtype).removeprefix("torch.")] if hasattr(entry, "chunks") else None
+             for key, entry in index.state_dict_metadata.items()}
+    assert found == expected["keys"]
+    common = common_state.read(folder, index)
+    assert without(normal(common["optimizer"]), "bias_correction") == expected["optimizer"]
+    assert common["content_metadata"] == expected["content_metadata"]
+    assert sorted(common["opt_param_scheduler"]) == expected["opt_param_scheduler"]
+    (state,) = read_object(folder, index, "rng_state/shard_0.0_1.1")
+    kinds = {key: sorted(value) if isinstance(value, dict) else type(value).__name__ for key, value in state.items()}
+    assert {key: kinds[key] for key in expected["rng_state"]} == expected["rng_state"]
+    # releases up to core_v0.18 read the same from a file
+    file = load_bytes((folder / "common.pt").read_bytes())
+    assert file.keys() == common.keys() and normal(file["optimizer"]) == normal(common["optimizer"]) and file["args"] == common["args"]
+
+
+def test_megatrons_own_reader_of_objects_takes_the_common_state(tmp_path):
+    """It reads with weights_only and argparse.Namespace among the safe classes."""
+    model = FakeModel()
+    save(tmp_path, CheckpointState(5, RECORD), [model], FakeOptimizer(model, SINGLE), SINGLE, SaveOptions())
+    with torch.serialization.safe_globals([__import__("argparse").Namespace]):
+        found = torch.load(tmp_path / "iter_0000005/common.pt", weights_only=True)
+    assert found["optimizer"].keys() == {"state", "param_groups"} and vars(found["args"])["num_layers"] == 2
+
+
+def _save_mapped(rank, size, folder, sizes):
+    ps = ParallelState.create(size, rank, **sizes)
+    model = FakeModel(ps=ps, dtype=torch.bfloat16)
+    record = RECORD | {"use_distributed_optimizer": True, "bf16": True}
+    save(folder, CheckpointState(5, record), [model], FakeOptimizer(model, ps, distributed=True, main_params=True), ps, SaveOptions())
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, etp=2), dict(pp=2, ep=2), {}])
+def test_every_mapping_writes_one_random_state_for_each_place_and_the_same_keys(tmp_path, sizes):
+    run_ranks(_save_mapped, 4, tmp_path, sizes)
+    index = read_index(tmp_path / "iter_0000005")
+    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+    objects = [key for key in index.state_dict_metadata if key.startswith("rng_state")]
+    assert sorted(objects) == sorted(f"rng_state/shard_{p}.{t}_{pp}.{tp}" for p in range(pp) for t in range(tp))
+    states = [read_object(tmp_path / "iter_0000005", index, key) for key in objects]
+    assert all(len(place) == 4 // (tp * pp) and all(len(state["rng_tracker_states"]) == 3 for state in place) for place in states)
+    if tp > 1:
+        first, second = (states[objects.index(f"rng_state/shard_0.{t}_{pp}.2")][0]["rng_tracker_states"]["model-parallel-rng"] for t in (0, 1))
+        assert not torch.equal(first, second)
+    stored = {key.split(".")[2] for key in index.state_dict_metadata if key.startswith("optimizer.")}
+    assert stored == {"exp_avg", "exp_avg_sq", "param"}
+
+
+@pytest.mark.parametrize("main_params", [False, True])
+def test_main_parameters_of_a_distributed_optimizer_are_read_under_both_names(tmp_path, main_params):
+    """`param` as Megatron-LM calls them, fp32 weights included, and `fp32_param` as older checkpoints of ours do."""
+    dtype, flags = (torch.bfloat16, {"bf16": True}) if main_params else (torch.float32, {})
+    model = FakeModel(dtype=dtype)
+    optimizer = FakeOptimizer(model, SINGLE, distributed=True, main_params=main_params)
+    for name, record in (("new", RECORD | flags | {"use_distributed_optimizer": True}), ("old", RECORD | flags)):
+        save(tmp_path / name, CheckpointState(5, record), [model], optimizer, SINGLE, SaveOptions())
+        other = FakeModel(seed=1, dtype=dtype)
+        fresh = FakeOptimizer(other, SINGLE, distributed=True, main_params=main_params, seed=1)
+        assert load(tmp_path / name, [other], fresh, SINGLE, LoadOptions(record)).optim_loaded
+        assert all(torch.equal(a, b) for a, b in zip(fresh.values(), optimizer.values(), strict=True))
+        stored = {key.split(".")[2] for key in read_index(tmp_path / name / "iter_0000005").state_dict_metadata if key.startswith("optimizer.")}
+        assert stored == {"exp_avg", "exp_avg_sq"} | ({"param"} if name == "new" else {"fp32_param"} if main_params else set())
+
+
+def test_prediction_layers_of_older_checkpoints_are_found():
+    name = "mtp.layers.0.mtp_model_layer.mlp.router.weight"
+    found = [scheme.locate(name)[0] for scheme in KeyScheme.from_record(RECORD).alternatives()]
+    assert found[0] == "mtp.layers.0.transformer_layer.mlp.router.weight" and name in found
+
+
+def test_the_step_of_an_optimizer_is_the_one_it_counts():
+    """A group may still hold the step of the program that wrote an earlier checkpoint."""
+    inner = {"param_groups": [{"step": 3}], "state": {"common_step": torch.tensor(8.0)}}
+    args = common_state.argparse.Namespace()
+    for entry, step in ((inner, 8), ({"optimizer": inner}, 8), ({0: inner, 1: inner}, 8), ({"optimizer": {"param_groups": [{"step": 3.0}]}}, 3)):
+        assert common_state.parse({"args": args, "optimizer": entry})[1] == {"step": step}
