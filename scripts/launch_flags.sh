@@ -23,6 +23,7 @@
 #   HARDWARE         what a dry run plans for: h100 (the default), h200, b200, gb200, a100, ... or a YAML file
 #   GB200_CLUSTER=1  4 GPUs per node, NVLINK_DOMAIN_SIZE=72, HARDWARE=gb200
 #   ENVIRONMENT      array or blank-separated NAME=VALUE, for a cluster file. $SLURM_NODEID in a value is replaced on the node
+#   DRY_RUN=1 opens data, tokenizer, weights and output folder too where any is named, and the job has no container (CHECK_FILES=0: not)
 # Extra flags come last and win. A variable that is not set leaves the preset's value.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -436,6 +437,9 @@ flags_of_run() {
     [ "${DATA_PATH:-}" != mock ] || DATA_PATH='' MOCK=1
     [ "${TOKENIZER_MODEL:-}" != mock ] || TOKENIZER_MODEL=
     [ "${PRETRAIN:-0}" != 1 ] || LOAD_PATH=
+    NAMES_FILES=0
+    if [ -n "${DATA_PATH:-}${TOKENIZER_MODEL:-}${LOAD_PATH:-}" ] ||
+        given '--data-path|--train-data-path|--data-args-path|--per-split-data-args-path|--tokenizer-model|--load' "$@"; then NAMES_FILES=1; fi
     EXPORTS=()
     find_recipe
     place_output
@@ -494,7 +498,10 @@ check_flags() {
         return
     fi
     # of some 600 values those that somebody has chosen
-    "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" | { grep -v '  (default)$' || true; } || exit 2
+    local files=()
+    # a container's paths are not this machine's; and a plan without any need not fit this machine's disk
+    if [ -z "${CONTAINER_IMAGE:-}" ] && [ "${CHECK_FILES:-1}" = 1 ] && [ "$NAMES_FILES" = 1 ]; then files=(--check-files); fi
+    "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only ${files[@]+"${files[@]}"} --world-size "$world_size" | { grep -v '  (default)$' || true; } || exit 2
     local plan
     plan=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --dry-run --world-size "$world_size" ${HARDWARE:+--hardware "$HARDWARE"}) || exit 2
     printf '%s\n' "$plan"

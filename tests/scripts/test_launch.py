@@ -123,6 +123,14 @@ def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
     assert f":{tmp_path}/out\\,/data:/data" in done.stdout
 
 
+def test_a_dry_run_opens_the_files(tmp_path):
+    given = dict(MODEL="qwen3_tiny", GPUS_PER_NODE="2", EP="2", DATA_PATH=str(tmp_path / "none_text_document"))
+    done = dry("launch.sh", tmp_path, code=2, **given)
+    assert "none_text_document" in done.stderr
+    assert "2 x h100" in dry("launch.sh", tmp_path, CHECK_FILES="0", **given).stdout
+    assert "can be written" not in dry("launch.sh", tmp_path, **{**given, "DATA_PATH": ""}).stdout  # nothing is named: a plan may be another machine's
+
+
 ZOO_BARE = {
     "Mixtral-8x2B": "tp=1 pp=1 ep=8 mbs=2 gbs=256 nodes=8", "Mixtral-8x7B": "tp=1 pp=4 ep=8 vpp=8 mbs=1 gbs=256 nodes=8",
     "Mixtral-8x22B": "tp=2 pp=8 ep=8 vpp=7 mbs=1 gbs=256 nodes=16", "DeepSeek-V2": "tp=1 pp=16 ep=8 first=2 last=2 vpp=2 mbs=1 gbs=1024 nodes=32",
