@@ -196,7 +196,8 @@ FORM = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "squared_relu": 
         "finermoe_intermediate_granularity": None, "moe_router_pre_softmax": False, "moe_router_score_function": "softmax",
         "init_method_xavier_uniform": False, "init_method_std": 0.1}
 LAYERS = {"num_experts": 4, "num_layers": 2, "moe_layer_freq": 1, "moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False,
-          "add_bias_linear": False, "moe_router_enable_expert_bias": False, "untie_embeddings_and_output_weights": True}
+          "add_bias_linear": False, "moe_router_enable_expert_bias": False, "moe_router_load_balancing_type": "aux_loss",
+          "untie_embeddings_and_output_weights": True}
 
 
 @pytest.mark.parametrize(("flags", "root"), [({}, 3), ({"swiglu": False}, 2), ({"swiglu": False, "squared_relu": True}, 3)])
