@@ -122,9 +122,10 @@ def _what_is_saved(folder: str | None) -> str:
         return "nothing was saved (no --save)"
     try:
         with open(os.path.join(folder, "latest_checkpointed_iteration.txt"), encoding="ascii", errors="replace") as file:
-            return f"the checkpoint of iteration {file.read(20).strip()} in {folder} is intact"
+            newest = file.read(20).strip()
     except OSError:
-        return f"there is no checkpoint in {folder} yet"
+        newest = ""
+    return f"the checkpoint of iteration {newest} in {folder} is complete" if newest.isdecimal() else f"there is no checkpoint in {folder} yet"
 
 
 def _refuse_memory(error: BaseException, rank: int) -> int:

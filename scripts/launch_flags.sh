@@ -497,11 +497,10 @@ check_flags() {
             fail "these flags would not run (VALIDATE=0 submits them nevertheless):"$'\n'"$verdict"
         return
     fi
-    # of some 600 values those that somebody has chosen
     local files=()
     # a container's paths are not this machine's; and a plan without any need not fit this machine's disk
     if [ -z "${CONTAINER_IMAGE:-}" ] && [ "${CHECK_FILES:-1}" = 1 ] && [ "$NAMES_FILES" = 1 ]; then files=(--check-files); fi
-    "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only ${files[@]+"${files[@]}"} --world-size "$world_size" | { grep -v '  (default)$' || true; } || exit 2
+    "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only ${files[@]+"${files[@]}"} --world-size "$world_size" || exit 2
     local plan
     plan=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --dry-run --world-size "$world_size" ${HARDWARE:+--hardware "$HARDWARE"}) || exit 2
     printf '%s\n' "$plan"

@@ -124,7 +124,7 @@ def load(directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps
     state, scalars, from_megatron = _together(lambda: common_state.parse(common_state.read(folder, index)), ps)
     if has_flat_states(index) and optimizer is not None and not options.finetune:
         index = _together(lambda: StateIndex(folder, index), ps)
-        state, scalars, from_megatron = common_state.parse(index.common)
+        state, scalars, from_megatron = _together(lambda: common_state.parse(common_state.read(folder, index)), ps)
     if options.upcycle:
         index = _together(lambda: UpcycledIndex(folder, index, state.args, options.args), ps)
     with_optim = optimizer is not None and options.load_optim and not options.finetune

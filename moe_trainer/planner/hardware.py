@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -138,13 +139,18 @@ def find_hardware(name: str) -> Hardware:
     raise HardwareError(f"--hardware {name}: there are {', '.join(KNOWN)}; or give a FILE.yaml with the fields of one of them")
 
 
-def bf16_peak(device: str) -> float | None:
-    """Dense bf16 TFLOP/s of a device by the name that its driver gives it ("NVIDIA H100 80GB HBM3"); None where that is not known."""
-    name = device.lower()
-    if "pcie" in name or " nvl" in name:  # other chips under the same name
+def known_device(driver_name: str) -> Hardware | None:
+    """Return the hardware of a device by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), or None where that is not known."""
+    words = re.findall(r"[a-z0-9]+", driver_name.lower())
+    if "pcie" in words or "nvl" in words:  # other chips under the same name
         return None
-    found = [row for row in _ROWS if row.name in name]
-    return max(found, key=lambda row: len(row.name)).bf16 if found else None
+    return next((row for row in _ROWS if row.name in words), None)
+
+
+def bf16_peak(device: str) -> float | None:
+    """Dense bf16 TFLOP/s of a device by the name that its driver gives it; None where that is not known."""
+    found = known_device(device)
+    return found.bf16 if found else None
 
 
 def _from_file(path: Path) -> Hardware:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from arguments.container import OPTIONS, freeze
 from arguments.schema import int_pair
 from arguments.settings import Settings
-from moe_trainer.planner.hardware import KNOWN, Constants, Hardware, OwnRun
+from moe_trainer.planner.hardware import KNOWN, Constants, Hardware, OwnRun, known_device
 from moe_trainer.planner.plan import Plan, PlanError, make_plan
 from moe_trainer.planner.step_time import plan_step
 from moe_trainer.planner.uncertainty import features, sizes_of
@@ -54,21 +54,17 @@ class Measured:
 
 
 def device_name(path: str | Path) -> str:
-    """Hardware by the device that a metrics file names.
+    """Return the name of the hardware that a metrics file was written on.
 
     Raises: PlanError where it names none that is known.
     """
     where = f"--from {path}"
-    try:
-        with open(path, encoding="utf-8") as file:
-            run = next((record["run"] for number, line in enumerate(file, start=1) if isinstance((record := _record(where, number, line)).get("run"), dict)), {})
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{where}: the file cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    device = str(run.get("device", "")).lower()
-    found = max((name for name in KNOWN if name in device), key=len, default=None)
+    run = next((record["run"] for record in _records(path) if isinstance(record.get("run"), dict)), {})
+    device = str(run.get("device", ""))
+    found = known_device(device)
     if found is None:
         raise PlanError(f"{where}: its device {device or '(none)'} is none of {', '.join(KNOWN)}: give --hardware")
-    return found
+    return found.name
 
 
 def read_runs(path: str | Path, hardware: Hardware) -> list[Measured]:
@@ -78,22 +74,13 @@ def read_runs(path: str | Path, hardware: Hardware) -> list[Measured]:
     """
     where = f"--from {path}"
     starts: list[tuple[Mapping[str, object], list[float]]] = []
-    try:
-        if Path(path).stat().st_size > MAX_BYTES:
-            raise PlanError(f"{where}: more than {MAX_BYTES >> 30} GiB, which no metrics file has")
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith("\n"):
-                    break  # a run that was killed while it wrote
-                record = _record(where, number, line)
-                if isinstance(record.get("run"), dict):
-                    starts.append((record["run"], []))
-                elapsed = record.get("elapsed_ms")
-                usual = not record.get("skipped_iterations") and isinstance(elapsed, (int, float)) and math.isfinite(elapsed) and elapsed > 0
-                if starts and "validation" not in record and usual:
-                    starts[-1][1].append(elapsed / 1e3)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{where}: the file cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    for record in _records(path):
+        if isinstance(record.get("run"), dict):
+            starts.append((record["run"], []))
+        elapsed = record.get("elapsed_ms")
+        usual = not record.get("skipped_iterations") and isinstance(elapsed, (int, float)) and math.isfinite(elapsed) and elapsed > 0
+        if starts and "validation" not in record and usual:
+            starts[-1][1].append(elapsed / 1e3)
     if not starts:
         raise PlanError(f"{where}: no record says what ran (`run`, which files of older versions of this program lack)")
     found = [_measured(f"{path}" + (f" ({number})" if len(starts) > 1 else ""), run, seconds, hardware, where)
@@ -102,6 +89,21 @@ def read_runs(path: str | Path, hardware: Hardware) -> list[Measured]:
         longest = max(len(seconds) for _, seconds in starts)
         raise PlanError(f"{where}: {longest} timed iterations; {WARM_UP + LEAST} are needed, of which the first {WARM_UP} are left out (--log-interval 1 times each)")
     return found
+
+
+def _records(path: str | Path) -> Iterator[Mapping[str, object]]:
+    """Read a metrics file line by line, up to a last line that was not finished. Raises: PlanError."""
+    where = f"--from {path}"
+    try:
+        if Path(path).stat().st_size > MAX_BYTES:
+            raise PlanError(f"{where}: more than {MAX_BYTES >> 30} GiB, which no metrics file has")
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith("\n"):
+                    return  # the run was killed while it wrote
+                yield _record(where, number, line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{where}: the file cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def _record(where: str, number: int, line: str) -> Mapping[str, object]:

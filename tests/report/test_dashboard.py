@@ -161,7 +161,7 @@ def test_devices_get_no_page():
 def test_peaks_by_the_names_of_drivers():
     assert bf16_peak("NVIDIA H200") == bf16_peak("NVIDIA H100 80GB HBM3") == 989.4
     assert bf16_peak("NVIDIA GB200") == 2500 and bf16_peak("NVIDIA B200") == 2250 and bf16_peak("NVIDIA A100-SXM4-80GB") == 312
-    assert bf16_peak("NVIDIA H100 PCIe") is None and bf16_peak("NVIDIA GeForce RTX 4090") is None
+    assert bf16_peak("NVIDIA H100 PCIe") is None and bf16_peak("NVIDIA GH200 480GB") is None and bf16_peak("NVIDIA GeForce RTX 4090") is None
 
 
 def test_what_happened_is_kept_when_records_are_thinned(tmp_path, monkeypatch):

@@ -65,4 +65,4 @@ def test_an_interrupted_run_says_what_is_saved(tmp_path):
     assert pretrain_moe._what_is_saved(None) == "nothing was saved (no --save)"
     assert pretrain_moe._what_is_saved(str(tmp_path)) == f"there is no checkpoint in {tmp_path} yet"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("40")
-    assert pretrain_moe._what_is_saved(str(tmp_path)) == f"the checkpoint of iteration 40 in {tmp_path} is intact"
+    assert pretrain_moe._what_is_saved(str(tmp_path)) == f"the checkpoint of iteration 40 in {tmp_path} is complete"
