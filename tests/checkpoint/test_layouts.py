@@ -315,7 +315,9 @@ def test_ranks_that_hold_the_same_share_the_reading(tmp_path, distributed):
         assert max(counts) < 1.3 * whole / cut, "every rank reads its share and no more"
     path = tmp_path / "iter_0000003/__0_0.distcp"
     content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 0xFF
+    stored = read_index(tmp_path / "iter_0000003")
+    largest = max((info for info in stored.storage_data.values()), key=lambda info: info.length)
+    content[largest.offset + largest.length // 2] ^= 0xFF
     path.write_bytes(content)
     run_ranks(_read_in_parallel, 4, tmp_path, dict(), distributed, True)  # refused on all ranks, and nobody waits for ever
 
