@@ -124,6 +124,8 @@ def _for_evaluation(settings: Settings, recorded: Mapping[str, object]) -> tuple
     size = recorded.get("eval_global_batch_size") or recorded.get("global_batch_size")
     if isinstance(size, int) and size > 0 and not settings.given("global_batch_size") and not settings.given("eval_global_batch_size"):
         settings.set_derived("eval_global_batch_size", size, "from the checkpoint")
+    if settings.given("data_path") and not settings.given("split"):
+        names.append("split")
     if not any(settings.given(dest) for dest in DATA):
         names += DATA
         taken = [f"{OPTIONS[dest].spellings[0]} {_text(recorded[dest])}".strip() for dest in DATA if recorded.get(dest) and _is_value(dest, recorded[dest])]

@@ -71,6 +71,8 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
     except ModuleNotFoundError:
         return refuse(f"reading it needs PyYAML, which {sys.executable} does not have (pip install PyYAML)")
     try:
+        if path.is_fifo():
+            return refuse("this is a pipe, which cannot be read twice; give a file")
         with open(path, "rb") as file:
             text = file.read(MAX_RECIPE_BYTES + 1)
         if len(text) > MAX_RECIPE_BYTES:

@@ -341,6 +341,11 @@ def open_data(run: Run, state: TrainState, tokenizer: Tokenizer) -> Run:
     for name, size in (("train", train), ("validation", valid), ("test", test)):
         print_rank_0(run.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
     with run.timers("train/valid/test-data-iterators-setup"), user_input("data"):
+        if rank == 0 and not args.training.skip_train:  # other data may be evaluated
+            current = make_fingerprint(args.data, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file))
+            for warning in compare_fingerprints(state.fingerprint, current):
+                logger.warning("WARNING: %s", warning)
+            state.fingerprint = current
         datasets = build_datasets(
             args.data, args.training, tokenizer, (train, valid, test),
             is_builder=rank == 0, barrier=lambda: collectives.barrier(ps.world),
@@ -349,11 +354,6 @@ def open_data(run: Run, state: TrainState, tokenizer: Tokenizer) -> Run:
         if datasets.train is not None and not args.training.skip_train:
             batches = batches_of(run, datasets.train, args.training.micro_batch_size, state.consumed_train_samples)
             run = replace(run, train_batches=batches)
-        if rank == 0 and not args.training.skip_train:  # other data may be evaluated
-            current = make_fingerprint(args.data, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file))
-            for warning in compare_fingerprints(state.fingerprint, current):
-                logger.warning("WARNING: %s", warning)
-            state.fingerprint = current
     return run
 
 

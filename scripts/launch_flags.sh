@@ -64,7 +64,7 @@ read_variables() {
     for name in VPP LAYERS_PER_VP PP_FIRST PP_LAST LAYOUT SEGMENT LOAD_PATH; do
         [ "${!name:-}" != false ] || printf -v "$name" %s ""
     done
-    positive TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST MBS GBS SEQ_LEN NUM_LAYERS TRAIN_ITERS NNODES GPUS_PER_NODE
+    positive TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST MBS GBS SEQ_LEN MAX_POSITIONS NUM_LAYERS TRAIN_ITERS NNODES GPUS_PER_NODE
     if [ "${GB200_CLUSTER:-0}" = 1 ]; then
         HARDWARE=${HARDWARE:-gb200} NVLINK_DOMAIN_SIZE=${NVLINK_DOMAIN_SIZE:-72} GPUS_PER_NODE=${GPUS_PER_NODE:-4}
     fi
@@ -142,7 +142,7 @@ help_asked() {
 positive() {
     local name
     for name; do
-        [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: a whole number above 0 is needed"
+        [[ ${!name:-1} =~ ^[1-9][0-9]{0,14}$ ]] || fail "$name=${!name}: a whole number above 0 is needed"
     done
 }
 
@@ -255,7 +255,10 @@ mapping_flags() {
     if [ -n "${SEQ_LEN:-}" ] && [ -z "${DEFAULTS[SEQ_LEN]:-}" ]; then
         FLAGS+=(--seq-length "$SEQ_LEN")
         # as many positions as the recipe has, or more
-        if [ "${MAX_POSITIONS:-$SEQ_LEN}" -gt "$(recipe_value --max-position-embeddings)" ]; then
+        local positions
+        positions=$(recipe_value --max-position-embeddings)
+        case $positions in *[!0-9]*) positions=0 ;; esac
+        if [ "${MAX_POSITIONS:-$SEQ_LEN}" -gt "$positions" ]; then
             FLAGS+=(--max-position-embeddings "${MAX_POSITIONS:-$SEQ_LEN}")
         fi
     fi
@@ -265,7 +268,7 @@ mapping_flags() {
         full) FLAGS+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1) ;;
         *)
             local modules
-            read -ra modules <<<"$RECOMPUTE"
+            read -ra modules <<<"${RECOMPUTE//$'\n'/ }"
             FLAGS+=(--recompute-granularity selective --recompute-modules "${modules[@]}")
             ;;
     esac
@@ -354,7 +357,7 @@ output_flags() {
     [ -z "${LOAD_PATH:-}" ] || FLAGS+=(--load "$LOAD_PATH" --finetune)
     if [ -n "${DATA_PATH:-}" ]; then
         local parts
-        read -ra parts <<<"$DATA_PATH"
+        read -ra parts <<<"${DATA_PATH//$'\n'/ }"
         FLAGS+=(--data-path "${parts[@]}")
     elif ! names_data "$@"; then
         FLAGS+=(--mock-data)
@@ -392,7 +395,8 @@ find_recipe() {
             ;;
     esac
     [ -f "$RECIPE" ] || fail "the recipe $RECIPE: there is no such file"
-    case $RECIPE in /*) ;; *) RECIPE=$PWD/$RECIPE RECIPE_FILE=$PWD/$RECIPE ;; esac
+    case $RECIPE in /*) ;; *) RECIPE=$PWD/$RECIPE ;; esac
+    RECIPE_FILE=$RECIPE
 }
 
 # A recipe file's variables, from the launcher's.
@@ -403,7 +407,7 @@ export_recipe_variables() {
     for name in $VARIABLES; do known[$name]=1; done
     # shellcheck disable=SC2016 # the file's text, in which nothing is expanded here
     while read -r name; do
-        [ "$name" != LAYERS_PER_VP ] || [ -n "${LAYERS_PER_VP:-}" ] || LAYERS_PER_VP=$(layers_per_chunk)
+        [ "$name" != LAYERS_PER_VP ] || [ -n "${LAYERS_PER_VP:-}" ] || LAYERS_PER_VP=$(layers_per_chunk) || exit 2
         [ "$name" != WORKSPACE ] || WORKSPACE=${WORKSPACE:-$PWD}
         [ -n "${known[$name]:-}" ] || continue
         export "$name=${!name:-}"
@@ -423,13 +427,16 @@ export_recipe_variables() {
 layers_per_chunk() {
     local layers=${NUM_LAYERS:-${ZOO[NUM_LAYERS]:-}}
     layers=${layers:-$(recipe_value --num-layers)}
+    # bash runs what an arithmetic expression holds in brackets: text of a recipe must be a number first
+    case $layers in '' | *[!0-9]*) fail "the recipe $RECIPE: --num-layers $layers is no whole number" ;; esac
     if [ "${VPP:-1}" -gt 1 ]; then echo $((layers / ${PP:-1} / VPP)); else echo false; fi
 }
 
 flags_of_run() {
     [ -n "${MODEL:-}" ] || fail "MODEL is not set; MODEL=DeepSeek-V3 for example, or the path of a YAML file"
     local words name MOCK=0
-    read -ra words <<<"${TRAINING_PARAMS:-}"
+    words=${TRAINING_PARAMS:-}
+    read -ra words <<<"${words//$'\n'/ }"
     set -- ${words[@]+"${words[@]}"} "$@"
     PROGRAM=${TRAINING_SCRIPT_PATH:-$ROOT/pretrain_moe.py}
     [ -f "$PROGRAM" ] || [ -n "${CONTAINER_IMAGE:-}" ] || fail "TRAINING_SCRIPT_PATH=$PROGRAM: there is no such file"
@@ -464,7 +471,7 @@ flags_of_run() {
     output_flags "$@"
     wandb_flags
     local pair own=(${ENVIRONMENT[@]+"${ENVIRONMENT[@]}"})
-    [ "${#own[@]}" != 1 ] || read -ra own <<<"${own[0]}"
+    [ "${#own[@]}" != 1 ] || read -ra own <<<"${own[0]//$'\n'/ }"
     for pair in ${own[@]+"${own[@]}"}; do
         case $pair in [A-Za-z_]*=*) EXPORTS+=("$pair") ;; *) fail "ENVIRONMENT: $pair is not NAME=VALUE" ;; esac
     done

@@ -158,6 +158,9 @@ def _calibrate(words: list[str]) -> int:
 
 def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
     """Fit to own runs, print what that is worth and write the hardware file."""
+    if not output.name or (output.exists() and not output.is_file()) or output.resolve() in {Path(path).resolve() for path in paths}:
+        print(f"plan.py: --output {output}: the name of a new file is needed, or of an older hardware file", file=sys.stderr)
+        return 2
     try:
         machine = machine or device_name(paths[0])
         before = find_hardware(machine)

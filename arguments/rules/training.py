@@ -41,6 +41,12 @@ def evaluation_batch_fits_the_ranks(s: Settings, f: Facts) -> None:
     if not evaluates_only(s) or s.given(dest) or s.given(GBS) or step is None or not positive(s.eval_global_batch_size):
         return
     size = s.eval_global_batch_size
+    if size % step and size % f.dp == 0 and not s.given("eval_micro_batch_size") and not s.given("micro_batch_size"):
+        # a smaller microbatch evaluates the same samples
+        per_rank = size // f.dp
+        smaller = max(each for each in range(1, s.eval_micro_batch_size + 1) if per_rank % each == 0)
+        s.set_derived("eval_micro_batch_size", smaller, f"a batch of {size} samples over {f.dp} data ranks")
+        step = smaller * f.dp
     if size % step:
         s.set_derived(dest, max(size // step, 1) * step, f"a multiple of {step} near {size}")
         s.note(f"an evaluation batch of {size} samples does not divide among {f.dp} data ranks with micro-batches of {s.eval_micro_batch_size}: "

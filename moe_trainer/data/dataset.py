@@ -153,7 +153,7 @@ class GPTDataset:
     def write_cache(self) -> None:
         """Build the indices and write them to the cache unless they are there (one rank, before the barrier)."""
         cache = self._cache()
-        if cache is None or cache.is_complete():
+        if cache is None or self._is_current(cache):
             return
         logger.info(
             "building the %s index of %s: %d samples, %d epochs", self._split_name, self.name, len(self), self.epochs
@@ -162,12 +162,16 @@ class GPTDataset:
         if not cache.write(indices._asdict()):
             self._indices = indices
 
+    def _is_current(self, cache: IndexCache) -> bool:
+        """Is the cache complete, and not older than the data? Its name follows from the path of the data, whatever is in the file."""
+        return cache.is_complete() and (self._path is None or cache.time() >= os.stat(self._path + ".idx").st_mtime)
+
     def load(self) -> None:
         """Map the cached indices, or build them in memory where there is no cache."""
         if self._indices is not None:
             return
         cache = self._cache()
-        if cache is not None and cache.is_complete():
+        if cache is not None and self._is_current(cache):
             self._indices = GPTIndices(*cache.read(("document", "sample", "shuffle"), (None, len(self) + 1, len(self))))
             return
         if cache is not None:
@@ -356,6 +360,10 @@ class IndexCache:
         return all(
             os.path.isfile(path) for path in (self._path("description.txt"), *map(self._array_path, self._names))
         )
+
+    def time(self) -> float:
+        """When the oldest of the files was written."""
+        return min(os.stat(self._array_path(name)).st_mtime for name in self._names)
 
     def write(self, arrays: dict[str, np.ndarray]) -> bool:
         """Write all files; False, with a warning, when the folder cannot be written."""

@@ -156,7 +156,7 @@ class _Encoder:
         except UnicodeDecodeError as error:
             raise InputError(f"{where}: not UTF-8 ({error.reason})") from None
         except json.JSONDecodeError as error:
-            raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+            raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno}); files that end in .txt are read as plain text, all others as JSON lines") from None
         except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: cannot be read ({error})") from None
         if not isinstance(fields, dict):

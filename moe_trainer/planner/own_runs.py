@@ -39,6 +39,9 @@ PRIOR = MappingProxyType({"products_bf16": 0.7, "products_fp8": 0.7, "memory": 0
 NOISE = 0.03
 """Standard deviation of a measured time's logarithm."""
 MAX_BYTES = 1 << 30
+SHORTEST_MS, LONGEST_MS = 1e-3, 1e9
+"""No iteration takes less or more."""
+MAX_RANKS = MAX_VOCABULARY = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def read_runs(path: str | Path, hardware: Hardware) -> list[Measured]:
         if isinstance(record.get("run"), dict):
             starts.append((record["run"], []))
         elapsed = record.get("elapsed_ms")
-        usual = not record.get("skipped_iterations") and isinstance(elapsed, (int, float)) and math.isfinite(elapsed) and elapsed > 0
+        usual = not record.get("skipped_iterations") and type(elapsed) in (int, float) and SHORTEST_MS < elapsed < LONGEST_MS
         if starts and "validation" not in record and usual:
             starts[-1][1].append(elapsed / 1e3)
     if not starts:
@@ -95,6 +98,8 @@ def _records(path: str | Path) -> Iterator[Mapping[str, object]]:
     """Read a metrics file line by line, up to a last line that was not finished. Raises: PlanError."""
     where = f"--from {path}"
     try:
+        if not Path(path).is_file() and Path(path).exists():
+            raise PlanError(f"{where}: the file cannot be read (it is no regular file)")
         if Path(path).stat().st_size > MAX_BYTES:
             raise PlanError(f"{where}: more than {MAX_BYTES >> 30} GiB, which no metrics file has")
         with open(path, encoding="utf-8") as file:
@@ -119,12 +124,12 @@ def _record(where: str, number: int, line: str) -> Mapping[str, object]:
 def _measured(name: str, run: Mapping[str, object], seconds: Sequence[float], hardware: Hardware, where: str) -> Measured:
     """What one start says. Its time is the median of its iterations."""
     world_size, rows, settings = run.get("world_size"), run.get("padded_vocab_size"), run.get("settings")
-    if not isinstance(world_size, int) or world_size < 1 or not isinstance(rows, int) or rows < 1 or not isinstance(settings, dict):
+    if type(world_size) is not int or not 0 < world_size < MAX_RANKS or type(rows) is not int or not 0 < rows < MAX_VOCABULARY or not isinstance(settings, dict):
         raise PlanError(f"{where}: `run` lacks world_size, padded_vocab_size or settings")
     try:
         args = arguments_of(settings | {"padded_vocab_size": rows}, world_size)
         plan = make_plan(args, world_size, hardware)
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+    except (TypeError, ValueError, ArithmeticError, AssertionError, AttributeError, LookupError) as error:
         raise PlanError(f"{where}: its settings cannot be planned ({error})") from None
     timed = list(seconds[WARM_UP:])
     return Measured(name, median(timed), len(timed), str(run.get("device")), run.get("threads") if isinstance(run.get("threads"), int) else None, plan)

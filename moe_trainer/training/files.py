@@ -156,7 +156,7 @@ class _Check:
             elif flag == "--load" and not self.args.evaluates_only and (own or output.pretrained_checkpoint is not None):
                 self.lines.append(f"{flag} {folder}: no checkpoint yet")
             else:
-                self._wrong(flag, f"{flag} {folder}: there is no checkpoint in this folder")
+                self._wrong(flag, f"{flag} {folder}: there is no {'checkpoint in this' if os.path.isdir(folder) else 'such'} folder")
         if output.init_from is not None and not os.path.isfile(output.init_from):
             self._wrong("--init-from", f"--init-from {output.init_from}: there is no such file")
 
@@ -197,7 +197,10 @@ class _Check:
         free = stat.f_bavail * stat.f_frsize
         size = None if rows is None else checkpoint_bytes(self.args, rows)
         if size is None:
-            self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free")
+            if free == 0:
+                self._wrong("--save", f"--save {output.save}: 0 B are free there")
+            else:
+                self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free")
             return
         count = -(-training.train_iters // output.save_interval) if training.train_iters and output.save_interval else 1
         kept = f"{count} are planned" + (", fewer are kept (--save-retain-interval)" if output.save_retain_interval else "")
