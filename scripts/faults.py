@@ -105,7 +105,7 @@ FAULTS = (
     killed("backward", "backward, iteration 5", "moe_trainer.guard.layer_names:_backward", iteration=5),
     killed("all-reduce", "a reduction, iteration 5", "moe_trainer.parallel.collectives:all_reduce", iteration=5),
     killed("optimizer", "update, iteration 5", "moe_trainer.optim.optimizer:Optimizer.step", iteration=5),
-    killed("evaluation", "validation after iteration 4", "moe_trainer.train:run_microbatches", iteration=4),
+    killed("evaluation", "validation after iteration 4", "moe_trainer.training.evaluation:run_microbatches", iteration=4),
     killed("save, before the shards", "save of iteration 6", WRITE, iteration=6),
     killed("save, in the shards", "save of iteration 6", PIECE, iteration=6, call=9),
     killed("save, before the index", "save of iteration 6", f"{SAVING}:FileSystemWriter.finish", 0, iteration=6),

@@ -30,6 +30,7 @@ from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_
 from moe_trainer.checkpoint.verify import verify_all
 
 _STATE = re.compile(r"^(chained_\d+\.)?optimizer\.state\.[^.]+\.")
+_MAIN, _SHARDED_MAIN = "optimizer.state.fp32_param.", "optimizer.state.param."
 MOST_LISTED = 12
 _SHOWN_FLAGS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
                 "expert_model_parallel_size", "expert_tensor_parallel_size", "world_size")
@@ -96,13 +97,19 @@ def differences(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, w
 def compare(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weights_only: bool = False) -> Comparison:
     """How two checkpoints differ, logical tensor by logical tensor, beyond the tolerances.
 
-    Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model. Non-tensor entries
-    are not compared.
+    Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model. Main parameters have one name with
+    a distributed optimizer and another without; where a checkpoint has none, its fp32 weights are the main parameters. Non-tensor
+    entries are not compared.
     Raises: CheckpointError when one of them is damaged.
     """
     indices = [read_index(folder) for folder in (left, right)]
-    held = [{tensor.name: tensor for tensor in logical_tensors(index) if not weights_only or "optimizer." not in tensor.name}
-            for index in indices]
+    held = [{tensor.name.replace(_SHARDED_MAIN, _MAIN): tensor for tensor in logical_tensors(index)
+             if not weights_only or "optimizer." not in tensor.name} for index in indices]
+    for mine, other in (held, held[::-1]):
+        for name in [name for name in other if name.startswith(_MAIN) and name not in mine]:
+            weight = mine.get(name.removeprefix(_MAIN))
+            if weight is not None and weight.dtype == torch.float32:
+                mine[name] = weight
     lines = [f"{name}: only in {folder}" for folder, mine, other in ((left, *held), (right, *held[::-1]))
              for name in mine if name not in other]
     only, common = tuple(len(mine.keys() - other.keys()) for mine, other in (held, held[::-1])), len(held[0].keys() & held[1].keys())

@@ -62,7 +62,7 @@ def test_everything_that_is_missing_at_once(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(("flags", "text"), [
     ("--data-path other", "holds the id 99"), ("--data-path short --split 100,0,0", None),
     ("--data-path short --split 0.1,99,1", "the train split of short holds less than one sample"),
-    ("--data-path a --load none --exit-on-missing-checkpoint", "--load none: there is no checkpoint in this folder"),
+    ("--data-path a --load none --exit-on-missing-checkpoint", "--load none: there is no such folder"),
     ("--data-path a --load new --save new --save-interval 5", None),
     ("--valid-data-path a", "samples are asked of the train split, which has no data"),
 ])
