@@ -146,10 +146,8 @@ def fim_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{s.flag(dest)} needs a tokenizer that tells text from special tokens: --tokenizer-type "
                      f"{', '.join(FIM_TOKENIZERS)}, not {s.tokenizer_type}.", dest, "tokenizer_type")  # fmt: skip
     for rate in ("fim_rate", "fim_spm_rate"):
-        if not 0 < getattr(s, rate) <= 1:
-            yield broken(s, f"{say(s, rate)} is a probability: it must be above 0 and at most 1.", rate)
-    if s.fim_fragment_rate is not None and not 0 <= s.fim_fragment_rate <= 1:
-        yield broken(s, f"{say(s, 'fim_fragment_rate')} is a probability: it must lie between 0 and 1.", "fim_fragment_rate")
+        if getattr(s, rate) == 0:
+            yield broken(s, f"{say(s, rate)} is a probability: it must be above 0.", rate)
     if s.fim_split_sample and s.fim_fragment_rate is None:
         yield broken(s, f"{say(s, 'fim_split_sample')} needs --fim-fragment-rate: how often a fragment is rearranged.", "fim_fragment_rate",
                      "fim_split_sample")  # fmt: skip

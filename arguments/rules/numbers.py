@@ -49,7 +49,7 @@ NOT_NEGATIVE = (
     "mscale", "mscale_all_dim", "qk_clip_alpha", "moe_router_quantile_balancing_ema", "dsa_indexer_skip_topk_offset", "recompute_num_layers",
     "delta_offload_bytes_across_pp_ranks", "fine_grained_offloading_max_inflight_offloads", "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16", "fp8_margin", "mid_level_dataset_surplus", "tiktoken_num_special_tokens", "local_rank", "logging_level",
-    "profile_ranks", "error_injection_rate", "flight_recorder_trace_buffer_size", "replication_jump",
+    "profile_ranks", "error_injection_rate", "fim_rate", "fim_spm_rate", "fim_fragment_rate", "flight_recorder_trace_buffer_size", "replication_jump",
 )  # fmt: skip
 MOST_SAMPLES = 10**12
 MOST_SEED = 2**32 - 1
@@ -70,7 +70,7 @@ BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", 
              "lion_beta1", "lion_beta2")
 AT_MOST_ONE = (
     "rotary_percent", "optimizer_offload_fraction", "optimizer_state_offload_fraction", "activation_offload_fraction", "qk_clip_alpha",
-    "moe_router_quantile_balancing_ema",
+    "moe_router_quantile_balancing_ema", "fim_rate", "fim_spm_rate", "fim_fragment_rate",
 )  # fmt: skip
 
 
