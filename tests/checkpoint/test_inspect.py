@@ -326,6 +326,24 @@ def test_pieces_of_a_legacy_folder_are_put_together(tmp_path, legacy, call):
     assert code == 0 and "180 logical tensors" in out
 
 
+def test_main_parameters_are_compared_under_either_name(tmp_path, call):
+    """They are `param` with a distributed optimizer, `fp32_param` without; those of fp32 weights are stored with one alone."""
+    for dtype, flags in ((torch.float32, {}), (torch.bfloat16, {"bf16": True})):
+        model = FakeModel(seed=1, dtype=dtype)
+        folders = []
+        for name, record in (("plain", ARGS | flags), ("distributed", ARGS | flags | {"use_distributed_optimizer": True})):
+            optimizer = FakeOptimizer(model, SINGLE, main_params=bool(flags), seed=1)
+            save(tmp_path / str(dtype) / name, CheckpointState(3, record), [model], optimizer, SINGLE, SaveOptions())
+            folders.append(tmp_path / str(dtype) / name)
+        code, out, _ = call("diff", *folders)
+        assert code == 0 and "all tensors are equal" in out
+    changed = FakeModel(seed=1)
+    with torch.no_grad():
+        changed.table["decoder.final_layernorm.weight"][0] += 1
+    save(tmp_path / "changed", CheckpointState(3, ARGS), [changed], FakeOptimizer(changed, SINGLE, seed=1), SINGLE, SaveOptions())
+    assert call("diff", tmp_path / str(torch.float32) / "distributed", tmp_path / "changed")[0] == 1
+
+
 def test_what_a_legacy_folder_lacks_is_named(tmp_path, legacy, call):
     def copied(name):
         shutil.copytree(legacy, tmp_path / name)
