@@ -21,11 +21,11 @@ def test_dense_without_gate():
 
 
 def test_gqa_moe_swiglu_with_a_dense_layer():
-    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --kv-channels 3 --group-query-attention --num-query-groups 2 --swiglu"
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --kv-channels 4 --group-query-attention --num-query-groups 2 --swiglu"
     moe = "--ffn-hidden-size 10 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 6 --moe-layer-freq ([0]+[1])"
     shared = "--moe-shared-expert-intermediate-size 7 --disable-bias-linear"
     args = parse(*flags.split(), *moe.split(), *shared.split())
-    attention = 8 * (12 + 6 + 6) + 12 * 8 + 4 * 12
+    attention = 8 * (16 + 8 + 8) + 16 * 8 + 4 * 16
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (2 * attention + 8 * 3 * (10 + 2 * 6 + 7) + 8 * 16)
 
 
