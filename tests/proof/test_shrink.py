@@ -245,6 +245,8 @@ BESIDE = {
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), f"{PIPE} --num-layers 62"),
     "num_layers_per_virtual_pipeline_stage": PIPE, "num_virtual_stages_per_pipeline_rank": PIPE, "pipeline_model_parallel_size": PIPE,
     **dict.fromkeys(("ddp_bucket_size", "overlap_param_gather"), "--use-distributed-optimizer --overlap-grad-reduce"),
+    "overlap_param_gather_with_optimizer_step":
+        f"{VIRTUAL} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ckpt-format torch",
     "moe_shared_expert_overlap": "--moe-token-dispatcher-type alltoall", "moe_router_group_topk": "--moe-router-num-groups 8",
     "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
     "moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 2",

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_trainer import train
-from moe_trainer.training import export
+from moe_trainer.training import evaluation, export
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def run_of(events, **more) -> SimpleNamespace:
     """As much of a run as is needed, with an optimizer that writes down when it is waited for."""
     world = SimpleNamespace(rank=0, size=1)
     return SimpleNamespace(
-        optimizer=SimpleNamespace(wait_params=lambda: events.append("wait")), chunks=[], ps=SimpleNamespace(world=world, dp=world),
+        optimizer=SimpleNamespace(wait_params=lambda: events.append("wait")), wait_params=lambda: events.append("wait"), chunks=[], ps=SimpleNamespace(world=world, dp=world),
         timers=lambda name: contextlib.nullcontext(), metrics=None, **more,
     )
 
@@ -31,9 +30,9 @@ def test_export_waits(events, monkeypatch, tmp_path):
 
 def test_validation_waits(events, monkeypatch):
     training = SimpleNamespace(eval_micro_batch_size=1, eval_global_batch_size=2, eval_iters=1, manual_gc=False, manual_gc_eval=False)
-    monkeypatch.setattr(train, "batches_of", lambda *_: iter(()))
-    monkeypatch.setattr(train, "run_microbatches", lambda *_, **__: events.append("read") or [])
-    monkeypatch.setattr(train, "shared_sums", lambda *_: (0.0, 1.0))
+    monkeypatch.setattr(evaluation, "batches_of", lambda *_: iter(()))
+    monkeypatch.setattr(evaluation, "run_microbatches", lambda *_, **__: events.append("read") or [])
+    monkeypatch.setattr(evaluation, "shared_sums", lambda *_: (0.0, 1.0))
     run = run_of(events, args=SimpleNamespace(training=training))
-    train.evaluate(run, None, "here", "validation", None, 0, False)
+    evaluation.evaluate(run, None, "here", "validation", range(4), 0, False)
     assert events == ["wait", "read"]
