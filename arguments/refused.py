@@ -37,8 +37,6 @@ COMBINATIONS = (
     ("--optimizer muon --chunked-optimizer-state-offload", "Muon keeps fp32 state beside the model"),
     ("--optimizer muon --use-distributed-optimizer --fp8-format hybrid --fp8-param-gather", "Muon updates whole matrices of the model; with "
      "`--fp8-recipe mxfp8`, whose weights stay in bf16, it does"),
-    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2",
-     "fully_shard gathers a layer for one pass at a time, and this runs two passes in turns"),
     ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --pipeline-schedule zero-bubble --pipeline-model-parallel-size 2",
      "weight gradients that wait find the parameters sharded again"),
     ("--overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "

@@ -55,7 +55,7 @@ from moe_trainer.optim.schedules import (
     build_weight_decay_schedule,
 )
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.fsdp import FullSharding
+from moe_trainer.parallel.fsdp import FSDPPassState, FullSharding, reduce_after_weight_grads
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import Schedule, choose
@@ -263,6 +263,10 @@ def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer]) ->
         # a tied embedding is read by the head too, without a call of its own: it is gathered with what the chunk itself gathers
         apart = [chunk.embedding] if chunk.embedding is not None and not chunk.tied else []
         sharding.shard(chunk, [*apart, *(layer for _, layer in layers_of([chunk]))])
+        if chunk.weight_grads is not None:
+            reduce_after_weight_grads(chunk, chunk.weight_grads)
+    if chunks[0].baton is not None:
+        chunks[0].baton.pass_state = FSDPPassState(chunks)
     logger.info("parameters, gradients and optimizer state are sharded over %d data-parallel ranks", runtime.ps.dp_cp.size)
 
 

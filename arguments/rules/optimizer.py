@@ -191,16 +191,13 @@ def torch_fsdp_fits(s: Settings, f: Facts) -> Iterator[Violation]:
 
 
 def shards_need_whole_backwards(s: Settings, f: Facts) -> Iterator[Violation]:
-    """Ours: weight gradients put off are computed when fully_shard has cut the parameters again; see parallel/fsdp.py."""
+    """Ours: weight gradients that wait for another action of the schedule find the parameters sharded again; see parallel/fsdp.py."""
     sharded = s.use_megatron_fsdp and s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
     if not (sharded or s.use_torch_fsdp2):
         return
     parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
     for dest, put_off in (
         ("pipeline_schedule", s.pipeline_schedule == "zero-bubble"),
-        ("delay_wgrad_compute", s.delay_wgrad_compute),
-        ("overlap_moe_expert_parallel_comm", s.overlap_moe_expert_parallel_comm),
-        ("overlap_dispatch_backward_with_experts_wgrad", s.overlap_dispatch_backward_with_experts_wgrad),
         ("defer_embedding_wgrad_compute", s.defer_embedding_wgrad_compute),
     ):
         if put_off:

@@ -13,7 +13,7 @@ exchange of backward.
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,10 +27,27 @@ class _Stopped(RuntimeError):
     """This pass ends because the other one failed."""
 
 
+class PassState(Protocol):
+    """State of the program that belongs to a pass, not to the rank."""
+
+    def begin(self) -> None:
+        """Two passes begin: the one that runs keeps the present state, the other one starts with a new one."""
+
+    def switch(self) -> None:
+        """The other pass goes on: exchange its state and the present one."""
+
+    def end(self) -> None:
+        """Both have ended."""
+
+
 class Baton:
-    """What the two passes of a rank share. Outside `run` passing it does nothing."""
+    """What the two passes of a rank share. Outside `run` passing it does nothing.
+
+    pass_state: what changes hands with it (parallel/fsdp.py), if anything does.
+    """
 
     def __init__(self) -> None:
+        self.pass_state: PassState | None = None
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._ended = [True, True]
         self._failed = False
@@ -43,6 +60,8 @@ class Baton:
         assert all(self._ended), "the baton is in use"
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._ended, self._failed = [False, False], False
+        if self.pass_state is not None:
+            self.pass_state.begin()
         other = executor.submit(self._follow, forward)
         mine: BaseException | None = None
         try:
@@ -50,7 +69,10 @@ class Baton:
         except BaseException as error:  # noqa: BLE001 - raised again below, once the other side has ended
             mine, self._failed = error, True
         self._end(BACKWARD)
-        for error in (mine, other.exception()):  # waits for its end
+        theirs = other.exception()  # waits for its end
+        if self.pass_state is not None:
+            self.pass_state.end()
+        for error in (mine, theirs):
             if error is not None and not isinstance(error, _Stopped):
                 raise error
 
@@ -67,13 +89,18 @@ class Baton:
 
     def _end(self, side: int) -> None:
         self._ended[side] = True
-        self._turns[1 - side].release()
+        self._wake(1 - side)
+
+    def _wake(self, side: int) -> None:
+        if self.pass_state is not None and not self._ended[side]:
+            self.pass_state.switch()
+        self._turns[side].release()
 
     def pass_on(self, side: int) -> None:
         """Let the other pass run until it passes the baton or ends."""
         if self._ended[1 - side] or self._ended[side]:
             return
-        self._turns[1 - side].release()
+        self._wake(1 - side)
         self._turns[side].acquire()
         if self._failed:
             raise _Stopped("the pass of the other microbatch failed")

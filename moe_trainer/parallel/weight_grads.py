@@ -7,7 +7,7 @@ while the queue is active; the schedule runs it where the rank would otherwise i
 NOTE: torch runs a parameter's post-accumulate hooks in the pass that put its gradient off, too, with `.grad` still unset.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch.nn import Parameter
 class PendingGrads:
     """The deferred gradients of one backward pass, in the order in which that pass reached them."""
 
-    def __init__(self, parts: dict[Parameter, list[Callable[[], Tensor]]] | None = None):
-        self.parts = {} if parts is None else parts
+    def __init__(self) -> None:
+        self.parts: dict[Parameter, list[Callable[[], Tensor]]] = {}
+        self.afterwards: list[Callable[[], None]] = []  # called once by `run`, when every gradient is there
 
     @torch.no_grad()
     def run(self) -> None:
@@ -31,6 +32,9 @@ class PendingGrads:
             for compute in computes:
                 grad = grad + compute()
             param.backward(gradient=grad.to(param.dtype))
+        calls, self.afterwards = self.afterwards, []
+        for call in calls:
+            call()
 
 
 class WeightGradQueue:
@@ -47,6 +51,13 @@ class WeightGradQueue:
         """Keep `compute`, which returns the gradient of `param` in its shape, for later."""
         assert self.active, "gradients are deferred only while the queue is active"
         self._pending.parts.setdefault(param, []).append(compute)
+
+    def call_after(self, params: Iterable[Parameter], call: Callable[[], None]) -> bool:
+        """If a gradient of one of these parameters waits, call `call` when all that wait are computed. Returns: whether one does."""
+        waits = any(param in self._pending.parts for param in params)
+        if waits:
+            self._pending.afterwards.append(call)
+        return waits
 
     def take(self) -> PendingGrads:
         """What was deferred since the last call; the caller runs it."""

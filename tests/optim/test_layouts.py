@@ -280,7 +280,9 @@ def _two_arrivals(rank, n, distributed):
     for _ in range(3):
         grads.zero()
         (model.shared * 1.0 + model.plain).sum().backward()
-        PendingGrads({model.shared: [lambda: torch.full((8,), 2.0)]}).run()
+        pending = PendingGrads()
+        pending.parts[model.shared] = [lambda: torch.full((8,), 2.0)]
+        pending.run()
         launched = grads._next
         grads.finish()
         grads.gather()

@@ -11,6 +11,7 @@ EP2 = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "allt
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]
 DELAY = [*OVERLAP, "--delay-wgrad-compute", "--transformer-impl", "transformer_engine"]
 BESIDE = ["--overlap-dispatch-backward-with-experts-wgrad"]
+FSDP = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
 VPP = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
 # name -> (ranks, kind of model, flags of the model and its mapping)
 CASES = {
@@ -20,6 +21,11 @@ CASES = {
     "ep2, one microbatch": (2, "plain", [*EP2, "--global-batch-size", "4"]),
     "ep2 pp2 vpp2": (4, "accumulation", [*EP2, *VPP]),
     "ep2 pp2 vpp2, per-token loss, MTP": (4, "per-token loss, MTP, distributed optimizer", [*EP2, *VPP, "--global-batch-size", "16"]),
+    "ep2, fully sharded": (2, "accumulation", [*EP2, *FSDP]),
+    "ep2, fully sharded, five layers": (2, "accumulation", [*EP2, *FSDP, "--num-layers", "5"]),
+    "ep2, fully sharded, deepseek": (2, "deepseek", [*EP2, *FSDP]),
+    "ep2 of 4, fully sharded": (4, "accumulation", [*EP2, *FSDP]),
+    "ep2 pp2 vpp2, fully sharded": (4, "accumulation", [*EP2, *VPP, *FSDP]),
     "ep2 over tp2, sequence parallel": (2, "accumulation", [
         *EP2, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"]),
 }
