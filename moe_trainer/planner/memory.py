@@ -297,7 +297,8 @@ def _buffers(args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams
     working += learning_bytes(args, sizes)
     if strategy_of(args.parallel) == "optim_grads_params":
         largest = max((params.layers[kind].total for kind in kinds), default=0)
-        working += largest * (2 * sizes.size + 4)  # the layer and the next one, and its gradients before they are reduced
+        gathered = 3 if args.parallel.overlap_moe_expert_parallel_comm else 2  # a layer for each pass, and the next one
+        working += largest * (gathered * sizes.size + 4)  # and the gradients of one before they are reduced
     return dispatch, working
 
 

@@ -119,6 +119,13 @@ def test_full_sharding_divides_everything():
     assert sharded.working > plain.working
 
 
+def test_two_passes_hold_a_gathered_layer_each():
+    fsdp = f"{BASE} --use-megatron-fsdp --ckpt-format fsdp_dtensor"
+    overlap = "--overlap-moe-expert-parallel-comm"
+    (plain, both), (whole, whole_both) = ([memory(f"{line} {flags}", 64)[0].working for flags in ("", overlap)] for line in (fsdp, BASE))
+    assert both - plain > whole_both - whole
+
+
 def test_headroom_fills_the_device():
     flags = "--preset mixtral_8x7b --mock-data --expert-model-parallel-size 8"
     stage = memory(flags, 64, "h100")[0]
