@@ -35,8 +35,8 @@ LAYER = ["mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.local_e
          "pre_mlp_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight", "input_layernorm.weight"]
 
 
-def small(seed=0):
-    return FakeModel([layer_shapes(16, 6, 32, experts=2) for _ in range(2)], vocab=24, hidden=16, seed=seed)
+def small(seed=0, tied=False):
+    return FakeModel([layer_shapes(16, 6, 32, experts=2) for _ in range(2)], vocab=24, hidden=16, seed=seed, tied=tied)
 
 
 def order():
@@ -50,14 +50,18 @@ def order():
     yield "embedding.word_embeddings.weight"
 
 
-@pytest.fixture
-def source(tmp_path):
-    """A checkpoint as this program writes it, and its optimizer."""
-    model = small()
+def save_source(tmp_path, flags, tied=False):
+    """A checkpoint as this program writes it, with its model and its optimizer."""
+    model = small(tied=tied)
     optimizer = FakeOptimizer(model, SINGLE)
     optimizer.step = 5
-    save(tmp_path / "source", CheckpointState(5, FLAGS), [model], optimizer, SINGLE, SaveOptions())
+    save(tmp_path / "source", CheckpointState(5, FLAGS | flags), [model], optimizer, SINGLE, SaveOptions())
     return tmp_path / "source/iter_0000005", model, optimizer
+
+
+@pytest.fixture
+def source(tmp_path):
+    return save_source(tmp_path, {})
 
 
 class Writer:
@@ -94,8 +98,11 @@ class Writer:
         (self.folder.parent / "latest_checkpointed_iteration.txt").write_text("5")
 
 
-def foreign(source, folder, optimizer):
-    """A writer that has everything of the source but optimizer state, as Megatron-LM would. optimizer: its entry of the common state."""
+def foreign(source, folder, optimizer, etp=1):
+    """A writer that has everything of the source but optimizer state, as Megatron-LM would.
+
+    optimizer: its entry of the common state. etp: ranks among which experts are cut.
+    """
     writer, index = Writer(folder), read_index(source)
     common = {key: value for key, value in read(source, index).items() if key != "moe_trainer"}
     writer.object("common_state/shard_0_1", common | {"optimizer": optimizer, "args": argparse.Namespace(**vars(common["args"]))})
@@ -105,9 +112,14 @@ def foreign(source, folder, optimizer):
             for tensor in logical_tensors(index):
                 if tensor.key == key:
                     whole[tensor.at] = read_logical(source, index, tensor)
-            half = entry.size[-2] // 2 if "linear_fc1.weight" in key else 0  # gate and up are boxes of their own
-            writer.tensor(key, entry.size, {(*[0] * (len(entry.size) - 2), first, 0): whole[..., first:first + half, :] for first in (0, half)}
-                          if half else {(0,) * len(entry.size): whole})
+            # gate and up are boxes of their own
+            dim, pieces = (-2, 2 * etp) if "linear_fc1.weight" in key else (-1, etp if "linear_fc2.weight" in key else 1)
+            chunks, size = {}, entry.size[dim] // pieces
+            for number, piece in enumerate(whole.chunk(pieces, dim)):
+                first = [0] * len(entry.size)
+                first[dim] = number * size
+                chunks[tuple(first)] = piece
+            writer.tensor(key, entry.size, chunks)
     return writer
 
 
@@ -118,24 +130,41 @@ def values(source, state):
     return {tensor.name.removeprefix(prefix): read_logical(source, index, tensor) for tensor in logical_tensors(index) if tensor.state == state}
 
 
-def write_buckets(source, folder, ranks=2):
-    """Two ranks' halves of one bucket, with the gaps that align parameters."""
-    writer = foreign(source, folder, {"param_state_sharding_type": "dp_reshardable"})
+def cut(name, value, rank, etp):
+    """A rank's piece of an expert's weight: rows of the gate and of the up projection, or columns."""
+    if name.endswith("linear_fc1.weight"):
+        return torch.cat([part.chunk(etp)[rank] for part in value.chunk(2)])
+    return value.chunk(etp, 1)[rank] if name.endswith("linear_fc2.weight") else value
+
+
+def write_buckets(source, folder, buffers=None, etp=1, ranks=2):
+    """The halves of two ranks of every bucket, with the gaps that align parameters.
+
+    buffers: of each, by the beginning of its keys, the rank among the `etp` that cut an expert and the names in its buckets. The copy of tied
+    embeddings has other values than these, which nobody is to read.
+    """
+    writer = foreign(source, folder, {"param_state_sharding_type": "dp_reshardable"}, etp)
     for state in (*STATES, "param"):
-        named, flat = values(source, state), torch.zeros(0)
-        for name in order():
-            flat = torch.cat([flat, torch.full((-len(flat) % 64,), 7.0), named[name].flatten()])
-        cut = -(-len(flat) // 128) * 128 // ranks
-        writer.tensor(f"{BUCKETS}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.{state}", [len(flat)],
-                      {(first,): flat[first:first + cut] for first in range(0, len(flat), cut)})
+        named = values(source, state)
+        named.setdefault("output_layer.weight", torch.full_like(named["embedding.word_embeddings.weight"], 7.0))
+        for prefix, (rank, buckets) in (buffers or {BUCKETS: (0, [list(order())])}).items():
+            for number, names in enumerate(buckets):
+                flat = torch.zeros(0)
+                for name in names:
+                    flat = torch.cat([flat, torch.full((-len(flat) % 64,), 7.0), cut(name, named[name], rank, etp).flatten()])
+                if number + 1 < len(buckets):  # closed when the next parameter has been given its beginning
+                    flat = torch.cat([flat, torch.full((-len(flat) % 64,), 7.0)])
+                half = -(-len(flat) // 128) * 128 // ranks
+                writer.tensor(f"{prefix}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_{number}.{state}", [len(flat)],
+                              {(first,): flat[first:first + half] for first in range(0, len(flat), half)})
     writer.object(f"{BUCKETS}.optimizer/shard_0_1", {"param_groups": [{"step": 5.0}]})
     writer.close()
 
 
-def check_loads(folder, model, optimizer):
-    other = small(seed=1)
+def check_loads(folder, model, optimizer, tied=False):
+    other = small(seed=1, tied=tied)
     fresh = FakeOptimizer(other, SINGLE, seed=1)
-    found = load(folder.parent, [other], fresh, SINGLE, LoadOptions(FLAGS))
+    found = load(folder.parent, [other], fresh, SINGLE, LoadOptions(FLAGS | {"untie_embeddings_and_output_weights": not tied}))
     assert found.optim_loaded and found.from_megatron and fresh.step == 5
     assert all(torch.equal(a, b) for a, b in zip(fresh.values(), optimizer.values(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
@@ -161,6 +190,45 @@ def test_buckets_that_do_not_fit_the_flags_are_refused(source, tmp_path, monkeyp
         write_buckets(other / "source/iter_0000005", other / "buckets/iter_0000005")
         with pytest.raises(CheckpointError, match="cannot resume this run: its optimizer state is in buckets of .*dist-ckpt-optim-fully-reshardable"):
             load(other / "buckets", [model], FakeOptimizer(model, SINGLE), SINGLE, LoadOptions(FLAGS))
+
+
+STAGE = BUCKETS.removesuffix("0")
+
+
+def stages(tied):
+    """The buffers of two pipeline stages. What both have, tied embeddings, is in a bucket of its own, at the head's place on the last one."""
+    names = list(order())
+    border = names.index(next(name for name in names if ".layers.0." in name))
+    last, first = names[:border], names[border:]
+    return {f"{STAGE}0": (0, [first[:-1], first[-1:]] if tied else [first]), f"{STAGE}1": (0, [last[:1], last[1:]] if tied else [last])}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_buckets_of_two_stages(tmp_path, tied):
+    """With tied embeddings the last stage has a copy, which fills a bucket and is not taken from there."""
+    flags = {"pipeline_model_parallel_size": 2, "world_size": 4, "untie_embeddings_and_output_weights": not tied}
+    folder, model, optimizer = save_source(tmp_path, flags, tied)
+    write_buckets(folder, tmp_path / "buckets/iter_0000005", stages(tied))
+    check_loads(tmp_path / "buckets/iter_0000005", model, optimizer, tied)
+
+
+def test_buckets_of_one_stage_alone_are_refused(tmp_path):
+    """Those that are there fit; the other stage's layers have no state."""
+    folder, model, _ = save_source(tmp_path, {"pipeline_model_parallel_size": 2, "world_size": 4})
+    write_buckets(folder, tmp_path / "buckets/iter_0000005", {key: value for key, value in stages(tied=False).items() if key.endswith("0")})
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\..*: the buckets of its optimizer state do not cover the parameter once"):
+        load(tmp_path / "buckets", [model], FakeOptimizer(model, SINGLE), SINGLE, LoadOptions(FLAGS))
+
+
+def test_buckets_of_experts_cut_among_tensor_parallel_ranks(tmp_path):
+    """Places of experts are counted along expert-tensor ranks first, then along expert-parallel ones."""
+    flags = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2, "world_size": 4}
+    folder, model, optimizer = save_source(tmp_path, flags)
+    experts = [[name for name in order() if f".local_experts.{expert}." in name] for expert in (0, 1)]
+    dense = [name for name in order() if ".local_experts." not in name]
+    write_buckets(folder, tmp_path / "buckets/iter_0000005", {f"chained_0.{STAGE}{tp}": (tp, [dense]) for tp in (0, 1)}
+                  | {f"chained_1.{STAGE}{tp + 2 * ep}": (tp, [experts[ep]]) for ep in (0, 1) for tp in (0, 1)}, etp=2)
+    check_loads(tmp_path / "buckets/iter_0000005", model, optimizer)
 
 
 def test_grids_of_fully_sharded_model_space_with_chained_keys(source, tmp_path):
