@@ -9,6 +9,9 @@ from typing import Literal
 
 from arguments.schema import flag
 
+DEFAULT_SPLIT = "969, 30, 1"
+"""Taken for --split where it is not given."""
+
 
 @dataclass(frozen=True)
 class DataArgs:

@@ -103,18 +103,19 @@ def about(topic: str) -> frozenset[str]:
     Raises: ValueError with what could have been meant when there are none.
     """
     word = topic.lower()
+    hyphenated = topic.partition("=")[0].replace("_", "-")
     sections = {section for section, _ in SECTIONS}
     if topic.startswith("-"):
-        found = {option.dest for option in OPTIONS.values() if topic in option.spellings}
+        found = {option.dest for option in OPTIONS.values() if hyphenated in (spelling.replace("_", "-") for spelling in option.spellings)}
     elif word in sections:
         found = {option.dest for option in OPTIONS.values() if option.section == word}
     else:
         headings = {dest: heading for section in sections for dest, (heading, _) in field_docs(section).items()}
-        found = {dest for dest, heading in headings.items() if word in heading.lower()}
+        found = {dest for dest, heading in headings.items() if word.replace("_", " ") in heading.lower()}
         found |= {option.dest for option in OPTIONS.values() if any(word.replace("_", "-") in spelling for spelling in option.spellings)}
     found = {dest for dest in found if not OPTIONS[dest].hidden}
     if not found:
-        near = difflib.get_close_matches(topic, [spelling for option in OPTIONS.values() for spelling in option.spellings], 3, 0.6)
+        near = difflib.get_close_matches(hyphenated, [spelling for option in OPTIONS.values() for spelling in option.spellings], 3, 0.6)
         advice = f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(section for section, _ in SECTIONS)}"
         raise ValueError(f"--help {topic}: there is no such flag or topic; {advice}")
     return frozenset(found)

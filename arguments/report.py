@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from arguments import rules
 from arguments.container import OPTIONS, SECTIONS, Arguments, freeze
@@ -16,10 +16,11 @@ from arguments.verdict import countable
 
 @dataclass(frozen=True)
 class FilesFound:
-    """What the files are that the flags name: what is wrong, and lines that say what was found."""
+    """What the files are that the flags name: what is wrong, lines that say what was found, and the padded vocabulary of the tokenizer."""
 
     problems: list[Violation]
     lines: list[str]
+    vocab_rows: int | None = None
 
 
 def run_validate_only(
@@ -50,15 +51,20 @@ def run_validate_only(
     settings, found = understand(argv, world_size, checkpoint)
     violations += found
     violations += _waiting_batches(settings, violations, world_size, judge_batches)
-    params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
-    if countable(settings, violations):
-        params |= count_params(freeze(settings, world_size))
     files = None
     if settings.check_files and check_files is not None and not any(violation.kind in ("recipe", "value") for violation in violations):
         files = check_files(freeze(settings, world_size))
         violations += files.problems
-    trains = countable(settings, violations) and not violations and not evaluates_only(settings)  # an evaluation has no optimizer
-    state_lines = describe_state(freeze(settings, world_size), world_size) if trains else []
+    model = None
+    if countable(settings, violations):
+        model = freeze(settings, world_size)
+        if files is not None and files.vocab_rows:  # as the run will build it
+            model = replace(model, data=replace(model.data, padded_vocab_size=files.vocab_rows))
+    params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
+    if model is not None:
+        params |= count_params(model)
+    trains = model is not None and not violations and not evaluates_only(settings)  # an evaluation has no optimizer
+    state_lines = describe_state(model, world_size) if trains else []
     print("\n".join(summary(settings, violations, params, world_size, state_lines)))
     if files is not None and files.lines:
         print("\n".join(["files:", *(f"  {line}" for line in files.lines)]))
@@ -72,7 +78,7 @@ def run_validate_only(
         if files is not None:
             content["files"] = files.lines
         if plan_memory is not None and world_size and not violations:
-            content["memory"] = plan_memory(freeze(settings, world_size), world_size)
+            content["memory"] = plan_memory(model, world_size)
         try:
             with open(settings.report, "w", encoding="utf-8") as file:
                 json.dump(content, file, indent=1)
@@ -164,7 +170,7 @@ def summary(
         lines.append(f"active per token: {params['active']:,} (without embedding {params['active_no_embedding']:,})")
         lines += state_lines
     elif not violations:
-        lines.append("parameters: not counted, because the vocabulary comes from a tokenizer (give --vocab-size)")
+        lines.append("parameters: not counted, because the vocabulary comes from a tokenizer (give --vocab-size, or --check-files to open it)")
     return [*lines, *settings.lines()]
 
 

@@ -67,7 +67,7 @@ from moe_trainer.shape import deferral
 from moe_trainer.shape.batch_sizes import sizes_that_wait
 from moe_trainer.shape.full_sharding import keeps_gathered, shards_parameters, strategy_of
 from moe_trainer.shape.stored_weights import keeps_8_bits
-from moe_trainer.shape.vocab import vocab_rows
+from moe_trainer.shape.vocab import kept_vocab_rows, vocab_rows
 from moe_trainer.training.watches import Watches
 
 logger = logging.getLogger(__name__)
@@ -314,11 +314,7 @@ def as_rank_0_sees_it(look: Callable[[], Any], ps: ParallelState) -> Any:
 
 
 def padded_vocabulary(args: Arguments, ps: ParallelState, vocab_size: int) -> int:
-    """Rows of the embedding and the head: those of the checkpoint that is going to be loaded, else what the flags say.
-
-    The padding depends on the tensor-parallel size and takes part in the softmax: a run resumed under another mapping would
-    jump by the logarithm of its growth. --padded-vocab-size decides where it is typed.
-    """
+    """Rows of the embedding and the head: those of the checkpoint that is going to be loaded, else what the flags say. Collective."""
     rows = vocab_rows(args, vocab_size)
     folders = [folder for folder in (args.output.load, args.output.pretrained_checkpoint) if folder is not None]
     if not folders or "padded_vocab_size" in args.typed:
@@ -328,11 +324,11 @@ def padded_vocabulary(args: Arguments, ps: ParallelState, vocab_size: int) -> in
             saved = as_rank_0_sees_it(lambda: saved_vocab_rows(folder, args.output.ckpt_step), ps)
         if saved is None:
             continue
-        if saved == rows or saved < vocab_size or saved % args.parallel.tensor_model_parallel_size:
-            return rows
-        logger.info("the checkpoint's vocabulary is padded to %d rows, these flags would pad it to %d: the checkpoint's is kept "
-                    "(--padded-vocab-size decides otherwise)", saved, rows)
-        return saved
+        kept = kept_vocab_rows(args, vocab_size, saved)
+        if kept != rows:
+            logger.info("the checkpoint's vocabulary is padded to %d rows, these flags would pad it to %d: the checkpoint's is kept "
+                        "(--padded-vocab-size decides otherwise)", saved, rows)
+        return kept
     return rows
 
 

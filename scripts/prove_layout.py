@@ -7,7 +7,8 @@
 
 Your flags are shrunk: every feature and the shape of the mapping stay, the sizes become small. The result runs on local gloo ranks and
 on one process, three steps from the same weights on the same batches; losses, auxiliary losses, every gradient, the gradient norm,
-dropped tokens, weights and expert bias are compared. Exit code: 0 equal, 1 something parts, 2 the flags are wrong.
+dropped tokens, weights and expert bias are compared. Exit code: 0 equal, 1 something parts, 2 the flags are wrong, or there is nothing to
+prove (one rank).
 
 Options (everything else is a flag of the trainer; so is --seed, except with --random):
   --shrink-only    print the small command lines and stop
@@ -51,6 +52,9 @@ def main(words: list[str]) -> int:
     if options.shrink_only:
         print("\n".join(shrunk_lines(shrunk) if shrunk is not None else map(command, cases)))
         return 0
+    if all(case.world_size == 1 for case in cases):
+        print(f"prove_layout.py: nothing to prove: {_why_one_rank(shrunk, options.ranks)}", file=sys.stderr)
+        return 2
     try:
         need_packages("torch", "numpy", "safetensors")
     except ValueError as error:
@@ -127,6 +131,13 @@ def _without_launcher(flags: list[str]) -> tuple[list[str], int | None]:
     if flags and flags[0].endswith((".yaml", ".yml")):
         flags = ["--preset", *flags]
     return flags, None
+
+
+def _why_one_rank(shrunk: Shrunk | None, ranks: int) -> str:
+    """Why there are no ranks to compare with one process, and what to give."""
+    if shrunk is not None and shrunk.original.world > 1:
+        return f"your mapping has {shrunk.original.world} ranks, but --ranks {ranks} leaves one process; give --ranks 2 or more"
+    return "these flags describe one process, which is itself the reference; give parallel sizes, or the number of ranks with --world-size N"
 
 
 def _prove(cases: list[Case], shrunk: Shrunk | None, options: argparse.Namespace, asked: str) -> int:

@@ -4,11 +4,11 @@ import math
 import re
 from collections.abc import Iterator
 
+from arguments.data import DEFAULT_SPLIT
 from arguments.rules.facts import Facts, as_list, broken, evaluates_only, say
 from arguments.settings import Settings, Violation
 
 SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
-LEGACY_SPLIT = "969, 30, 1"
 
 
 def read_split(text: str) -> tuple[float, float, float]:
@@ -37,8 +37,8 @@ def read_split(text: str) -> tuple[float, float, float]:
 
 def legacy_split(s: Settings, _f: Facts) -> None:
     if s.split is None and s.data_path and not s.full_validation:
-        s.note(f'--split is not given with {s.flag("data_path")}: taken as "{LEGACY_SPLIT}".')
-        s.set_derived("split", LEGACY_SPLIT, "the traditional split")
+        s.note(f'--split is not given with {s.flag("data_path")}: taken as "{DEFAULT_SPLIT}".')
+        s.set_derived("split", DEFAULT_SPLIT, "the traditional split")
 
 
 def tokenizer_and_loader(s: Settings, _f: Facts) -> None:

@@ -7,20 +7,19 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from arguments.data import DataArgs
+from arguments.data import DEFAULT_SPLIT, DataArgs
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import Blend, normalize
 from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTDataset, MockTokens
 from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
-from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
 from moe_trainer.data.sources import blend_of_all, blends_per_split, domain_names, requested_sizes, source_flag
 from moe_trainer.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SPLIT = "969, 30, 1"
 _MOCK_SPLIT = "1,1,1"
 _WHOLE = (0.0, 1.0)
 
@@ -227,12 +226,10 @@ class _Plan:
     def _single(self, prefix: str, number: int, size: int | None) -> GPTDataset:
         if prefix not in self._opened:
             try:
-                self._opened[prefix] = IndexedDataset(prefix, memory_map=self._config.memory_map)
+                self._opened[prefix] = open_token_file(prefix, self._config.memory_map)
             except InputError as error:
                 raise InputError(f"{source_flag(self._data, number)}: {error}") from None
         low = self._opened[prefix]
-        if low.dtype.kind not in "iu":
-            raise ValueError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")
         begin, end = split_range(self._share_of(number), len(low))
         return GPTDataset(low, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
 

@@ -216,6 +216,14 @@ class IndexedDataset:
         return np.frombuffer(b"".join(pieces), dtype=self.dtype)
 
 
+def open_token_file(prefix: str, memory_map: bool = True) -> IndexedDataset:
+    """Open a pair of files that holds token ids. Raises: DataFileError, also for values that are not integers."""
+    low = IndexedDataset(prefix, memory_map)
+    if low.dtype.kind not in "iu":
+        raise DataFileError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")
+    return low
+
+
 def _file_size(path: str) -> int:
     try:
         return os.stat(path).st_size

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from arguments import Arguments
 
 _BYTES = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
-_MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1, "muon": 1})
+MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1, "muon": 1})
+"""Moments of a parameter by --optimizer."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert
     if not is_known(args):
         raise ValueError(f"the state of --optimizer {optimizer.optimizer} is not known")
     aware, half, ranks = optimizer.use_precision_aware_optimizer, precision.bf16 or precision.fp16, _data_ranks(args, world_size, kind)
-    count = _MOMENTS[optimizer.muon_scalar_optimizer if optimizer.optimizer == "muon" and table else optimizer.optimizer]
+    count = MOMENTS[optimizer.muon_scalar_optimizer if optimizer.optimizer == "muon" and table else optimizer.optimizer]
     formats = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
     moments = float(sum(_BYTES[name] for name in formats[:count]))
     width = 2.0 if half else 4.0
@@ -100,7 +101,7 @@ def rank_state_bytes(args: Arguments, world_size: int, dense: int, expert: int, 
 
 def is_known(args: Arguments) -> bool:
     """Can all this be told? Not of an optimizer whose state is not known."""
-    return args.optimizer.optimizer in _MOMENTS
+    return args.optimizer.optimizer in MOMENTS
 
 
 def _data_ranks(args: Arguments, world_size: int, kind: str) -> int:

@@ -22,6 +22,17 @@ def vocab_rows_from_flags(args: Arguments) -> int | None:
     return vocab_rows(args, args.data.vocab_size)
 
 
+def kept_vocab_rows(args: Arguments, vocab_size: int, saved: int) -> int:
+    """Return the rows to build where the checkpoint to load has `saved`: its rows where they hold the tokenizer's vocabulary and divide.
+
+    The padding depends on the tensor-parallel size and takes part in the softmax: a run resumed under another mapping would jump by the
+    logarithm of its growth. --padded-vocab-size decides where it is typed.
+    """
+    if "padded_vocab_size" in args.typed or saved < vocab_size or saved % args.parallel.tensor_model_parallel_size:
+        return vocab_rows(args, vocab_size)
+    return saved
+
+
 def vocab_rows(args: Arguments, vocab_size: int) -> int:
     """Return the padded form of a tokenizer's vocabulary size under these flags; --padded-vocab-size wins."""
     return args.data.padded_vocab_size or padded_vocab_size(

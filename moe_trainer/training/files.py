@@ -10,23 +10,24 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
 from arguments import Arguments, Violation
+from arguments.data import DEFAULT_SPLIT
 from arguments.report import FilesFound
 from moe_trainer.data.blend import Blend, normalize
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
-from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.sources import blend_of_all, blends_per_split, requested_sizes, source_flag
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.shape.counts import count_parameters
-from moe_trainer.shape.vocab import vocab_rows
+from moe_trainer.shape.state_bytes import MOMENTS
+from moe_trainer.shape.vocab import kept_vocab_rows, vocab_rows
 
 _LOOKED_AT = 2**18
 """Tokens at the beginning of each file whose ids are compared with the vocabulary."""
-_MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1})
 
 
 def check_files(args: Arguments) -> FilesFound:
@@ -36,7 +37,7 @@ def check_files(args: Arguments) -> FilesFound:
     check.data(rows)
     check.loaded()
     check.outputs(rows)
-    return FilesFound(check.problems, check.lines)
+    return FilesFound(check.problems, check.lines, rows)
 
 
 @dataclass
@@ -58,12 +59,28 @@ class _Check:
         except (ValueError, OSError) as error:
             self._wrong("--tokenizer-type", f"tokenizer: {error}")
             return None
-        rows = vocab_rows(self.args, size)
+        rows = self._rows_to_build(size)
         if rows < size:
             self._wrong("--padded-vocab-size", f"--padded-vocab-size {rows} is smaller than the tokenizer's vocabulary ({size})")
         source = data.tokenizer_model or data.vocab_file or ""
         self.lines.append(f"tokenizer: {data.tokenizer_type} {source}".rstrip() + f", {size:,} tokens, padded to {rows:,}")
         return rows
+
+    def _rows_to_build(self, size: int) -> int:
+        """Rows of the embedding as the run will have them: a checkpoint's padding is kept."""
+        output = self.args.output
+        for folder in (output.load, output.pretrained_checkpoint):
+            if folder is None or not os.path.exists(folder):
+                continue
+            from moe_trainer.checkpoint.find import saved_vocab_rows
+
+            try:
+                saved = saved_vocab_rows(folder, output.ckpt_step)
+            except (ValueError, OSError):  # `loaded` says so
+                break
+            if saved is not None:
+                return kept_vocab_rows(self.args, size, saved)
+        return vocab_rows(self.args, size)
 
     def data(self, rows: int | None) -> None:
         """Open the index of every prefix in every split, and count."""
@@ -77,7 +94,7 @@ class _Check:
             self.lines.append("data: mock data" + ("" if data.mock_data else ", because no data is given (--data-path)"))
             return
         blends = per_split if per_split is not None else (whole, whole, whole)
-        shares = [(0.0, 1.0)] * 3 if per_split is not None else parse_split(data.split or "969, 30, 1")
+        shares = [(0.0, 1.0)] * 3 if per_split is not None else parse_split(data.split or DEFAULT_SPLIT)
         opened = self._open({prefix: source_flag(data, number) for number, blend in enumerate(blends) if blend for prefix in blend.prefixes}, rows)
         needed = requested_sizes(training) if training.global_batch_size and training.eval_global_batch_size else (0, 0, 0)
         for number, (blend, share) in enumerate(zip(blends, shares)):
@@ -91,9 +108,7 @@ class _Check:
         found = {}
         for prefix, flag in wanted.items():
             try:
-                low = IndexedDataset(prefix)
-                if low.dtype.kind not in "iu":
-                    raise ValueError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")
+                low = open_token_file(prefix)
                 self._compare_ids(low, prefix, flag, rows)
             except (ValueError, OSError) as error:
                 self._wrong(flag.split()[0], f"{flag}: {error}")
@@ -119,25 +134,41 @@ class _Check:
     def _split(self, number: int, blend: Blend, share: tuple[float, float], opened: dict[str, np.ndarray], samples: int | None) -> None:
         """Tokens of one split against what the run reads of it. samples: None for one pass."""
         length = self.args.data.seq_length
-        held = []
+        found, empty, small = [], [], []
         for prefix in blend.prefixes:
             begin, end = split_range(share, len(opened[prefix]))
-            held.append(int(opened[prefix][begin:end].sum()))
-        name, total = ("train", "validation", "test")[number], sum(held)
+            tokens = int(opened[prefix][begin:end].sum())
+            found.append(tokens)
+            if length and tokens < length + 1:
+                needs_sample = tokens == 0 or samples is None  # a small split is read again and again, as in Megatron-LM
+                (empty if needs_sample else small).append(f"{prefix} ({tokens:,} tokens in {end - begin:,} of {len(opened[prefix]):,} sequences)")
+        name, total = ("train", "validation", "test")[number], sum(found)
         if samples == 0 or not length:
             self.lines.append(f"  {name}: {total:,} tokens")
             return
-        empty = [prefix for prefix, tokens in zip(blend.prefixes, held) if tokens < length + 1]
         if empty:
-            self._wrong(source_flag(self.args.data, number).split()[0], f"the {SPLIT_NAMES[number]} split of {', '.join(empty)} holds less than one sample of "
-                        f"--seq-length {length} (+ 1) tokens")
+            self._wrong(source_flag(self.args.data, number).split()[0], f"the {SPLIT_NAMES[number]} split of {', '.join(empty)} holds less than one "
+                        f"sample of --seq-length {length} (+ 1) tokens; {self._remedy(number)}")
             return
         read = total if samples is None else samples * length
         text = "one pass" if samples is None else f"{read:,} are read, {read / total:.2f} epochs"
         self.lines.append(f"  {name}: {total:,} tokens; {text}")
+        if small:
+            self.lines.append(f"    WARNING: less than one sample of --seq-length {length} (+ 1) tokens: {', '.join(small)}: the same tokens are read again "
+                              f"within a sample; {self._remedy(number)}")
         if samples is not None and blend.weights is not None and len(blend.prefixes) > 1:
-            for prefix, weight, tokens in zip(blend.prefixes, normalize(blend.weights), held):
+            for prefix, weight, tokens in zip(blend.prefixes, normalize(blend.weights), found):
                 self.lines.append(f"    {prefix}: {tokens:,} tokens, weight {weight:.4g}: {weight * read / tokens:.2f} epochs")
+
+    def _remedy(self, number: int) -> str:
+        """What to change where a split is too small."""
+        data, training = self.args.data, self.args.training
+        whole = blends_per_split(data) is None
+        text = f"give it a larger share (now --split {data.split or DEFAULT_SPLIT})" if whole else "add data"
+        if number == 0:
+            return text if not whole else f"{text}, or add data"
+        evaluated = "--full-validation" if training.full_validation and number == 1 else f"--eval-iters {training.eval_iters}"
+        return f"{text}{', or add data' if whole else ''}, or do not evaluate (now {evaluated}; --eval-iters 0)"
 
     def loaded(self) -> None:
         """Find the checkpoints and weights that the run begins with."""
@@ -153,12 +184,21 @@ class _Check:
                 continue
             if found is not None:
                 self.lines.append(f"{flag} {folder}: {found}")
-            elif flag == "--load" and not self.args.evaluates_only and (own or output.pretrained_checkpoint is not None):
-                self.lines.append(f"{flag} {folder}: no checkpoint yet")
+            elif flag == "--load" and not self._needs_checkpoint():
+                starts = f"--pretrained-checkpoint {output.pretrained_checkpoint}" if output.pretrained_checkpoint else "random weights"
+                problem = "" if own or output.pretrained_checkpoint else "WARNING: "
+                advice = "" if own or output.pretrained_checkpoint else " (--exit-on-missing-checkpoint ends it instead)"
+                self.lines.append(f"{problem}{flag} {folder}: {_absent(folder)}; the run starts from {starts}{advice}")
             else:
-                self._wrong(flag, f"{flag} {folder}: there is no {'checkpoint in this' if os.path.isdir(folder) else 'such'} folder")
+                self._wrong(flag, f"{flag} {folder}: {_absent(folder)}")
         if output.init_from is not None and not os.path.isfile(output.init_from):
             self._wrong("--init-from", f"--init-from {output.init_from}: there is no such file")
+
+    def _needs_checkpoint(self) -> bool:
+        """Does the run end where --load has no checkpoint, instead of starting from random weights?"""
+        output = self.args.output
+        return (self.args.evaluates_only or output.exit_on_missing_checkpoint or output.ckpt_convert_format is not None
+                or self.args.moe.moe_use_upcycling)
 
     def _find(self, folder: str, step: int | None) -> str | None:
         """What is found in the folder; None for nothing. Raises: ValueError when it is incomplete or of an unknown format."""
@@ -177,17 +217,12 @@ class _Check:
     def outputs(self, rows: int | None) -> None:
         """Can the folders be written, and is there room for the checkpoints?"""
         output = self.args.output
-        for flag, path, is_folder in _written(self.args):
-            place = Path(path if is_folder else os.path.dirname(path) or ".").absolute()
-            there = next(folder for folder in (place, *place.parents) if folder.exists())
-            if not there.is_dir():
-                self._wrong(flag, f"{flag} {path}: {there} is no folder")
-            elif not os.access(there, os.W_OK | os.X_OK):
-                self._wrong(flag, f"{flag} {path}: {there} cannot be written")
-            elif not is_folder and os.path.isdir(path):
-                self._wrong(flag, f"{flag} {path}: this is a folder")
+        for flag, path, kind in _written(self.args):
+            problem = why_unwritable(path, kind)
+            if problem is not None:
+                self._wrong(flag, f"{flag} {path}: {problem}")
             elif flag == "--save":
-                self._room(there, rows)
+                self._room(_existing(Path(path)), rows)
         if output.save is None and not self.args.training.skip_train:
             self.lines.append("--save is not given: nothing is saved")
 
@@ -203,12 +238,30 @@ class _Check:
                 self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free")
             return
         count = -(-training.train_iters // output.save_interval) if training.train_iters and output.save_interval else 1
-        kept = f"{count} are planned" + (", fewer are kept (--save-retain-interval)" if output.save_retain_interval else "")
+        kept = f"{count} {'is' if count == 1 else 'are'} planned" + (", fewer are kept (--save-retain-interval)" if output.save_retain_interval else "")
         self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free; a checkpoint takes about {_amount(size)} (estimate), {kept}")
         if free < size:
             self._wrong("--save", f"--save {output.save}: {_amount(free)} are free, one checkpoint takes about {_amount(size)}")
         elif free < count * size and not output.save_retain_interval:
             self.lines.append(f"WARNING: all {count} checkpoints take about {_amount(count * size)}, more than the {_amount(free)} that are free")
+
+
+def why_unwritable(path: str, kind: Literal["folder", "file", "file in a folder that exists"]) -> str | None:
+    """Why a file or folder cannot be written; None where it can. Missing folders are made, but not those of the last kind."""
+    if kind != "folder" and os.path.isdir(path):
+        return "this is a folder"
+    place = Path(path if kind == "folder" else os.path.dirname(path) or ".")
+    there = _existing(place)
+    if not there.is_dir():
+        return f"{there} is no folder"
+    if kind == "file in a folder that exists" and there != place.absolute():
+        return f"the folder {place} does not exist"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+
+
+def _existing(place: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
 
 
 def checkpoint_bytes(args: Arguments, rows: int) -> int | None:
@@ -218,23 +271,25 @@ def checkpoint_bytes(args: Arguments, rows: int) -> int | None:
     except (TypeError, ValueError, ZeroDivisionError):  # flags that are wrong; they have been named
         return None
     narrow = args.precision.bf16 or args.precision.fp16
-    state = 0 if args.output.no_save_optim else 4 * (_MOMENTS.get(args.optimizer.optimizer, 1) + narrow)
+    state = 0 if args.output.no_save_optim else 4 * (MOMENTS.get(args.optimizer.optimizer, 1) + narrow)
     return (total.total + (total.mtp or 0)) * ((2 if narrow else 4) + state)
 
 
-def _written(args: Arguments) -> Iterator[tuple[str, str, bool]]:
-    """(flag, path, is a folder) of everything the run writes."""
+def _written(args: Arguments) -> Iterator[tuple[str, str, Literal["folder", "file", "file in a folder that exists"]]]:
+    """(flag, path, kind as for `why_unwritable`) of everything the run writes."""
     output = args.output
+    folders = [("--data-cache-path", args.data.data_cache_path), ("--config-logger-dir", output.config_logger_dir)]
     if not args.evaluates_only:
-        for flag, path in (("--save", output.save), ("--tensorboard-dir", output.tensorboard_dir), ("--wandb-save-dir", output.wandb_save_dir)):
-            if path:
-                yield flag, path, True
-    for flag, path in (("--data-cache-path", args.data.data_cache_path), ("--config-logger-dir", output.config_logger_dir)):
-        if path:
-            yield flag, path, True
-    for flag, path in (("--metrics-file", output.metrics_file), ("--export-weights", output.export_weights)):
-        if path:
-            yield flag, path, False
+        folders = [("--save", output.save), ("--tensorboard-dir", output.tensorboard_dir), ("--wandb-save-dir", output.wandb_save_dir), *folders]
+    yield from ((flag, path, "folder") for flag, path in folders if path)
+    if output.metrics_file:
+        yield "--metrics-file", output.metrics_file, "file"
+    if output.export_weights:
+        yield "--export-weights", output.export_weights, "file in a folder that exists"
+
+
+def _absent(folder: str) -> str:
+    return f"there is no {'checkpoint in this' if os.path.isdir(folder) else 'such'} folder"
 
 
 def _amount(size: float) -> str:

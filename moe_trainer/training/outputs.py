@@ -1,11 +1,11 @@
 """Where a run is going to write, looked at before it trains: what would only be found out at the first save, or after it."""
 
 import logging
-import os
 
 from moe_trainer.checkpoint.find import latest_iteration
 from moe_trainer.errors import InputError
 from moe_trainer.run import Run, TrainState
+from moe_trainer.training.files import why_unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,9 @@ def check_outputs(run: Run, state: TrainState) -> None:
             "(--skip-train evaluates only)"
         )
     target = run.args.output.export_weights
-    if target is not None and (os.path.isdir(target) or not os.access(os.path.dirname(target) or ".", os.W_OK)):
-        raise InputError(f"--export-weights {target}: this is a folder, or its folder does not exist or cannot be written")
+    problem = None if target is None else why_unwritable(target, "file in a folder that exists")
+    if problem is not None:
+        raise InputError(f"--export-weights {target}: {problem}")
     warn_of_newer_checkpoints(run, state)
     warn_of_no_record(run, state)
 

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from arguments.container import OPTIONS
 from arguments.help import help_lines, run_help
 from arguments.parse import understand
@@ -51,6 +53,16 @@ def test_help_of_a_topic_or_a_flag(capsys):
     assert run_help(["--help", "--moe-routr-topk"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and "--help --moe-routr-topk: there is no such flag or topic; did you mean --moe-router-topk" in told.err
+
+
+@pytest.mark.parametrize(("topic", "shown"), [
+    ("--moe_router_topk", "--moe-router-topk N"), ("--moe-router-topk=8", "--moe-router-topk N"), ("--moe_router_topk=8", "--moe-router-topk N"),
+    ("--override-opt_param-scheduler", "--override-opt_param-scheduler"), ("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
+    ("router_topk", "--moe-router-topk N"), ("linear_and_sparse", "--linear-num-key-heads"),
+])
+def test_help_takes_other_spellings(topic, shown, capsys):
+    assert run_help(["--help", topic]) == 0
+    assert shown in capsys.readouterr().out
 
 
 def test_without_flags_there_are_examples_that_hold(capsys, monkeypatch):

@@ -73,6 +73,9 @@ def test_a_pasted_torchrun_line_is_understood():
         ([*SMALL, "--ranks", "many"], "invalid int value"),
         ([*SMALL, "--as-is", "--world-size", "16"], "these flags need 16 ranks"),
         (["--preset", "no_such_preset"], "no preset is called"),
+        (SMALL, "nothing to prove: these flags describe one process"),
+        ([*SMALL, "--as-is"], "nothing to prove: these flags describe one process"),
+        ([*SMALL, "--world-size", "2", "--ranks", "1"], "your mapping has 2 ranks, but --ranks 1 leaves one process"),
     ],
 )
 def test_wrong_input_ends_with_2_and_without_a_traceback(words, said):
@@ -87,4 +90,4 @@ def test_a_report_that_cannot_be_written_is_said_before_the_work():
 
 def test_help_names_the_exit_codes():
     done = prove_layout("--help")
-    assert done.returncode == 0 and "Exit code: 0 equal, 1 something parts, 2 the flags are wrong" in done.stdout
+    assert done.returncode == 0 and "Exit code: 0 equal, 1 something parts, 2 the flags are wrong, or there is nothing to" in done.stdout

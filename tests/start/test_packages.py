@@ -22,7 +22,7 @@ def test_what_is_missing_is_named():
     (["scripts/preprocess_data.py", "--help"], "numpy"),
     (["scripts/convert.py", "a", "b"], "torch"),
     (["scripts/replay.py", "a"], "torch"),
-    (["scripts/prove_layout.py", *TINY, *MOCK, "--train-iters", "1"], "torch"),
+    (["scripts/prove_layout.py", *TINY, *MOCK, "--train-iters", "1", "--world-size", "2"], "torch"),
     (["pretrain_moe.py", "--preset", "mixtral_tiny", *MOCK], "PyYAML")])
 def test_a_python_without_packages(tmp_path, words, name):
     done = subprocess.run([sys.executable, "-S", str(ROOT / words[0]), *words[1:]], cwd=tmp_path, env=environment(PYTHONPATH=""), capture_output=True,

@@ -1,5 +1,6 @@
 """--validate-only --check-files: what is missing is named before a job waits in a queue, all of it at once; nothing is written."""
 
+import json
 import os
 import subprocess
 import sys
@@ -61,15 +62,51 @@ def test_everything_that_is_missing_at_once(folder, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "text"), [
     ("--data-path other", "holds the id 99"), ("--data-path short --split 100,0,0", None),
-    ("--data-path short --split 0.1,99,1", "the train split of short holds less than one sample"),
+    ("--data-path short --split 0.1,99,1", "the train split of short (0 tokens in 0 of 1 sequences) holds less than one sample of --seq-length 32 (+ 1) tokens; give it a "
+     "larger share (now --split 0.1,99,1), or add data"),
+    ("--data-path short --split 99,0.1,0 --eval-iters 3", "or do not evaluate (now --eval-iters 3; --eval-iters 0)"),
     ("--data-path a --load none --exit-on-missing-checkpoint", "--load none: there is no such folder"),
-    ("--data-path a --load new --save new --save-interval 5", None),
+    ("--data-path a --load new --save new --save-interval 5", None), ("--data-path a --load none", None),
+    ("--data-path a --load none --skip-train", "--load none: there is no such folder"),
+    ("--data-path a --export-weights none/w", "--export-weights none/w: the folder none does not exist"),
     ("--valid-data-path a", "samples are asked of the train split, which has no data"),
 ])
 def test_one_by_one(folder, capsys, flags, text):
     vocabulary = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "90" if "other" in flags else "120", "--make-vocab-size-divisible-by", "1"]
     code, _, err = check(capsys, *vocabulary, *flags.split())
     assert (code == 0) == (text is None) and (text or "") in err
+
+
+def test_a_start_from_random_weights_is_said(folder, capsys):
+    (folder / "empty").mkdir()
+    _, out, _ = check(capsys, *NULL, "--data-path", "a", "--load", "empty")
+    assert ("WARNING: --load empty: there is no checkpoint in this folder; the run starts from random weights (--exit-on-missing-checkpoint" in out)
+
+
+def test_a_small_split_is_read_again_within_a_sample(folder, capsys):
+    with IndexedDatasetBuilder(str(folder / "three"), np.uint16) as builder:
+        for _ in range(3):
+            builder.add_document(np.arange(20), [20])
+    flags = [*NULL, "--data-path", "three", "--split", "34,33,33"]
+    code, out, _ = check(capsys, *flags, "--eval-iters", "1")
+    assert code == 0 and "WARNING: less than one sample of --seq-length 32 (+ 1) tokens: three (20 tokens in 1 of 3 sequences)" in out
+    code, _, err = check(capsys, *flags, "--full-validation", "--eval-iters", "1")
+    assert code == 2 and "the valid split of three (20 tokens in 1 of 3 sequences) holds less than one sample" in err and "now --full-validation" in err
+
+
+def test_parameters_are_counted_with_the_padded_vocabulary(folder, capsys):
+    words = folder / "words"
+    words.mkdir()
+    vocabulary = {chr(97 + number): number for number in range(20)} | {"<|endoftext|>": 20}
+    (words / "vocab.json").write_text(json.dumps(vocabulary))
+    (words / "merges.txt").write_text("#version: 0.2\n")
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "words/vocab.json", "--merge-file", "words/merges.txt", "--data-path", "a"]
+    counts = []
+    for more in (["--vocab-size", "1000"], ["--padded-vocab-size", "128"], []):
+        _, out, _ = check(capsys, *flags, *more)
+        counts.append(next(line for line in out.splitlines() if line.startswith("parameters: ")))
+    assert "tokenizer: GPT2BPETokenizer words/vocab.json, 21 tokens, padded to 128" in out
+    assert counts[0] == counts[1] == counts[2] and "not counted" not in counts[2]
 
 
 def test_a_disk_without_room(folder, capsys, monkeypatch):
