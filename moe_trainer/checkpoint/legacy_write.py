@@ -35,7 +35,7 @@ from moe_trainer.checkpoint.legacy_names import (
     order_of,
     spelled,
 )
-from moe_trainer.checkpoint.optimizer_record import param_group
+from moe_trainer.checkpoint.optimizer_record import grad_scaler, param_group
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.reading import fill
 from moe_trainer.checkpoint.sharding import KeyScheme, Piece, pieces
@@ -193,7 +193,7 @@ def _optimizer(chunks: list[list[Entry]], record: Mapping[str, Any], scalars: Ma
                   for number, entry in zip(numbers, mine, strict=True)}
         mains.append([entry.states["fp32_param"] for entry in mine if entry.value.dtype in _HALF])
         groups.append(param_group(record, decayed=decayed, decoupled=own_rate, experts=experts, step=int(step)) | {"params": numbers})
-    scaler = {"grad_scaler": scalars["grad_scaler"]} if scalars.get("grad_scaler") else {}
+    scaler = grad_scaler(scalars)
     if record.get("use_distributed_optimizer"):
         return {"optimizer": {"param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups]}, **scaler}
     inner = {"state": state, "param_groups": groups}
@@ -217,5 +217,7 @@ def _buffers(chunks: list[list[Entry]], record: Mapping[str, Any], sizes: Sizes,
         if len(types) > 1:
             raise CheckpointError(f"parameters of several types ({', '.join(map(str, types))}) have buffers of their own, which is not written in the "
                                   "legacy format; --ckpt-format torch_dist")
-        found[number] = {(types.pop(), torch.float32): tensors | {"numel_unpadded": whole}}
+        (dtype,) = types
+        gradients = torch.float32 if record.get("accumulate_allreduce_grads_in_fp32") else dtype
+        found[number] = {(dtype, gradients): tensors | {"numel_unpadded": whole}}
     return found

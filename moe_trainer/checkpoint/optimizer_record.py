@@ -57,16 +57,21 @@ def optimizer_entry(record: Mapping[str, Any], scalars: Mapping[str, Any]) -> di
     return chain[0] if len(chain) == 1 else dict(enumerate(chain))
 
 
+def grad_scaler(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of a dynamic loss scale, nothing without one. Megatron-LM moves the scale to its device, which takes a tensor."""
+    state = scalars.get("grad_scaler")
+    return {"grad_scaler": {**state, "scale": torch.tensor([float(state["scale"])])}} if state else {}
+
+
 def _of_one(record: Mapping[str, Any], scalars: Mapping[str, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
     step, distributed = int(scalars["step"]), bool(record.get("use_distributed_optimizer"))
     in_groups = distributed or has_engine_names(record)
     described = [param_group(record, decayed=group["wd_mult"] != 0.0, decoupled=group["is_decoupled_lr"],
                              experts=group["is_expert_parallel"], step=step if in_groups else None) for group in groups]
-    scaler = {"grad_scaler": dict(scalars["grad_scaler"])} if scalars.get("grad_scaler") else {}
     if distributed:
-        return {"optimizer": {"param_groups": described}, **scaler, "param_state_sharding_type": FULLY_RESHARDABLE}
+        return {"optimizer": {"param_groups": described}, **grad_scaler(scalars), "param_state_sharding_type": FULLY_RESHARDABLE}
     inner = {"state": {} if in_groups else {"common_step": torch.tensor(float(step))}, "param_groups": described}
-    return {"optimizer": inner, **scaler} if record.get("bf16") or record.get("fp16") else inner
+    return {"optimizer": inner, **grad_scaler(scalars)} if record.get("bf16") or record.get("fp16") else inner
 
 
 def content_metadata(record: Mapping[str, Any]) -> dict[str, Any]:

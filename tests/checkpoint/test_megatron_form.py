@@ -19,6 +19,7 @@ from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.reading import read_object
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.model.build import build_chunks
+from moe_trainer.optim.loss_scale import DynamicLossScale
 from moe_trainer.parallel.state import ParallelState
 
 CASES = json.loads((Path(__file__).parents[1] / "data/megatron_checkpoints.json").read_text())
@@ -76,6 +77,44 @@ def test_megatrons_own_reader_of_objects_takes_the_common_state(tmp_path):
     with torch.serialization.safe_globals([__import__("argparse").Namespace]):
         found = torch.load(tmp_path / "iter_0000005/common.pt", weights_only=True)
     assert found["optimizer"].keys() == {"state", "param_groups"} and vars(found["args"])["num_layers"] == 2
+
+
+def optimizer_of(folder, ckpt_format):
+    """The entry of a checkpoint's optimizer, from where Megatron-LM reads it."""
+    if ckpt_format == "torch":
+        return load_bytes((folder / "mp_rank_00/model_optim_rng.pt").read_bytes())["optimizer"]
+    return common_state.read(folder, read_index(folder))["optimizer"]
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_a_loss_scale_is_a_tensor(tmp_path, monkeypatch, ckpt_format, distributed):
+    """Megatron-LM's scaler moves it to its device, and keeps the counts as they are."""
+    model = FakeModel(dtype=torch.float16)
+    optimizer = FakeOptimizer(model, SINGLE, distributed=distributed, main_params=True)
+    scalars = optimizer.scalars() | {"grad_scaler": {"scale": 4096.0, "growth_tracker": 3, "hysteresis_tracker": 1}}
+    monkeypatch.setattr(optimizer, "scalars", lambda: scalars)
+    record = RECORD | {"fp16": True, "use_distributed_optimizer": distributed}
+    save(tmp_path, CheckpointState(5, record), [model], optimizer, SINGLE, SaveOptions(ckpt_format=ckpt_format))
+    entry = optimizer_of(tmp_path / "iter_0000005", ckpt_format)
+    assert normal(entry["grad_scaler"]) == {"scale": {"tensor": [4096.0], "dtype": "torch.float32"}, "growth_tracker": 3, "hysteresis_tracker": 1}
+    _, found, _ = common_state.parse({"args": common_state.argparse.Namespace(), "optimizer": entry})
+    scale = DynamicLossScale(1.0)
+    scale.load_state(found["grad_scaler"])
+    assert scale.state() == scalars["grad_scaler"]
+
+
+@pytest.mark.parametrize("flags, dtypes", [("--bf16", (torch.bfloat16, torch.float32)), ("--bf16 --grad-reduce-in-bf16", (torch.bfloat16,) * 2),
+                                           ("--fp16", (torch.float16,) * 2), ("", (torch.float32,) * 2)])
+def test_a_distributed_optimizers_buffers_are_found_by_the_type_of_their_gradients(tmp_path, flags, dtypes):
+    """Which is that of the parameters where Megatron-LM is not told to reduce in fp32."""
+    args = parse_args([*CASES[next(iter(CASES))]["argv"].split(), *flags.split(), "--use-distributed-optimizer"], world_size=1).as_dict()
+    names = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "use_distributed_optimizer")
+    model = FakeModel(dtype=dtypes[0])
+    save(tmp_path, CheckpointState(5, RECORD | {name: args[name] for name in names}), [model],
+         FakeOptimizer(model, SINGLE, distributed=True, main_params=bool(flags)), SINGLE, SaveOptions(ckpt_format="torch"))
+    (buffer,) = [value for key, value in load_bytes((tmp_path / "iter_0000005/mp_rank_00/distrib_optim.pt").read_bytes()).items() if key == 0]
+    assert list(buffer) == [dtypes]
 
 
 def _save_mapped(rank, size, folder, sizes):
