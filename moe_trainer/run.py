@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arguments import Arguments
+from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.checkpoint import AsyncSaver, saved_vocab_rows
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.checkpoint.options import SaveOptions
@@ -377,7 +378,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if os.path.isdir(path):
         raise ValueError("this is a folder; give a .safetensors file")
     try:
-        return load_file(path)
+        return load_file(regular_file(path))
     except FileNotFoundError:
         raise ValueError("there is no such file") from None
     except SafetensorError as error:

@@ -8,7 +8,6 @@ storages are parts of the file. Nothing else of an archive is looked at, whateve
 
 import io
 import os
-import stat
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.unpickle import StorageType, StoredElements, load_pickle
 
 _MAIN = "/data.pkl"
@@ -59,8 +59,7 @@ def load_mapped(path: Path) -> Any:
 
     Raises: one of unpickle.DECODE_ERRORS when it is missing, damaged, or is no such archive.
     """
-    _need_file(path)
-    with open(path, "rb") as stream:
+    with open(regular_file(path), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         records = _records(stream, size)
 
@@ -77,20 +76,12 @@ def check_sums(source: Path | bytes) -> None:
 
     Raises: one of unpickle.DECODE_ERRORS when one differs, or it is no archive of torch.save.
     """
-    if isinstance(source, Path):
-        _need_file(source)
-    with (open(source, "rb") if isinstance(source, Path) else io.BytesIO(source)) as stream:
+    with (open(regular_file(source), "rb") if isinstance(source, Path) else io.BytesIO(source)) as stream:
         size = stream.seek(0, os.SEEK_END)
         with _opened(stream, size) as archive:
             changed = archive.testzip()
     if changed is not None:
         raise ValueError(f"the checksum of {changed} is wrong")
-
-
-def _need_file(path: Path) -> None:
-    """A pipe would wait for a writer, and a device has no end. Raises: OSError."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is no regular file")
 
 
 @contextmanager

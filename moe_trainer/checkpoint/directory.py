@@ -22,6 +22,7 @@ import socket
 import time
 from pathlib import Path
 
+from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def read_tracker(directory: Path) -> int | str | None:
     """
     path = directory / TRACKER
     try:
-        text = path.read_text().strip()
+        text = regular_file(path).read_text().strip()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 
 CONFIG = "config.json"
@@ -64,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises: CheckpointError naming the file.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(regular_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
@@ -105,7 +106,7 @@ class Folder:
             raise DamagedError(f"{self.folder / INDEX} names the file {path}, outside its folder")
         try:
             size = path.stat().st_size
-            with open(path, "rb") as file:
+            with open(regular_file(path), "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 if not 2 <= length <= min(size - 8, _LONGEST_TABLE):
                     raise ValueError(f"a table of {length} bytes in a file of {size}")

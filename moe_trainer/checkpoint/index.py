@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from arguments.regular_file import regular_file
 from moe_trainer.checkpoint import hf, hf_files, legacy
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
@@ -41,7 +42,7 @@ def read_index(folder: Path) -> Metadata:
         return legacy.LegacyIndex(folder)
     path = folder / INDEX
     try:
-        index = load_pickle(path.read_bytes())
+        index = load_pickle(regular_file(path).read_bytes())
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing") from error
     except DECODE_ERRORS as error:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from arguments.regular_file import regular_file
 from moe_trainer.errors import InputError
 
 _PLAIN_LOOP_BELOW = 50_000
@@ -99,8 +100,7 @@ def read_split_blends_file(path: str) -> tuple[Blend | None, Blend | None, Blend
 
 def _read_text(path: str, flag: str) -> str:
     try:
-        with open(path, encoding="utf-8") as stream:
-            return stream.read()
+        return regular_file(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{flag} {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from arguments.data import DataArgs
+from arguments.regular_file import regular_file
 
 _MEGATRON_CLASS = "megatron.core.tokenizers.text.text_tokenizer.MegatronTokenizerText"
 _OTHER_PRODUCTS = MappingProxyType(
@@ -90,8 +91,7 @@ def _library(data: DataArgs, kind: str) -> str:
     if data.metadata_path is None or library == "null-text":
         return library
     try:
-        with open(data.metadata_path, encoding="utf-8") as stream:
-            named = json.load(stream)["library"]
+        named = json.loads(regular_file(data.metadata_path).read_text(encoding="utf-8"))["library"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(
             f"--tokenizer-metadata {data.metadata_path}: needed a JSON file with the key library ({error})"

@@ -20,6 +20,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from types import MappingProxyType
 
+from arguments.regular_file import regular_file
+
 logger = logging.getLogger(__name__)
 
 TIKTOKEN_VOCAB_SIZE = 1 << 17
@@ -191,7 +193,7 @@ def _open_json(
 ) -> JsonTokenizer:
     tokenizers = _library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
     try:
-        encoder = tokenizers.Tokenizer.from_file(path)
+        encoder = tokenizers.Tokenizer.from_file(str(regular_file(path)))
     except Exception as error:  # noqa: BLE001  the library raises plain Exception for every fault of the file
         raise ValueError(f"--tokenizer-model {model}: {path} cannot be read ({error})") from None
     encoder.no_padding()
@@ -457,7 +459,7 @@ class TikTokenizer:
 def _read_tiktoken(path: str) -> list[bytes]:
     """Return the byte sequences of a vocabulary file in order of rank."""
     try:
-        with open(path, encoding="utf-8") as stream:
+        with open(regular_file(path), encoding="utf-8") as stream:
             if path.endswith(".json"):
                 ranked = [(int(entry["rank"]), base64.b64decode(entry["token_bytes"])) for entry in json.load(stream)]
             else:

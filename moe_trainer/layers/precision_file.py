@@ -22,9 +22,9 @@ import fnmatch
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
+from arguments.regular_file import regular_file
 from moe_trainer.errors import InputError
 from moe_trainer.ops.fp8 import Recipe, make_recipe
 
@@ -65,7 +65,7 @@ class PrecisionFile:
         import yaml
 
         try:
-            root = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            root = yaml.safe_load(regular_file(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise PrecisionFileError(f"{FLAG} {path}: {' '.join(str(error).split())}") from None
         found = _Reader(path, default)

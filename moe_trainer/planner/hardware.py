@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from arguments.regular_file import regular_file
+
 
 class HardwareError(ValueError):
     """--hardware names nothing that is known, or a file that cannot be used."""
@@ -158,7 +160,7 @@ def _from_file(path: Path) -> Hardware:
 
     where = f"--hardware {path}"
     try:
-        table = yaml.safe_load(path.read_text(encoding="utf-8"))
+        table = yaml.safe_load(regular_file(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise HardwareError(f"{where}: the file cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date or number that there is none of
