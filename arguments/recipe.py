@@ -16,13 +16,19 @@ rules/precedence.py sees to that.
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from arguments import products, retired
+from arguments.regular_file import regular_file
 from arguments.settings import Violation
 from arguments.tokens import FIELDS, Reading, read
+
+if TYPE_CHECKING:
+    import yaml
 
 FLAG_TABLES = ("MODEL_ARGS", "ARGS")
 """Names of the table of flags."""
@@ -31,6 +37,9 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$([A-Za-z
 
 
 MAX_RECIPE_BYTES = 4 << 20
+
+ON_THE_COMMAND_LINE = ("preset", "validate_only", "check_files", "report", "world_size")
+"""Flags that say what to do with a recipe, and act only outside of one."""
 
 
 @dataclass
@@ -71,9 +80,7 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
     except ModuleNotFoundError:
         return refuse(f"reading it needs PyYAML, which {sys.executable} does not have (pip install PyYAML)")
     try:
-        if path.is_fifo():
-            return refuse("this is a pipe, which cannot be read twice; give a file")
-        with open(path, "rb") as file:
+        with open(regular_file(path), "rb") as file:
             text = file.read(MAX_RECIPE_BYTES + 1)
         if len(text) > MAX_RECIPE_BYTES:
             return refuse(f"the file is larger than {MAX_RECIPE_BYTES >> 20} MiB, so it is no recipe")
@@ -86,9 +93,10 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
         return refuse("the file is nested too deeply")
     except yaml.YAMLError as error:
         return refuse(f"the file is not YAML: {' '.join(str(error).split())}")
-    tables = {}
-    if isinstance(root, yaml.MappingNode):
-        tables = {key.value: value for key, value in root.value if isinstance(key, yaml.ScalarNode)}
+    entries = [(key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode)] if isinstance(root, yaml.MappingNode) else []
+    if twice := _twice((key for key, _ in entries if key.value in ("ENV_VARS", *FLAG_TABLES)), str):
+        return refuse(f"{twice}; keep one of the tables")
+    tables = {key.value: value for key, value in entries}
     for name in ("ENV_VARS", *FLAG_TABLES):
         if isinstance(tables.get(name), yaml.ScalarNode) and tables[name].value in ("", "null", "~"):
             tables[name] = None
@@ -99,6 +107,9 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
         return refuse("the file has no MODEL_ARGS (or ARGS), so it is no recipe (see the files in model_zoo/)")
     if len(found) > 1:
         return refuse(f"the file has {' and '.join(found)}, which both hold flags; keep one of them")
+    for name, spelled in (("ENV_VARS", str), (found[0], _flag)):
+        if tables.get(name) is not None and (twice := _twice((key for key, _ in tables[name].value), spelled)):
+            return refuse(f"{name}: {twice}; keep one of them")
     substitute = _Substitution(path, environ)
     for key, value in tables["ENV_VARS"].value if tables.get("ENV_VARS") is not None else ():
         recipe.env[key.value] = " ".join(substitute(value))
@@ -106,10 +117,21 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
             return refuse(f"ENV_VARS: {key.value!r} is no environment variable, or its value no text")
     tokens: list[str] = []
     for key, value in tables[found[0]].value if tables[found[0]] is not None else ():
+        if (option := FIELDS.get(_flag(key.value))) is not None and option.dest in ON_THE_COMMAND_LINE:
+            return refuse(f"{found[0]}: {key.value}, line {key.start_mark.line + 1}: this flag acts on the command line only; remove it from the file")
         tokens += _tokens(_flag(key.value), substitute(value), not isinstance(value, yaml.ScalarNode))
     recipe.violations += substitute.violations
     recipe.reading = read(tokens, str(path) if recipe.source == "recipe" else path.name)
     recipe.violations += recipe.reading.violations
+
+
+def _by_name() -> dict[str, str]:
+    """Every spelling of every flag by its name without dashes in front; the first one wins."""
+    known = [spelling for table in (FIELDS, retired.BY_SPELLING, products.BY_SPELLING) for spelling in table]
+    return {spelling[2:].replace("_", "-"): spelling for spelling in reversed(known)}
+
+
+_BY_NAME = MappingProxyType(_by_name())
 
 
 def _flag(key: str) -> str:
@@ -117,8 +139,18 @@ def _flag(key: str) -> str:
     if key.startswith("-"):
         return key
     wanted = key.rstrip(":").replace("_", "-")
-    known = (spelling for table in (FIELDS, retired.BY_SPELLING, products.BY_SPELLING) for spelling in table)
-    return next((spelling for spelling in known if spelling[2:].replace("_", "-") == wanted), f"--{wanted}")
+    return _BY_NAME.get(wanted, f"--{wanted}")
+
+
+def _twice(keys: Iterable["yaml.ScalarNode"], spelled: Callable[[str], str]) -> str | None:
+    """One clause on the first key that stands twice, None where none does. YAML itself would let the last one win."""
+    lines: dict[str, int] = {}
+    for key in keys:
+        name, line = spelled(key.value), key.start_mark.line + 1
+        if name in lines:
+            return f"{name} stands in line {lines[name]} and in line {line}"
+        lines[name] = line
+    return None
 
 
 def _is_table(node) -> bool:

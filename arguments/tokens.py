@@ -37,6 +37,9 @@ SHORT = MappingProxyType(
 )
 """What people say for a flag; offered, not accepted."""
 
+MAX_SEARCHES = 50
+"""Unknown flags for which close spellings are looked up: every search reads all flags."""
+
 DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 """What an editor or a web page makes of hyphens."""
 
@@ -101,6 +104,7 @@ class _Reader:
         self.tokens = tokens
         self.at = 0
         self.prefix = f"{where}: " if where else ""
+        self.searches = MAX_SEARCHES
         self.out = Reading()
 
     def run(self) -> Reading:
@@ -255,11 +259,13 @@ class _Reader:
     def known(name: str) -> bool:
         return name in FIELDS or name in retired.BY_SPELLING or name in products.BY_SPELLING
 
-    @staticmethod
-    def hint(name: str) -> str:
-        shown = [spelling for spelling, option in FIELDS.items() if not option.hidden]
+    def hint(self, name: str) -> str:
         if name in SHORT:
             return f"; did you mean {SHORT[name]}?"
+        if self.searches == 0:
+            return ""
+        self.searches -= 1
+        shown = [spelling for spelling, option in FIELDS.items() if not option.hidden]
         starts = [spelling for spelling in shown if spelling.startswith(name)] if len(name) > 4 else []
         close = (starts or _close(name.replace("_", "-"), shown, 3))[:3]
         return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import model_zoo
-from arguments import ArgumentError, parse_args
+from arguments import ArgumentError, parse_args, tokens
 from arguments.parse import understand
 from arguments.report import run_validate_only
 from moe_trainer.shape.batch_sizes import sizes_that_wait
@@ -118,6 +118,12 @@ def test_mistakes_inside_a_recipe_name_the_file(recipe):
         ("", "no MODEL_ARGS"),
         (FILE + "ARGS:\n  num_layers: 4\n", "both hold flags"),
         ("ARGS:\n  num_layers:\n    deep: 4\n", "ARGS must be a table"),
+        (FILE + "MODEL_ARGS:\n  --num-layers: 2\n", "MODEL_ARGS stands in line 5 and in line 29"),
+        ("ENV_VARS:\n  A: 1\nENV_VARS:\n  B: 2\nARGS:\n  num_layers: 4\n", "ENV_VARS stands in line 1 and in line 3"),
+        ("ARGS:\n  num_layers: 4\n  hidden_size: 8\n  --num-layers: 2\n", "ARGS: --num-layers stands in line 2 and in line 4"),
+        ("ENV_VARS:\n  A: 1\n  A: 2\nARGS:\n  num_layers: 4\n", "ENV_VARS: A stands in line 2 and in line 3"),
+        ("ARGS:\n  num_layers: 4\n  preset: mixtral_tiny\n", "ARGS: preset, line 3: this flag acts on the command line only"),
+        ("MODEL_ARGS:\n  --validate-only: true\n", "MODEL_ARGS: --validate-only, line 2: this flag acts on the command line only"),
     ],
 )
 def test_what_is_no_recipe_is_refused(recipe, text, reason):
@@ -134,6 +140,18 @@ def test_the_node_of_a_recipe_is_known_where_it_runs(recipe, monkeypatch, enviro
         monkeypatch.setenv(name, text)
     path = recipe("ENV_VARS:\n  TRITON_CACHE_DIR: /tmp/cache_$SLURM_NODEID\n" + FILE.partition("ENV_VARS")[0] + FILE[FILE.index("MODEL_ARGS") :])
     assert parse_args(["--preset", path], world_size=1).recipe_env["TRITON_CACHE_DIR"] == f"/tmp/cache_{node}"
+
+
+def test_close_spellings_are_looked_up_for_the_first_unknown_flags_only(recipe, monkeypatch):
+    """Every search reads all flags, and a file may hold a hundred thousand unknown ones."""
+    searches, search = [], tokens._close
+    monkeypatch.setattr(tokens, "_close", lambda *given: searches.append(given) or search(*given))
+    path = recipe("MODEL_ARGS:\n" + "".join(f"  --num-layerz{number}: 1\n" for number in range(200)))
+    with pytest.raises(ArgumentError) as caught:
+        parse_args(["--preset", path], world_size=1)
+    found = [violation.message for violation in caught.value.violations if "is unknown" in violation.message]
+    assert len(found) == 200 and len(searches) == tokens.MAX_SEARCHES
+    assert "did you mean --num-layers" in found[0] and "did you mean" not in found[-1]
 
 
 def test_a_missing_file_is_refused(tmp_path):
