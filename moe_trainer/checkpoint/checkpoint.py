@@ -188,7 +188,7 @@ def _restore_random(loader: Loader, folder: Path, chunks: Sequence[Any], iterati
         if states is None:
             random_state.restart(int(options.args.get("seed", 0)), iteration, ps, streams)
         else:
-            random_state.restore(states, streams)
+            random_state.restore(states, streams, folder)
         if random_state.has_named(streams):
             random_state.restore_named(loader.all_random_states(), streams)
     except CheckpointError:

@@ -13,6 +13,7 @@ what this program has of them as it is, the others as fresh streams. Where no GP
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -69,15 +70,15 @@ def _fresh_state(shared: torch.Tensor, *name: str | int) -> torch.Tensor:
     return torch.Generator(device).manual_seed(name_seed(0, shared.numpy().tobytes().hex(), *name)).get_state().cpu()
 
 
-def restore(state: Mapping[str, Any], streams: Streams) -> None:
-    """Set every generator that the state has; a CPU run's state leaves CUDA's generator alone.
+def restore(state: Mapping[str, Any], streams: Streams, source: Path | str = "memory") -> None:
+    """Set every generator that the state has; a CPU run's state leaves CUDA's generator alone. source: where the state is from.
 
     Raises: CheckpointError when it is no state of generators.
     """
     try:
         _restore(state, streams)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"the random state is damaged ({type(error).__name__}: {error}); --no-load-rng goes on without it") from error
+        raise CheckpointError(f"{source}: the random state is damaged ({type(error).__name__}: {error}); --no-load-rng goes on without it") from error
 
 
 def _restore(state: Mapping[str, Any], streams: Streams) -> None:

@@ -18,9 +18,9 @@ import pathlib
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -231,8 +231,49 @@ class SafeUnpickler(_SafeNames, pickle.Unpickler):
     """The fast unpickler."""
 
 
+def _counted(load: Callable[["_CarefulUnpickler"], None]) -> Callable[["_CarefulUnpickler"], None]:
+    """An operation that counts what it made, where that is a tuple."""
+
+    def load_and_count(self: "_CarefulUnpickler") -> None:
+        load(self)
+        if isinstance(self.stack[-1], tuple):
+            self.count(self.stack[-1])
+
+    return load_and_count
+
+
 class _CarefulUnpickler(_SafeNames, pickle._Unpickler):
-    """The unpickler in Python: slow, but a damaged byte cannot make it allocate gigabytes as the fast one may."""
+    """The unpickler in Python: slow, but a damaged byte cannot make it allocate gigabytes as the fast one may.
+
+    A key is hashed while it is read, and the hash of a tuple follows every reference in it: tuples that each hold the one before twice
+    would take for ever, and too many inside each other would overflow the stack. So values of tuples are counted as they are made.
+    """
+
+    def load(self) -> Any:
+        self._sizes: dict[int, tuple[int, int]] = {}  # of tuples and objects by id: values inside, and how deep
+        self._made: list[Any] = []  # what these are, so that no id is used again
+        return super().load()
+
+    def count(self, parts: Iterable[Any]) -> None:
+        """Note how much hangs on the top of the stack, which holds `parts`. Raises: UnpicklingError."""
+        sizes = [self._sizes.get(id(part), (1, 0)) for part in parts]
+        values, depth = 1 + sum(size for size, _ in sizes), 1 + max((deep for _, deep in sizes), default=0)
+        if values > _MOST_VALUES or depth > _DEEPEST:
+            raise pickle.UnpicklingError(f"its values are nested more than {_DEEPEST} deep, or are more than {_MOST_VALUES}")
+        self._sizes[id(self.stack[-1])] = values, depth
+        self._made.append(self.stack[-1])
+
+    def _build(self) -> None:
+        state = self.stack[-1]
+        pickle._Unpickler.load_build(self)
+        self.count(state.values() if isinstance(state, dict) else (state,))
+
+    dispatch = MappingProxyType({
+        **pickle._Unpickler.dispatch,
+        **{operation[0]: _counted(pickle._Unpickler.dispatch[operation[0]])
+           for operation in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX)},
+        pickle.BUILD[0]: _build,
+    })
 
 
 def load_pickle(content: bytes, persistent: Callable[[Any], StoredElements] | None = None) -> Any:
@@ -299,4 +340,7 @@ def _reduced(value: Any, depth: int, count: Iterator[int]) -> Any:
         return inside(args[0]) if len(args) == 1 else None
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return str(value)
+    if isinstance(value, slice):
+        return str(slice(inside(value.start), inside(value.stop), inside(value.step)))
+    # the text of an object would hold all that is in it
+    return type(value).__name__ if is_dataclass(value) else str(value)

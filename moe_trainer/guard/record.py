@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from arguments.regular_file import regular_file
+
 FORMAT = 1
 _OWN_HASH = "blake2b"
 HEAD, WEIGHTS, GRADIENTS = "record.json", "weights.safetensors", "gradients.safetensors"
@@ -42,6 +45,9 @@ SIGNS = 8
 SAMPLES, TRACE, CHOICE, MARGIN, BATCH, SCALING = "samples", "trace/", "choice/", "margin/", "batch/", "scaling/"
 _POSITIONS = "positions/"
 _CHUNK = 2**24
+_LOAD_ERRORS = (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, EOFError, ArithmeticError, AssertionError,
+                pickle.UnpicklingError)
+"""What torch.load raises for damaged bytes; which of them depends on the byte."""
 
 
 def rank_file(rank: int) -> str:
@@ -153,7 +159,7 @@ class Record:
         if not folder.is_dir():
             raise ValueError(f"{folder}: there is no such folder")
         try:
-            head = json.loads(path.read_text(encoding="utf-8"))
+            head = json.loads(regular_file(path).read_text(encoding="utf-8"))
             own = head.pop(_OWN_HASH, None)
             files = {str(name): (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in head["files"].items()}
         except FileNotFoundError:
@@ -233,8 +239,15 @@ class Record:
         return found
 
     def generators(self, rank: int) -> dict[str, Any]:
-        """The state of a rank's generators at the beginning."""
-        return torch.load(self.folder / random_file(rank), weights_only=True)
+        """The state of a rank's generators at the beginning. Raises: ValueError that names the file."""
+        path = self.folder / random_file(rank)
+        try:
+            found = torch.load(regular_file(path), weights_only=True)
+        except _LOAD_ERRORS as error:
+            raise ValueError(f"{path}: this is no file of random states ({type(error).__name__}: {error})") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{path}: this is no file of random states (it holds a {type(found).__name__})")
+        return found
 
     def _keys(self, rank: int) -> list[str]:
         with safe_open(self.folder / rank_file(rank), "pt") as file:

@@ -205,7 +205,7 @@ def _restore(record: Record, run: Run, state: TrainState) -> None:
     """Generators and scales as they were: a rank's own where the mapping is the recorded one."""
     ps, streams = run.ps, streams_of(run.chunks)
     if record.head["world_size"] == ps.world.size and all(getattr(ps, name).size == record.head["mapping"][name] for name in AXES):
-        restore(record.generators(ps.world.rank), streams)
+        restore(record.generators(ps.world.rank), streams, record.folder)
     else:
         restart(run.args.training.seed, state.iteration, ps, streams)
         restore_named((record.generators(rank) for rank in record.ranks()), streams)

@@ -4,8 +4,11 @@ import argparse
 import io
 import os
 import pickle
+import random
 import shutil
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -244,6 +247,37 @@ def deep(count: int = 100_000) -> bytes:
 def doubled(count: int = 60) -> bytes:
     """Lists that each hold the one before twice: 2^60 values in 400 bytes."""
     return assemble(b"]q\x00", *(b"](h" + bytes([number]) + b"h" + bytes([number]) + b"eq" + bytes([number + 1]) for number in range(count)))
+
+
+def tuples(*after: bytes) -> bytes:
+    """Tuples that each hold the one before twice, and `after`, which uses the last of them (number 60)."""
+    return assemble(b"()q\x00", *(b"h%ch%c\x86q%c" % (number, number, number + 1) for number in range(60)), b"1", *after)
+
+
+WITHOUT_END = {
+    "a key": tuples(b"}h<Ns"), "keys": tuples(b"}(h<Nu"), "a frozenset": tuples(b"cbuiltins\nfrozenset\n]h<a\x85R"),
+    "a set": tuples(b"cbuiltins\nset\n]h<a\x85R"), "a set of protocol 4": tuples(b"\x8f(h<\x90"), "a slice": tuples(b"cbuiltins\nslice\nh<NN\x87R"),
+    "a deep key": assemble(b"})", b"\x85" * 100_000, b"Ns"), "an index": tuples(
+        b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}X\x03\x00\x00\x00fqnh<sb"),
+    "lists in a slice": assemble(b"(]q\x00", *(b"](h%ch%ceq%c" % (number, number, number + 1) for number in range(60)), b"1cbuiltins\nslice\nh<NN\x87R"),
+}  # fmt: skip
+
+
+def test_what_would_be_hashed_or_told_without_end_is_refused():
+    """In a process of its own: the hash of a tuple cannot be interrupted."""
+    read = ("import pickle, sys\nfrom moe_trainer.checkpoint.unpickle import load_pickle, plain\n"
+            "for name, content in pickle.load(sys.stdin.buffer).items():\n"
+            "    try:\n        plain(load_pickle(content))\n"
+            "    except (ValueError, pickle.UnpicklingError) as error:\n        print(name, error, sep=': ', flush=True)\n")
+    ended = subprocess.run([sys.executable, "-c", read], input=pickle.dumps(WITHOUT_END), capture_output=True, timeout=300, cwd=Path(__file__).parents[2])
+    told = "its values are nested more than 100 deep, or are more than 262144"
+    assert ended.stdout.decode().splitlines() == [f"{name}: {told}" for name in WITHOUT_END], ended.stderr.decode()
+
+
+def test_tuples_as_they_are_written_are_read():
+    state = {"random": random.getstate(), "shape": [(1, (2, 3))] * 1000, ("a", 1): torch.Size((2, 3)), "set": frozenset([(1, 2)])}
+    found = load_pickle(pickle.dumps(state, 4))
+    assert found == state
 
 
 @pytest.mark.parametrize("content", [deep(), doubled(), assemble(b"]q\x00h\x00a")], ids=["deep", "doubled", "in itself"])

@@ -1,6 +1,7 @@
 """The optimizer's entry and the random states of a checkpoint have what Megatron-LM's loaders ask for."""
 
 import random
+from pathlib import Path
 
 import numpy
 import pytest
@@ -83,6 +84,6 @@ def test_a_state_of_megatron_sets_the_stream_of_tensor_parallel_ranks():
 @pytest.mark.parametrize("broken", [{}, {"random_rng_state": 3}, {"random_rng_state": random.getstate(), "np_rng_state": ("x",)}, None])
 def test_a_broken_random_state_is_an_error_with_advice(broken):
     before = numpy.random.get_state()
-    with pytest.raises(CheckpointError, match="random state is damaged .*--no-load-rng"):
-        random_state.restore(broken, [])
+    with pytest.raises(CheckpointError, match="ckpt/iter_3: the random state is damaged .*--no-load-rng"):
+        random_state.restore(broken, [], Path("ckpt/iter_3"))
     assert numpy.random.get_state()[1].tolist() == before[1].tolist()

@@ -6,6 +6,7 @@ Checkpoints: checkpoint/test_hostile.py. Token files and presets: the fault tabl
 import json
 import os
 import pickle
+import signal
 import struct
 from collections import OrderedDict
 from pathlib import Path
@@ -15,9 +16,12 @@ import pytest
 import torch
 from data_pipeline.test_tokenizers import build, write_json_tokenizer
 
+from arguments import ArgumentError, parse_args
 from moe_trainer.checkpoint import hf_files
+from moe_trainer.checkpoint.directory import INDEX, TRACKER, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.data.blend import read_split_blends_file
+from moe_trainer.checkpoint.index import read_index
+from moe_trainer.data.blend import read_blend_file, read_split_blends_file
 from moe_trainer.data.dataset import IndexCache
 from moe_trainer.data.preprocess import _Chunk, _Encoder
 from moe_trainer.errors import InputError, user_input
@@ -89,6 +93,16 @@ def _bare_encoder() -> _Encoder:
     return encoder
 
 
+def _preset(path: Path) -> None:
+    parse_args(["--preset", str(path)], world_size=1)
+
+
+def _shard(path: Path) -> None:
+    path.rename(path.with_name("model.safetensors"))
+    (path.parent / "config.json").write_text("{}")
+    hf_files.Folder(path.parent)
+
+
 READERS = {
     "config.json": (hf_files.read_json, CheckpointError), "--hardware": (lambda path: find_hardware(str(path.rename(path.with_suffix(".yaml")))), HardwareError),
     "--te-precision-config-file": (lambda path: PrecisionFile.load(str(path), make_recipe("delayed", wgrad=True)), InputError),
@@ -122,6 +136,28 @@ def test_a_hostile_text_is_an_error_that_names_the_file(reader, tmp_path, monkey
         else:
             assert (reader, name) in HARMLESS, name
         assert not (folder / "ran").exists()
+
+
+OPENED = {name: reader for name, reader in READERS.items() if name not in ("jsonl", "a suspicion", "tokenizer_config.json")} | {
+    "--data-args-path": (lambda path: read_blend_file(str(path)), ValueError), "--preset": (_preset, ArgumentError),
+    "tracker": (lambda path: read_tracker(path.rename(path.with_name(TRACKER)).parent), CheckpointError),
+    ".metadata": (lambda path: read_index(path.rename(path.with_name(INDEX)).parent), CheckpointError),
+    "safetensors": (_shard, CheckpointError),
+}
+
+
+@pytest.mark.parametrize("reader", OPENED)
+def test_a_pipe_is_refused_and_does_not_wait_for_a_writer(reader, tmp_path, monkeypatch):
+    read, kind = OPENED[reader]
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo(tmp_path / "given")
+    signal.alarm(60)  # ends a test that waits
+    try:
+        with pytest.raises(kind) as caught:
+            read(tmp_path / "given")
+    finally:
+        signal.alarm(0)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_what_goes_on_although_its_file_is_hostile(tmp_path, caplog):
@@ -238,8 +274,10 @@ def test_weights_only_files_of_a_record_hold_no_program(tmp_path):
     """The random states of a record are read by torch itself, which then runs nothing."""
     from moe_trainer.guard.record import random_file
 
-    (tmp_path / random_file(0)).write_bytes(pickle.dumps(Run()))
-    with pytest.raises(pickle.UnpicklingError):
-        Record(tmp_path, {}).generators(0)
+    for content in (pickle.dumps(Run()), b"", b"PK\x03\x04 no archive", pickle.dumps([1], 2)):
+        (tmp_path / random_file(0)).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{random_file(0)}: this is no file of random states"):
+            Record(tmp_path, {}).generators(0)
+    assert not (tmp_path / "ran").exists()
     torch.save({"a": torch.zeros(2)}, tmp_path / random_file(0))
     assert Record(tmp_path, {}).generators(0)["a"].shape == (2,)
