@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.container import OPTIONS, freeze
+from arguments.regular_file import regular_file
 from arguments.schema import int_pair
 from arguments.settings import Settings
 from moe_trainer.planner.hardware import KNOWN, Constants, Hardware, OwnRun, known_device
@@ -42,6 +43,8 @@ MAX_BYTES = 1 << 30
 SHORTEST_MS, LONGEST_MS = 1e-3, 1e9
 """No iteration takes less or more."""
 MAX_RANKS = MAX_VOCABULARY = 1 << 30
+MAX_LISTED = MappingProxyType({"num_layers": 1 << 12, "mtp_num_layers": 1 << 12, "pipeline_model_parallel_size": 1 << 12})
+"""Sizes by which a plan makes lists; no run that was measured has more."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,7 @@ def _records(path: str | Path) -> Iterator[Mapping[str, object]]:
     """Read a metrics file line by line, up to a last line that was not finished. Raises: PlanError."""
     where = f"--from {path}"
     try:
-        if not Path(path).is_file() and Path(path).exists():
-            raise PlanError(f"{where}: the file cannot be read (it is no regular file)")
-        if Path(path).stat().st_size > MAX_BYTES:
+        if regular_file(path).stat().st_size > MAX_BYTES:
             raise PlanError(f"{where}: more than {MAX_BYTES >> 30} GiB, which no metrics file has")
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -148,6 +149,8 @@ def arguments_of(values: Mapping[str, object], world_size: int) -> Arguments:
             value = tuple(value)  # JSON has no tuples
         if isinstance(value, dict):
             raise PlanError(f"{name}: {value!r} is no value of a flag")
+        if isinstance(value, int) and value > MAX_LISTED.get(name, value):
+            raise PlanError(f"{name}: {value} is more than {MAX_LISTED[name]}, which no measured run has")
         settings.values[name] = value
     return freeze(settings, world_size)
 

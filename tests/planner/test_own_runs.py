@@ -11,6 +11,7 @@ import pytest
 
 from arguments import parse_args
 from arguments.container import OPTIONS, SECTIONS
+from moe_trainer.planner import own_runs
 from moe_trainer.planner.hardware import Constants, HardwareError, find_hardware
 from moe_trainer.planner.own_runs import arguments_of, calibrated, hardware_yaml, predicted_seconds, read_runs
 from moe_trainer.planner.plan import PlanError, make_plan
@@ -86,6 +87,18 @@ def test_bad_files(tmp_path, text, says):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
     with pytest.raises(PlanError, match=says):
+        read_runs(path, find_hardware("cpu"))
+
+
+@pytest.mark.parametrize("name", ["num_layers", "mtp_num_layers", "pipeline_model_parallel_size"])
+def test_a_size_that_a_plan_would_list_is_bounded(tmp_path, monkeypatch, name):
+    """By its value, before anything is planned."""
+    path = write(tmp_path / "metrics.jsonl", LINES[0], 0.1)
+    record = json.loads(path.read_text().splitlines()[0])
+    record["run"]["settings"][name] = 10**9
+    path.write_text("\n".join([json.dumps(record), *path.read_text().splitlines()[1:], ""]))
+    monkeypatch.setattr(own_runs, "make_plan", lambda *_: pytest.fail("it was planned"))
+    with pytest.raises(PlanError, match=f"{name}: 1000000000 is more than 4096"):
         read_runs(path, find_hardware("cpu"))
 
 
