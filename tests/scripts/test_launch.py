@@ -263,6 +263,33 @@ def test_a_recipe_of_the_zoo_has_the_launchers_variables(tmp_path):
     assert missing.stderr == f"error: the recipe {tmp_path}/none.yaml: there is no such file\n"
 
 
+@pytest.mark.parametrize("flag", ["--num-layers", "--max-position-embeddings"])
+def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
+    """bash runs a command that stands in the index of an array inside $(( )) and [ -gt ]."""
+    lines = [line for line in ZOO_FILE.splitlines() if not line.startswith(f"  {flag}:")]
+    (tmp_path / "zoo.yaml").write_text("\n".join([*lines, f"  {flag}: BASH_VERSINFO[$(>ran)]", ""]))
+    given = dict(TRAINING_PARAMS_PATH=str(tmp_path / "zoo.yaml"), VALIDATE="0", SEQ_LEN="512", PP="2", VPP="2")
+    for script in ("launch.sh", "sbatch_train.sh"):
+        done = subprocess.run(["bash", str(SCRIPTS / script)], cwd=tmp_path, env=surroundings(DRY_RUN="1", **given), capture_output=True, text=True)
+        assert not (tmp_path / "ran").exists() and "syntax error" not in done.stderr and "integer expression" not in done.stderr
+        if flag == "--num-layers":
+            assert done.returncode == 2 and "--num-layers BASH_VERSINFO[$(>ran)] is no whole number" in done.stderr
+        else:
+            assert done.returncode == 0 and "--max-position-embeddings 512" in done.stdout, done.stderr
+
+
+def test_lists_may_stand_on_several_lines_and_the_recipe_in_another_folder(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/own.yaml").write_text(ZOO_FILE)
+    done = dry("launch.sh", tmp_path, TRAINING_PARAMS_PATH="recipes/own.yaml", VALIDATE="0", TRAINING_PARAMS="--lr 2e-4\n--min-lr\n1e-5\n",
+               DATA_PATH="0.5 a\n0.5 b\n", RECOMPUTE="moe_act\nlayernorm", SEQ_LEN="512")
+    text = " ".join(done.stdout.partition("command: ")[2].split())
+    assert f"--preset {tmp_path}/recipes/own.yaml " in text  # the ranks may start elsewhere
+    assert "--max-position-embeddings" not in text  # the file has been read: it has more positions
+    for wanted in ("--data-path 0.5 a 0.5 b --", "--recompute-modules moe_act layernorm --", "--lr 2e-4 --min-lr 1e-5"):
+        assert wanted in text, wanted
+
+
 def test_other_variables_of_the_zoo_act(tmp_path):
     def flags_of(script="sbatch_train.sh", **variables):
         done = dry(script, tmp_path, VALIDATE="0", **{"MODEL": "qwen3_30b_a3b", **variables})
