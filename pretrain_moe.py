@@ -3,7 +3,7 @@
 The door and nothing more: read the flags, check them against this machine, hand over to `moe_trainer.train.pretrain`.
 Exit codes: 0 done, 2 something the user can mend (flags, files, folders), 3 another rank ended or is stuck (message: who
 waited where), 75 saved because of a signal or the clock and to be started again (with --auto-resume; without it 0, as in
-Megatron-LM), 16 and 17 the result of an iteration was rejected (message; 16: resume on other machines to tell whether the model, the
+Megatron-LM), 130 interrupted by Ctrl-C or SIGINT, without saving (message: what is saved), 16 and 17 the result of an iteration was rejected (message; 16: resume on other machines to tell whether the model, the
 data or a machine is to blame), 1 anything else: a rejected result with --rerun-mode disabled (message), an error of ours (traceback).
 """
 
@@ -105,6 +105,7 @@ def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | No
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(args, place, exit_signal)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once what is left
         if place.rank == 0:
             print(f"pretrain_moe.py: interrupted; {_what_is_saved(args.output.save)}", file=sys.stderr, flush=True)
         return 130

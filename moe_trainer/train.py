@@ -24,7 +24,7 @@ import torch
 
 from arguments import Arguments
 from moe_trainer.checkpoint.directory import release
-from moe_trainer.data.tokenizer import build_tokenizer
+from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import told_once, user_input
 from moe_trainer.guard.bulletin import Bulletin
 from moe_trainer.guard.flight_recorder import open_recorder
@@ -111,6 +111,31 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
     if run.metrics is not None:
         run.metrics.begin()
     print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")
+    try:
+        leaving = train_and_evaluate(run, state, started, patience, exit_signal, tokenizer)
+    except KeyboardInterrupt:
+        if run.metrics is not None and not args.training.skip_train:
+            run.metrics.end(f"interrupted after iteration {state.iteration}", run.failed_saves.saved)
+            run.metrics.flush()
+        raise
+    if leaving is not None:
+        print_datetime(runtime, leaving.reason)
+    if run.metrics is not None and not args.training.skip_train:
+        run.metrics.end(why_ended(run, state, leaving), run.failed_saves.saved)
+    close_metrics(run)
+    run.failed_saves.settle()
+    if args.output.save is not None and runtime.place.rank == 0 and not args.evaluates_only:
+        release(Path(args.output.save))
+    run.watches.close()
+    close_groups(runtime.ps)
+    # Megatron-LM's launchers expect 0 of a run that a signal has ended; whoever asks for --auto-resume wants it started again
+    return AGAIN if leaving is not None and leaving.interrupted and args.output.auto_resume else 0
+
+
+def train_and_evaluate(run: Run, state: TrainState, started: float, patience: Patience, exit_signal: ExitSignal | None,
+                       tokenizer: Tokenizer) -> Agreement | None:
+    """All that follows the setup, until the last save is on disk. Returns: why the run leaves early, None at the end."""
+    args, runtime = run.args, run.runtime
     leaving = None
     if args.training.skip_train:
         print_rank_0(runtime, "skipping training (--skip-train is on) ...")
@@ -129,18 +154,7 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
                 export_weights(run, args.output.export_weights)
     with patience.longer():
         finish_save(run)
-    if leaving is not None:
-        print_datetime(runtime, leaving.reason)
-    if run.metrics is not None and not args.training.skip_train:
-        run.metrics.end(why_ended(run, state, leaving), run.failed_saves.saved)
-    close_metrics(run)
-    run.failed_saves.settle()
-    if args.output.save is not None and runtime.place.rank == 0 and not args.evaluates_only:
-        release(Path(args.output.save))
-    run.watches.close()
-    close_groups(runtime.ps)
-    # Megatron-LM's launchers expect 0 of a run that a signal has ended; whoever asks for --auto-resume wants it started again
-    return AGAIN if leaving is not None and leaving.interrupted and args.output.auto_resume else 0
+    return leaving
 
 
 def why_ended(run: Run, state: TrainState, leaving: Agreement | None) -> str:
