@@ -35,6 +35,25 @@ def eval_batch_sizes(s: Settings, f: Facts) -> None:
         s.set_derived("eval_global_batch_size", size, "as --global-batch-size")
 
 
+OF_TRAINING = (
+    "save", "async_save", "exit_interval", "exit_duration_in_mins", "exit_signal_handler", "iterations_to_skip", "record_step", "dump_step",
+    "error_injection_rate", "rampup_batch_size", "profile", "auto_resume",
+)  # fmt: skip
+"""Flags of which an evaluation does nothing, besides those that say how long a training is."""
+
+
+def evaluation_says_what_it_leaves_out(s: Settings, _f: Facts) -> None:
+    if not evaluates_only(s):
+        return
+    skip, idle = s.flag("skip_train"), [s.flag(dest) for dest in OF_TRAINING if s.given(dest) and getattr(s, dest)]
+    if idle:
+        s.note(f"{', '.join(idle)} with {skip}: no effect, nothing is trained or saved.")
+    if s.eval_iters == 0 and not s.full_validation:
+        s.note(f"{s.flag('eval_iters')} 0 with {skip}: nothing is evaluated; give --eval-iters N or --full-validation.")
+    if s.load is None and s.pretrained_checkpoint is None and s.init_from is None:
+        s.note(f"{skip} without --load: the weights that are evaluated are initial ones.")
+
+
 def evaluation_batch_fits_the_ranks(s: Settings, f: Facts) -> None:
     """A batch of evaluation that nobody typed is rounded down to what these ranks can divide among them; there is no other batch then."""
     dest, step = "eval_global_batch_size", _per_microstep(s, f, s.eval_micro_batch_size)
@@ -272,7 +291,7 @@ def switch_has_a_port(s: Settings, _f: Facts) -> Iterator[Violation]:
         yield broken(s, f"{say(s, 'straggler_ctrlr_port')}: the number of a port is at most 65535.", "straggler_ctrlr_port")
 
 
-RESOLVE = (batch_size, eval_batch_sizes, evaluation_batch_fits_the_ranks, evaluation_loads_no_optimizer, iterations_of_samples, decay_length)
+RESOLVE = (batch_size, eval_batch_sizes, evaluation_batch_fits_the_ranks, evaluation_loads_no_optimizer, evaluation_says_what_it_leaves_out, iterations_of_samples, decay_length)
 CHECKS = (
     batch_divides,
     eval_batch_divides,

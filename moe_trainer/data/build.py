@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -119,6 +120,15 @@ class _Plan:
             raise ValueError(f"one data source is needed, given were {' and '.join(sources)}")
         if not sources:
             logger.warning("no data was given (--data-path): training on mock data")
+        for number, blend in enumerate((self._blend, *(self._per_split or ()))):
+            again = Counter(() if blend is None else blend.prefixes)
+            for prefix in (prefix for prefix, count in again.items() if count > 1):
+                logger.warning(
+                    "%s names %s %d times: each of them gives the same samples, as in Megatron-LM",
+                    source_flag(data, max(number - 1, 0)),
+                    prefix,
+                    again[prefix],
+                )
         if self._per_split is not None and data.split is not None:
             raise ValueError(
                 f'--split "{data.split}" cannot be combined with data paths per split; every file belongs to one '

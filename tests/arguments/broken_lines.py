@@ -114,6 +114,7 @@ BROKEN = (
     ("--data-path 0 a 0 b", "--mock-data", "--data-path"),
     ("--data-path nan a 1 b", "--mock-data", "--data-path"),
     ("--fim-data", "", "--fim-data"),
+    ("--fim-data --data-path a --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --fim-middle-token <fim_suffix>", "--mock-data", "--fim-suffix-token"),
     ("--fim-data --data-path a --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --fim-rate 0", "--mock-data", "--fim-rate"),
     ("--tokenizer-type NullTokenizer", "--vocab-size --tokenizer-type", "--vocab-size"),
     ("--num-experts -8", "--num-experts", "--num-experts"),

@@ -1,6 +1,7 @@
 """Every rule: a line that breaks it, and lines near by that do not. No rule may stay silent in all of them."""
 
 import pytest
+from train.tiny import MOCK, TINY
 
 from arguments import rules
 from arguments.container import OPTIONS
@@ -185,3 +186,22 @@ def test_notes_tell_kinder_outcomes():
     ):
         settings, _ = understand(changed(added, removed), 8)
         assert sum(word in note for note in settings.notes) == 1, (added, settings.notes)
+
+
+@pytest.mark.parametrize("words, told", [
+    ("--skip-train --load l --eval-iters 1 --exit-interval 5 --async-save --iterations-to-skip 2",
+     "--async-save, --exit-interval, --iterations-to-skip with --skip-train: no effect"),
+    ("--skip-train --load l --eval-iters 0", "--eval-iters 0 with --skip-train: nothing is evaluated"),
+    ("--skip-train --eval-iters 1", "--skip-train without --load: the weights that are evaluated are initial ones"),
+    ("--fim-rate 0.3 --fim-prefix-token <x>", "--fim-rate, --fim-prefix-token without --fim-data: no effect"),
+    ("--fim-data --fim-fragment-rate 0.3 --data-path a --tokenizer-type HuggingFaceTokenizer --tokenizer-model t",
+     "--fim-fragment-rate without --fim-split-sample: no effect"),
+])  # fmt: skip
+def test_flags_of_what_a_run_does_not_do_are_noted(words, told):
+    given = words.split()
+    base = [word for word in TINY if word not in ("--eval-iters", "0")] if "--eval-iters" in given else TINY
+    data = [] if "--data-path" in given else MOCK
+    settings, _ = understand([*base, *data, "--train-iters", "10", *given], 1)
+    ordinary, _ = understand([*TINY, *MOCK, "--train-iters", "10"], 1)
+    assert any(told in " ".join(note.split()) for note in settings.notes), settings.notes
+    assert not any("no effect" in note or "--skip-train" in note for note in ordinary.notes)

@@ -85,6 +85,23 @@ def test_data_per_split(prefixes, tmp_path):
     assert build((10, 4, 2), train_data_path=[a], valid_data_path=[b]).test is None
 
 
+def test_a_prefix_that_stands_twice_is_taken_twice_and_said(prefixes, tmp_path, caplog):
+    a, b = prefixes[:2]
+    build(data_path=["2", a, "1", b], split="1")
+    assert caplog.text == ""
+    twice = build(data_path=["1", a, "1", b, "1", a], split="1").train
+    assert f"--data-path names {a} 2 times: each of them gives the same samples" in caplog.text
+    first, again = (twice.index[0].tolist().index(number) for number in (0, 2))
+    np.testing.assert_array_equal(twice.tokens(first), twice.tokens(again))
+    caplog.clear()
+    (tmp_path / "blend").write_text(f"{b} {b}")
+    build(data_args_path=str(tmp_path / "blend"), split="1")
+    assert f"--data-args-path {tmp_path / 'blend'} names {b} 2 times" in caplog.text
+    caplog.clear()
+    build(train_data_path=[a], valid_data_path=[b, b])
+    assert f"--valid-data-path names {b} 2 times" in caplog.text
+
+
 def test_contradictory_sources(prefixes):
     a, b = prefixes
     with pytest.raises(ValueError, match="one data source is needed, given were --mock-data and --data-path"):
