@@ -270,8 +270,10 @@ class _CarefulUnpickler(_SafeNames, pickle._Unpickler):
 
     dispatch = MappingProxyType({
         **pickle._Unpickler.dispatch,
-        **{operation[0]: _counted(pickle._Unpickler.dispatch[operation[0]])
-           for operation in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX)},
+        pickle.TUPLE[0]: _counted(pickle._Unpickler.load_tuple), pickle.TUPLE1[0]: _counted(pickle._Unpickler.load_tuple1),
+        pickle.TUPLE2[0]: _counted(pickle._Unpickler.load_tuple2), pickle.TUPLE3[0]: _counted(pickle._Unpickler.load_tuple3),
+        pickle.REDUCE[0]: _counted(pickle._Unpickler.load_reduce), pickle.NEWOBJ[0]: _counted(pickle._Unpickler.load_newobj),
+        pickle.NEWOBJ_EX[0]: _counted(pickle._Unpickler.load_newobj_ex),
         pickle.BUILD[0]: _build,
     })
 
