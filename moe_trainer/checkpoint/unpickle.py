@@ -231,17 +231,6 @@ class SafeUnpickler(_SafeNames, pickle.Unpickler):
     """The fast unpickler."""
 
 
-def _counted(load: Callable[["_CarefulUnpickler"], None]) -> Callable[["_CarefulUnpickler"], None]:
-    """An operation that counts what it made, where that is a tuple."""
-
-    def load_and_count(self: "_CarefulUnpickler") -> None:
-        load(self)
-        if isinstance(self.stack[-1], tuple):
-            self.count(self.stack[-1])
-
-    return load_and_count
-
-
 class _CarefulUnpickler(_SafeNames, pickle._Unpickler):
     """The unpickler in Python: slow, but a damaged byte cannot make it allocate gigabytes as the fast one may.
 
@@ -263,6 +252,32 @@ class _CarefulUnpickler(_SafeNames, pickle._Unpickler):
         self._sizes[id(self.stack[-1])] = values, depth
         self._made.append(self.stack[-1])
 
+    def _counted(self, load: Callable[[pickle._Unpickler], None]) -> None:
+        load(self)
+        if isinstance(self.stack[-1], tuple):
+            self.count(self.stack[-1])
+
+    def _tuple(self) -> None:
+        self._counted(pickle._Unpickler.load_tuple)
+
+    def _tuple1(self) -> None:
+        self._counted(pickle._Unpickler.load_tuple1)
+
+    def _tuple2(self) -> None:
+        self._counted(pickle._Unpickler.load_tuple2)
+
+    def _tuple3(self) -> None:
+        self._counted(pickle._Unpickler.load_tuple3)
+
+    def _reduce(self) -> None:
+        self._counted(pickle._Unpickler.load_reduce)
+
+    def _newobj(self) -> None:
+        self._counted(pickle._Unpickler.load_newobj)
+
+    def _newobj_ex(self) -> None:
+        self._counted(pickle._Unpickler.load_newobj_ex)
+
     def _build(self) -> None:
         state = self.stack[-1]
         pickle._Unpickler.load_build(self)
@@ -270,11 +285,8 @@ class _CarefulUnpickler(_SafeNames, pickle._Unpickler):
 
     dispatch = MappingProxyType({
         **pickle._Unpickler.dispatch,
-        pickle.TUPLE[0]: _counted(pickle._Unpickler.load_tuple), pickle.TUPLE1[0]: _counted(pickle._Unpickler.load_tuple1),
-        pickle.TUPLE2[0]: _counted(pickle._Unpickler.load_tuple2), pickle.TUPLE3[0]: _counted(pickle._Unpickler.load_tuple3),
-        pickle.REDUCE[0]: _counted(pickle._Unpickler.load_reduce), pickle.NEWOBJ[0]: _counted(pickle._Unpickler.load_newobj),
-        pickle.NEWOBJ_EX[0]: _counted(pickle._Unpickler.load_newobj_ex),
-        pickle.BUILD[0]: _build,
+        pickle.TUPLE[0]: _tuple, pickle.TUPLE1[0]: _tuple1, pickle.TUPLE2[0]: _tuple2, pickle.TUPLE3[0]: _tuple3,
+        pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _newobj, pickle.NEWOBJ_EX[0]: _newobj_ex, pickle.BUILD[0]: _build,
     })
 
 
