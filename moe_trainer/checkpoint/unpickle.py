@@ -108,6 +108,11 @@ def _parameter(data: torch.Tensor, *others: Any) -> torch.Tensor:
     return data
 
 
+def _attributed_tensor(build: Callable[..., Any], kind: Any, args: tuple[Any, ...], attributes: Any) -> torch.Tensor:
+    """A tensor that had attributes when it was saved, as Megatron-LM's main parameters have: without them."""
+    return _parameter(build(*args))
+
+
 def _encode(text: str, encoding: str) -> bytes:
     """How pickles of old protocols hold bytes."""
     if encoding not in ("latin1", "latin-1"):
@@ -181,7 +186,8 @@ _FUNCTIONS = MappingProxyType({
     ("numpy.core.multiarray", "_reconstruct"): _NumpyArray, ("numpy._core.multiarray", "_reconstruct"): _NumpyArray,
     ("numpy.core.multiarray", "scalar"): _numpy_scalar, ("numpy._core.multiarray", "scalar"): _numpy_scalar,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor, ("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter"): _parameter, ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _attributed_tensor,
     ("torch.serialization", "_get_layout"): _layout,
 })
 _STORAGES = MappingProxyType({

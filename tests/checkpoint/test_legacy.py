@@ -164,6 +164,21 @@ def test_what_a_layout_writes_another_reads(tmp_path, layout):
     assert_same((None, model, optimizer), (None, expected, theirs))
 
 
+def test_main_parameters_with_attributes_are_read(tmp_path):
+    """Megatron-LM marks its main parameters (tensor_model_parallel, ...), which makes them objects of another kind in the pickle."""
+    saved(tmp_path, main_params=True, dtype=torch.bfloat16)
+    path = tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    for main in (main for group in content["optimizer"]["fp32_from_fp16_params"] for main in group):
+        main.tensor_model_parallel, main.partition_dim = True, 0
+    torch.save(content, path)
+    assert b"_rebuild_from_type_v2" in path.read_bytes()
+    model, expected = FakeModel(seed=1, dtype=torch.bfloat16), FakeModel(dtype=torch.bfloat16)
+    optimizer, theirs = FakeOptimizer(model, SINGLE, main_params=True, seed=1), FakeOptimizer(expected, SINGLE, main_params=True)
+    assert load(tmp_path, [model], optimizer, SINGLE, LoadOptions(RECORD)).optim_loaded
+    assert_same((None, model, optimizer), (None, expected, theirs))
+
+
 @pytest.mark.parametrize("case", ["b_deepseek_mtp", "c_qwen3moe", "d_dense_gpt2"])
 def test_parameters_stand_as_those_of_megatron_do(shared, case):
     """Recorded: the order in which its modules register them, and the groups of its optimizer."""
