@@ -62,6 +62,11 @@ class Arguments:
         """Does the run evaluate a model and nothing else: --skip-train that neither upcycles nor converts a checkpoint?"""
         return self.training.skip_train and not self.moe.moe_use_upcycling and self.output.ckpt_convert_format is None
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Do the weights stay as they are, so that there are no gradients and no optimizer?"""
+        return self.evaluates_only or self.optimizer.freeze_all_layers
+
     def as_dict(self) -> dict[str, object]:
         """Every flag by destination, flat, in order of declaration (for logs and for the checkpoint's record)."""
         return {f.name: getattr(getattr(self, name), f.name) for name, cls in SECTIONS for f in dataclasses.fields(cls)}

@@ -108,8 +108,6 @@ OTHER = MappingProxyType(
         "replication": _ONE_KIND,
         "replication_jump": _ONE_KIND,
         "replication_factor": _ONE_KIND,
-        "freeze_all_layers": "in Megatron-LM it runs training batches forward only, updates and saves no weights, and serves --logits-save-dir, which "
-        "this program does not have. For losses of a checkpoint: --skip-train",
         "spec": "layers are chosen by flags, not by a Python path: drop --spec and set the architecture's flags",
         "transformer_impl": "this program trains: --transformer-impl local or transformer_engine",
         "dataloader_type": "this program feeds itself: --dataloader-type single or cyclic",

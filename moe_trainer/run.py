@@ -98,7 +98,8 @@ class TrainState:
 class Run:
     """Everything the loop works with, built once by `pretrain`.
 
-    An evaluation (`Arguments.evaluates_only`) has neither gradients, optimizer nor schedules, and 0 iterations to train.
+    A run that leaves the weights alone (`Arguments.keeps_weights`) has neither gradients, optimizer nor schedules; an evaluation has 0
+    iterations to train, too.
     """
 
     args: Arguments
@@ -171,7 +172,7 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
             print(f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank "
                   f"({ps.tp.rank}, 0, {ps.pp.rank}): {count}", flush=True)
         grads, optimizer = None, None
-        if args.evaluates_only:
+        if args.keeps_weights:
             prepare_evaluation(args, runtime, chunks)
         else:
             grads = keep_gradients(args, runtime, chunks)
@@ -183,10 +184,11 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
     with user_input("schedules"):
         batch_size = build_batch_size_schedule(args.training, ps.dp.size, args.data.seq_length)
         learning_rate, weight_decay, train_iters = None, None, 0
-        if not args.evaluates_only:
+        if not args.keeps_weights:
             final_batch_size = batch_size.final_global_batch_size
             learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
             weight_decay = build_weight_decay_schedule(args.optimizer, args.training, final_batch_size)
+        if not args.evaluates_only:
             # --train-samples wins: with it, --train-iters is a derived number that knows nothing of a batch-size schedule
             samples = args.training.train_samples
             train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters
@@ -227,7 +229,7 @@ def prepare_evaluation(args: Arguments, runtime: Runtime, chunks: list[Transform
     if shards_parameters(args.parallel) and runtime.ps.dp_cp.size > 1:
         shard_model(args, runtime, chunks)
     if keeps_8_bits(args):
-        logger.info("--fp8-param-gather has no effect on an evaluation: there are no updated weights to gather")
+        logger.info("--fp8-param-gather has no effect: there are no updated weights to gather")
 
 
 def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> DataParallelGrads | ShardedGrads:

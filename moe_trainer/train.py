@@ -229,7 +229,7 @@ def train_iteration(run: Run, state: TrainState) -> None:
         return
     run.profiler.before(number)
     run.watches.start()
-    learning_rate = run.learning_rate.lr(state.scheduled_samples)
+    learning_rate = 0.0 if run.learning_rate is None else run.learning_rate.lr(state.scheduled_samples)
     result = (record_step if recording_is_due(run, state) else train_step)(run, state, microbatches)
     state.iteration = number
     state.consumed_train_samples += samples
@@ -244,7 +244,7 @@ def train_iteration(run: Run, state: TrainState) -> None:
     trace = run.profiler.after(number)
     if trace is not None:
         logger.warning("profile of this rank written to %s", trace)
-    params_norm = run.optimizer.params_norm() if run.args.output.log_params_norm else None
+    params_norm = run.optimizer.params_norm() if run.args.output.log_params_norm and run.optimizer is not None else None
     elapsed = time.perf_counter() - begin
     observed = run.watches.stop(number)
     if run.metrics is not None:
@@ -253,11 +253,11 @@ def train_iteration(run: Run, state: TrainState) -> None:
             consumed_samples=state.consumed_train_samples,
             losses=result.losses,
             learning_rate=learning_rate,
-            next_learning_rate=run.learning_rate.lr(state.scheduled_samples),
+            next_learning_rate=0.0 if run.learning_rate is None else run.learning_rate.lr(state.scheduled_samples),
             grad_norm=result.grad_norm,
-            loss_scale=run.optimizer.loss_scale,
+            loss_scale=1.0 if run.optimizer is None else run.optimizer.loss_scale,
             global_batch_size=samples,
-            skipped=not result.updated,
+            skipped=not result.updated and run.optimizer is not None,
             elapsed_s=elapsed,
             tokens=samples * seq_length,
             flops=flops,

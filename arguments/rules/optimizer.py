@@ -41,6 +41,22 @@ def fsdp_shards_the_optimizer(s: Settings, _f: Facts) -> None:
         s.set_derived("use_distributed_optimizer", True, "Megatron-FSDP")
 
 
+def frozen_layers_need_no_optimizer(s: Settings, _f: Facts) -> None:
+    """As in Megatron-LM: training batches run forward only; the model alone is loaded, and nothing is saved."""
+    if not s.freeze_all_layers:
+        return
+    why = "from --freeze-all-layers"
+    for dest in ("use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce"):
+        if getattr(s, dest):
+            s.note(f"{s.flag(dest)} has no effect with {s.flag('freeze_all_layers')}: there are no gradients and no updates.")
+            s.set_derived(dest, False, why)
+    if s.save is not None:
+        s.note(f"{s.flag('save')} has no effect with {s.flag('freeze_all_layers')}: the weights stay as they are, and nothing is saved.")
+        s.set_derived("save", None, why)
+    if s.load is not None and not s.finetune:
+        s.set_derived("finetune", True, why)
+
+
 def one_checkpoint_format(s: Settings, _f: Facts) -> None:
     if s.ckpt_format == "fsdp_dtensor":
         s.note(
@@ -68,7 +84,7 @@ def weight_decay_of_qk_norm(s: Settings, _f: Facts) -> None:
 
 
 def learning_rate_is_given(s: Settings, _f: Facts) -> Iterator[Violation]:
-    if s.lr is None and not evaluates_only(s):
+    if s.lr is None and not evaluates_only(s) and not s.freeze_all_layers:
         yield broken(s, f"{s.flag('lr')} is missing; there is no default for it.", "lr")
 
 
@@ -223,6 +239,7 @@ def average_in_collective_needs_means(s: Settings, _f: Facts) -> Iterator[Violat
 
 RESOLVE = (
     old_dist_muon,
+    frozen_layers_need_no_optimizer,
     fsdp_shards_the_optimizer,
     one_checkpoint_format,
     layer_wise_optimizer,

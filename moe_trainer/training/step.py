@@ -71,6 +71,8 @@ def train_step(run: Run, state: TrainState, num_microbatches: int, witness: Step
     Raises: ResultRejected when the result is not accepted and the run is to stop.
     """
     args, ps = run.args, run.ps
+    if args.optimizer.freeze_all_layers:
+        return frozen_step(run, num_microbatches)
     dumps = StepDumps(run, state.iteration + 1)
     if witness is not None:
         witness.attach()
@@ -120,6 +122,14 @@ def train_step(run: Run, state: TrainState, num_microbatches: int, witness: Step
     dumps.write_params()
     return StepResult(losses, outcome.updated, outcome.grad_norm, outcome.num_zeros, moe.dropped_tokens, moe.per_layer, loads,
                       max_attention_logit=max_logit)
+
+
+def frozen_step(run: Run, num_microbatches: int) -> StepResult:
+    """The losses of an iteration of --freeze-all-layers: forward over its microbatches, nothing else."""
+    with run.timers("forward-backward"), torch.no_grad():
+        sums = run_microbatches(run, run.train_batches, num_microbatches, run.args.training.micro_batch_size, forward_only=True)
+    loss_sum, tokens = shared_sums(run, sums)
+    return StepResult({"lm loss": loss_sum / max(tokens, 1.0)}, False, None, None, 0, {})
 
 
 def attempt(run: Run, state: TrainState, num_microbatches: int, record: bool, eager: bool = False, repeated: bool = False) -> Attempt:

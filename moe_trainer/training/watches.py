@@ -73,7 +73,7 @@ class Watches:
             return Observed(energy=energy)
         return Observed(_as_record(times), energy, tuple(self._stragglers.lines(times)))
 
-    def look(self, chunks: Iterable[nn.Module], optimizer: Optimizer, iteration: int) -> None:
+    def look(self, chunks: Iterable[nn.Module], optimizer: Optimizer | None, iteration: int) -> None:
         """Do what is due between two iterations, and before the first. Collective.
 
         Raises: WeightsDifferError.
@@ -86,7 +86,8 @@ class Watches:
                 for line in lines[1:]:
                     logger.warning("%s", line)
         if self._hash_interval is not None and iteration % self._hash_interval == 0:
-            optimizer.wait_params()
+            if optimizer is not None:
+                optimizer.wait_params()
             check_weights((param for chunk in chunks for param in chunk.parameters()), self._runtime.ps, iteration)
             if self._runtime.place.rank == 0:
                 print(f">>> Weight hashes match after {iteration} iterations...", flush=True)

@@ -96,9 +96,7 @@ def test_values_that_ask_for_nothing_pass(argv):
     parse(*argv)
 
 
-def test_a_frozen_model_and_scaled_widths_are_refused_with_what_to_do_instead():
-    frozen, = violations("--freeze-all-layers")
-    assert frozen.kind == "product" and "--logits-save-dir" in frozen.message and "--skip-train" in frozen.message
+def test_scaled_widths_are_refused_with_what_to_do_instead():
     scaled, = violations("--use-mup", "--mup-base-hidden-size", "64")[:1]
     assert scaled.kind == "product" and "--init-method-std" in scaled.message
     for flag, product in (("--dino-warmup-teacher-temp", "vision"), ("--ft-num-warmup-iters", "cluster services")):

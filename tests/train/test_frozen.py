@@ -1,0 +1,35 @@
+"""--freeze-all-layers: training batches run forward only; no weight moves and nothing is saved."""
+
+import pytest
+from commands import read_metrics, run
+from train.tiny import MOCK, TINY
+
+LENGTH = ["--train-iters", "3", "--metrics-file", "metrics.jsonl"]
+
+
+def losses(cwd, *flags, world_size=1):
+    cwd.mkdir()
+    finished = run([*TINY, *MOCK, *LENGTH, *flags], cwd, world_size=world_size)
+    assert finished.returncode == 0, finished.stderr
+    return [record["lm loss"] for record in read_metrics(cwd / "metrics.jsonl") if "lm loss" in record and "validation" not in record], finished
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frozen") / "ckpt"
+    losses(folder.parent / "trained", "--save", str(folder), "--save-interval", "3")
+    return folder
+
+
+@pytest.mark.parametrize("world_size, flags", [
+    (1, ["--log-params-norm", "--check-weight-hash-across-dp-replicas-interval", "1"]),
+    (2, ["--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"]),
+    (2, ["--expert-model-parallel-size", "2", "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]),
+])
+def test_losses_are_those_of_weights_that_stay(checkpoint, tmp_path, world_size, flags):
+    barely = ["--lr", "1e-12", "--min-lr", "0", "--weight-decay", "0", "--finetune"]
+    expected, _ = losses(tmp_path / "moves", "--load", str(checkpoint), *barely)
+    found, finished = losses(tmp_path / "frozen", "--load", str(checkpoint), "--freeze-all-layers", "--save", "ckpt", *flags, world_size=world_size)
+    assert found == pytest.approx(expected, abs=2e-6) and len(set(found)) == 3
+    assert not (tmp_path / "frozen" / "ckpt").exists()
+    assert "--save has no effect with --freeze-all-layers" in finished.stderr + finished.stdout
