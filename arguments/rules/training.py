@@ -64,7 +64,8 @@ def evaluation_batch_fits_the_ranks(s: Settings, f: Facts) -> None:
         # a smaller microbatch evaluates the same samples
         per_rank = size // f.dp
         smaller = max(each for each in range(1, s.eval_micro_batch_size + 1) if per_rank % each == 0)
-        s.set_derived("eval_micro_batch_size", smaller, f"a batch of {size} samples over {f.dp} data ranks")
+        for micro in ("eval_micro_batch_size", MBS):
+            s.set_derived(micro, smaller, f"a batch of {size} samples over {f.dp} data ranks")
         step = smaller * f.dp
     if size % step:
         s.set_derived(dest, max(size // step, 1) * step, f"a multiple of {step} near {size}")

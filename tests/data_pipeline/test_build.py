@@ -193,6 +193,26 @@ def test_damaged_cache_is_named(prefixes, tmp_path):
         build(**flags)
 
 
+@pytest.mark.parametrize("blend", [False, True])
+def test_a_cache_older_than_the_data_is_built_again(prefixes, tmp_path, blend):
+    """The name of a cache follows from the path of the data: other data of that path would be read with the old index."""
+    paths = prefixes if blend else prefixes[:1]
+    flags = {"data_path": paths, "split": "1", "data_cache_path": str(tmp_path / "cache")}
+    build(**flags)
+    files = sorted((tmp_path / "cache").iterdir())
+    before = {path: path.read_bytes() for path in files if "document_index" in path.name or "sample_index" in path.name}
+    build(**flags)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    write_corpus(tmp_path / "a", [20] * 7, seed=9)
+    later = max(path.stat().st_mtime for path in files) + 10
+    os.utime(paths[0] + ".idx", (later, later))
+    fresh = build(data_path=paths, split="1", data_cache_path=str(tmp_path / "other")).train
+    again = build(**flags).train
+    for number in range(len(fresh)):
+        np.testing.assert_array_equal(again.tokens(number), fresh.tokens(number))
+    assert any(path.read_bytes() != content for path, content in before.items())
+
+
 def _rank_builds(rank, world_size, prefixes, cache):
     built = []
     original = dataset_module.build_indices

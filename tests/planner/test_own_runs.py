@@ -16,6 +16,7 @@ from moe_trainer.planner.hardware import Constants, HardwareError, find_hardware
 from moe_trainer.planner.own_runs import arguments_of, calibrated, hardware_yaml, predicted_seconds, read_runs
 from moe_trainer.planner.plan import PlanError, make_plan
 from moe_trainer.planner.uncertainty import error_bar
+from scripts import plan
 
 ROOT = Path(__file__).parents[2]
 TOY = "--preset mixtral_tiny --mock-data"
@@ -132,6 +133,20 @@ def run_script(*words, cwd=ROOT):
                           env={name: value for name, value in os.environ.items() if name != "WORLD_SIZE"})
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
+
+
+def test_an_output_that_would_be_lost_or_destroy_is_refused(tmp_path, capsys):
+    """A device cannot be renamed and written again, and an input is needed once more."""
+    path = write(tmp_path / "metrics.jsonl", LINES[0], 0.1)
+    before = path.read_bytes()
+    (tmp_path / "link").symlink_to("metrics.jsonl")
+    os.mkfifo(tmp_path / "pipe")
+    for output in (path, tmp_path / "link", tmp_path / "pipe", tmp_path, Path("/dev/null"), Path("..")):
+        assert plan.main(["calibrate", "--from", str(path), "--hardware", "cpu", "--output", str(output)]) == 2
+        said = capsys.readouterr()
+        assert said.err == f"plan.py: --output {output}: the name of a new file is needed, or of an older hardware file\n" and said.out == ""
+    assert path.read_bytes() == before and (tmp_path / "pipe").is_fifo()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "metrics.jsonl", "pipe"]
 
 
 def test_the_script(tmp_path):

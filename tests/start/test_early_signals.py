@@ -61,6 +61,25 @@ def test_nothing_is_held_back_while_the_run_goes_on(tmp_path):
         process.communicate()
 
 
+def test_an_interrupted_run_ends_with_its_summary(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "4000", "--save", "ckpt", "--save-interval", "2"]
+    process = start(argv, tmp_path, environment())
+    try:
+        for line in process.stdout:
+            if "iteration        5/" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Traceback" not in err, err
+    summary = out[out.index("run summary"):].splitlines()
+    done = int(summary[1].removeprefix("  ended:       interrupted after iteration "))
+    assert done >= 5 and summary[2].startswith(f"  iterations:  {done} of 4000")
+    saved = int((tmp_path / "ckpt/latest_checkpointed_iteration.txt").read_text())
+    assert f"pretrain_moe.py: interrupted; the checkpoint of iteration {saved} in ckpt is complete" in err
+
+
 def test_an_interrupted_run_says_what_is_saved(tmp_path):
     assert pretrain_moe._what_is_saved(None) == "nothing was saved (no --save)"
     assert pretrain_moe._what_is_saved(str(tmp_path)) == f"there is no checkpoint in {tmp_path} yet"

@@ -98,6 +98,23 @@ def test_flags_of_a_command_line_and_other_data(trained):
     assert list(other) == ["validation"] and other["validation"]["samples"] == 40 * 97 // 32 // 2 * 2
 
 
+def test_a_recorded_split_counts_for_data_of_the_command_line(trained):
+    """The same files and no --split: the run's own shares, not the default ones, in which most of the validation text was trained on."""
+    data = ["--data-path", "0.7", "a_text_document", "0.3", "b_text_document"]
+    _, recorded = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+    _, same = evaluate(trained, "--use-checkpoint-args", "--load", "ck", *data)
+    assert {name: same[name]["lm loss"] for name in SETS} == {name: recorded[name]["lm loss"] for name in SETS}
+
+
+def test_a_recorded_microbatch_that_does_not_fit_the_ranks_is_reduced(trained):
+    """Batches of 4 in microbatches of 2 on four ranks: one sample each, the same samples, and the same losses."""
+    _, one = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+    text, other = evaluate(trained, "--use-checkpoint-args", "--load", "ck", ranks=4)
+    for name in SETS:
+        assert other[name]["lm loss"] == pytest.approx(one[name]["lm loss"], rel=2e-6) and other[name]["samples"] == one[name]["samples"]
+    assert "does not divide among" not in text
+
+
 def test_what_is_missing_is_said(trained, tmp_path):
     (tmp_path / "empty").mkdir()
     shape = [word for word in " ".join(TINY).replace("--lr 1e-3", "").split()]
