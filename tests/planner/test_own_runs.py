@@ -136,12 +136,12 @@ def run_script(*words, cwd=ROOT):
 
 
 def test_an_output_that_would_be_lost_or_destroy_is_refused(tmp_path, capsys):
-    """A device cannot be renamed and written again, and an input is needed once more."""
+    """A pipe cannot be renamed and written again, and an input is needed once more."""
     path = write(tmp_path / "metrics.jsonl", LINES[0], 0.1)
     before = path.read_bytes()
     (tmp_path / "link").symlink_to("metrics.jsonl")
     os.mkfifo(tmp_path / "pipe")
-    for output in (path, tmp_path / "link", tmp_path / "pipe", tmp_path, Path("/dev/null"), Path("..")):
+    for output in (path, tmp_path / "link", tmp_path / "pipe", tmp_path, Path("..")):
         assert plan.main(["calibrate", "--from", str(path), "--hardware", "cpu", "--output", str(output)]) == 2
         said = capsys.readouterr()
         assert said.err == f"plan.py: --output {output}: the name of a new file is needed, or of an older hardware file\n" and said.out == ""
