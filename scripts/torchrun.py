@@ -4,9 +4,11 @@ last words: where a user can mend it, what to mend stands last, and not above to
     python scripts/torchrun.py TORCHRUN_OPTIONS pretrain_moe.py FLAGS
 """
 
+import signal
 import sys
 from collections.abc import Mapping
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
@@ -41,3 +43,6 @@ if __name__ == "__main__":
         if reason is not None:
             print(f"the run has ended with exit code {code}: {reason}", file=sys.stderr, flush=True)
         sys.exit(code)
+    except SignalException as error:  # Ctrl-C, or a signal for torchrun alone; it has ended the ranks, whose words stand above
+        print(f"the run has been ended by {signal.Signals(error.sigval).name}", file=sys.stderr, flush=True)
+        sys.exit(128 + error.sigval)

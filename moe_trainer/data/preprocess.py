@@ -33,6 +33,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from arguments.data import DataArgs
+from arguments.regular_file import regular_file
 from moe_trainer.data.indexed import IndexedDatasetBuilder, to_stored, token_dtype
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import InputError
@@ -128,6 +129,10 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
                 raise InputError(
                     f'--input {path}: is a folder; give its files, for example "{os.path.join(path, "*.jsonl")}"'
                 )
+            try:
+                regular_file(path)  # its size must be known, and where it has been read to
+            except OSError as error:
+                raise InputError(f"--input {path}: cannot be read ({error.strerror})") from None
         paths.extend(found)
     return paths
 

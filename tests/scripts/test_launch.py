@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import environment, read_metrics
+from harness import wait_until
 from structure.source import ROOT
 from train.tiny import MOCK, TINY
 
@@ -362,6 +363,21 @@ def test_the_exit_code_is_the_ranks():
     assert exit_code({-9, 3}) == 3
     assert exit_code({-9}) == exit_code({-9, -15}) == 137
     assert exit_code({-15}) == 143
+
+
+def test_a_signal_for_torchrun_is_an_exit_code_and_no_traceback(tmp_path):
+    """As Ctrl-C is, which the terminal sends to torchrun and its ranks."""
+    (tmp_path / "rank.py").write_text("import pathlib, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\npathlib.Path('ready').touch()\ntime.sleep(600)\n")
+    words = [sys.executable, str(SCRIPTS / "torchrun.py"), "--standalone", "--nproc-per-node", "1", "rank.py"]
+    process = subprocess.Popen(words, cwd=tmp_path, env=surroundings(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until((tmp_path / "ready").exists)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert err.endswith("the run has been ended by SIGINT\n")
 
 
 def test_the_shell_scripts_are_clean():

@@ -23,7 +23,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.data.blend import read_blend_file, read_split_blends_file
 from moe_trainer.data.dataset import IndexCache
-from moe_trainer.data.preprocess import _Chunk, _Encoder
+from moe_trainer.data.preprocess import _Chunk, _Encoder, expand_inputs
 from moe_trainer.errors import InputError, user_input
 from moe_trainer.guard.record import HEAD, Record
 from moe_trainer.guard.rejection import History, Suspicion
@@ -142,7 +142,7 @@ OPENED = {name: reader for name, reader in READERS.items() if name not in ("json
     "--data-args-path": (lambda path: read_blend_file(str(path)), ValueError), "--preset": (_preset, ArgumentError),
     "tracker": (lambda path: read_tracker(path.rename(path.with_name(TRACKER)).parent), CheckpointError),
     ".metadata": (lambda path: read_index(path.rename(path.with_name(INDEX)).parent), CheckpointError),
-    "safetensors": (_shard, CheckpointError),
+    "safetensors": (_shard, CheckpointError), "--input": (lambda path: expand_inputs([str(path)]), InputError),
 }
 
 
