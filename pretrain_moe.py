@@ -36,6 +36,7 @@ from moe_trainer.errors import need_packages  # noqa: E402
 from moe_trainer.place import Place, find_place  # noqa: E402
 
 if TYPE_CHECKING:
+    from arguments.checkpoint_args import Wanted
     from moe_trainer.guard.signals import ExitSignal
 
 
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
             sys.stderr.write(EXAMPLES)
         return 2
     if "--validate-only" in argv:
-        from arguments.report import FilesFound, run_validate_only
+        from arguments.report import FilesFound, run_validate_only, world_size_of
         from moe_trainer.parallel.groups import group_table, plan_groups
         from moe_trainer.planner.dry_run import planned_memory
         from moe_trainer.planner.state import state_report
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
             return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **mapping_sizes(args)))}"
 
         try:
-            return run_validate_only(argv, params_report, _recorded_flags(argv), describe_groups, state_report, sizes_that_wait, planned_memory,
+            return run_validate_only(argv, params_report, _recorded_flags(argv, world_size_of(argv)[0]), describe_groups, state_report, sizes_that_wait, planned_memory,
                                      check_files)
         except ValueError as error:
             return _refuse(error, "0")
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         return _refuse(error, "0")
     try:
-        args = arguments.parse_args(argv, place.world_size, _recorded_flags(argv))
+        args = arguments.parse_args(argv, place.world_size, _recorded_flags(argv, place.world_size))
         if args.unbuildable:
             raise arguments.ArgumentError(args.unbuildable)
     except ValueError as error:
@@ -180,19 +181,33 @@ def _dry_run(argv: list[str]) -> int:
     """Plan instead of running. Nothing is imported that needs torch. Under a launcher the first rank tells it."""
     if os.environ.get("RANK", "0") != "0":
         return 0
+    from arguments.report import world_size_of
     from moe_trainer.planner.dry_run import run_dry_run
 
     try:
-        return run_dry_run(argv, _recorded_flags(argv))
+        return run_dry_run(argv, _recorded_flags(argv, world_size_of(argv)[0]))
     except ValueError as error:
         return _refuse(error, "0")
 
 
-def _recorded_flags(argv: list[str]) -> Mapping[str, object] | None:
-    """With --use-checkpoint-args the flags that the checkpoint recorded (none where this run has yet to write it), else None."""
+def _recorded_flags(argv: list[str], world_size: int | None) -> Mapping[str, object] | None:
+    """With --use-checkpoint-args the flags that the checkpoint recorded (none where this run has yet to write it), else None.
+
+    Raises: ValueError when the checkpoint cannot be read; an ArgumentError where more is wrong with the command line.
+    """
     wanted = arguments.checkpoint_wanted(argv)
     if wanted is None:
         return None
+    try:
+        return _read_flags(wanted)
+    except ValueError as error:
+        others = arguments.problems_without_checkpoint(argv, world_size)
+        if not others:
+            raise
+        raise arguments.ArgumentError([arguments.Violation(("--use-checkpoint-args",), str(error), "machine"), *others]) from error
+
+
+def _read_flags(wanted: Wanted) -> Mapping[str, object]:
     from moe_trainer.checkpoint.checkpoint import latest_iteration, read_saved_args
     from moe_trainer.checkpoint.find import newest_in_sight
 

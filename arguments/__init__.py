@@ -2,7 +2,7 @@
 
 from arguments.container import Arguments
 from arguments.machine import check_machine
-from arguments.parse import checkpoint_wanted, parse_args
+from arguments.parse import checkpoint_wanted, parse_args, problems_without_checkpoint
 from arguments.settings import ArgumentError, Violation
 
-__all__ = ["ArgumentError", "Arguments", "Violation", "check_machine", "checkpoint_wanted", "parse_args"]
+__all__ = ["ArgumentError", "Arguments", "Violation", "check_machine", "checkpoint_wanted", "parse_args", "problems_without_checkpoint"]

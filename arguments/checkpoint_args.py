@@ -90,6 +90,15 @@ def wanted(settings: Settings) -> Wanted | None:
     return Wanted(folder, settings.ckpt_step, own and settings.ckpt_step is None, resumed)
 
 
+def suppliable(settings: Settings) -> frozenset[str]:
+    """Destinations that a checkpoint may set under these flags."""
+    names = SHAPE + WHERE_NOT_GIVEN + DROPOUT + CONVERSION
+    names += TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ()
+    names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
+    names += EVALUATION + CAPACITY + DATA + ("global_batch_size", "eval_global_batch_size") if evaluates_only(settings) else ()
+    return frozenset(names)
+
+
 def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
     """Write the recorded architecture over the settings; says where the command line had asked for something else."""
     if not recorded:

@@ -48,6 +48,13 @@ def checkpoint_wanted(argv: list[str]) -> checkpoint_args.Wanted | None:
     return checkpoint_args.wanted(settings)
 
 
+def problems_without_checkpoint(argv: list[str], world_size: int | None) -> list[Violation]:
+    """What is wrong with a command line whatever the checkpoint of --use-checkpoint-args, which cannot be read, says."""
+    settings, violations = understand(argv, world_size)
+    open_flags = {spelling for dest in checkpoint_args.suppliable(settings) for spelling in OPTIONS[dest].spellings}
+    return [violation for violation in violations if violation.kind in ("unknown", "value", "recipe") or not open_flags.intersection(violation.flags)]
+
+
 def understand(
     argv: list[str], world_size: int | None, checkpoint: Mapping[str, object] | None = None
 ) -> tuple[Settings, list[Violation]]:

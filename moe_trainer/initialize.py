@@ -11,6 +11,7 @@ import faulthandler
 import hashlib
 import logging
 import os
+import platform
 import random
 import sys
 import threading
@@ -65,6 +66,9 @@ def initialize(args: Arguments, place: Place) -> Runtime:
     device = _choose_device(place)
     fit_machine(args, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None)
     store = _join(args, place, device) if place.world_size > 1 else None
+    counted = f"threads/{platform.node()}"  # ranks of this machine that leave their number of threads to torch
+    if store is not None and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        store.add(counted, 1)
     with told_once(counter_of_words(store)), user_input("start-up"):
         check_same_flags(args, place)
         ps = make_groups(args, place, communicator_timeout(args.parallel.distributed_timeout_minutes * 60.0, device))
@@ -74,7 +78,19 @@ def initialize(args: Arguments, place: Place) -> Runtime:
         "%d rank(s) from %s, device %s, %d thread(s) per rank, torch %s",
         place.world_size, place.source, device.type, torch.get_num_threads(), torch.__version__,
     )
+    if store is not None and place.rank == 0:  # check_same_flags has waited for all ranks
+        hint = hint_on_threads(store.add(counted, 0), torch.get_num_threads(), os.cpu_count() or 1)
+        if hint:
+            logger.warning("%s", hint)
     return Runtime(place, device, ps, store)
+
+
+def hint_on_threads(ranks: int, threads: int, cores: int) -> str | None:
+    """What would help if this machine's ranks without OMP_NUM_THREADS have more threads than it has cores; None where they do not."""
+    if ranks < 2 or ranks * threads <= cores:
+        return None
+    return (f"OMP_NUM_THREADS is not set: {ranks} ranks of {threads} thread{'s' if threads > 1 else ''} share {cores} core{'s' if cores > 1 else ''} and slow each other down; "
+            f"export OMP_NUM_THREADS={max(1, cores // ranks)}")
 
 
 def check_same_flags(args: Arguments, place: Place) -> None:

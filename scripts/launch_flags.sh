@@ -510,15 +510,55 @@ check_flags() {
     "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only ${files[@]+"${files[@]}"} --world-size "$world_size" || exit 2
     local plan
     plan=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --dry-run --world-size "$world_size" ${HARDWARE:+--hardware "$HARDWARE"}) || exit 2
-    printf '%s\n' "$plan"
     case $plan in
         *$'\n'"does not fit"*)
+            local changes
+            changes=$(sed -n '/^cheapest changes that fit/,/^$/{/^  /p}' <<<"$plan")
+            sed '/^cheapest changes that fit/,/^$/{/^$/!d}' <<<"$plan"
             echo "error: this run DOES NOT FIT the memory of its devices:$(grep '^does not fit' <<<"$plan" | cut -d: -f2-)" >&2
-            sed -n '/^cheapest changes that fit/,/^$/{/^$/!s/^/       /p}' <<<"$plan" >&2
+            [ -z "$changes" ] || { echo "       cheapest changes that fit:" && as_variables <<<"$changes"; } >&2
             echo "       HARDWARE=NAME plans for other devices" >&2
             exit 3
             ;;
     esac
+    printf '%s\n' "$plan"
+}
+
+# Changes of a plan ("  FLAGS: what follows"), with this launcher's variables in place of its flags.
+as_variables() {
+    local line word flags variables rest text words
+    while IFS= read -r line; do
+        flags=${line%%: fits *} variables='' rest=''
+        text=${line#"$flags"}
+        read -ra words <<<"${flags//'--recompute-granularity full --recompute-method uniform --recompute-num-layers 1'/--recompute full}"
+        set -- "${words[@]}"
+        while [ $# -gt 0 ]; do
+            case $1 in
+                --tensor-model-parallel-size) variables+=" TP=$2" ;;
+                --pipeline-model-parallel-size) variables+=" PP=$2" ;;
+                --pipeline-model-parallel-layout) variables+=" LAYOUT='$2'" ;;
+                --expert-model-parallel-size) variables+=" EP=$2" ;;
+                --expert-tensor-parallel-size) variables+=" ETP=$2" ;;
+                --context-parallel-size) variables+=" CP=$2" ;;
+                --micro-batch-size) variables+=" MBS=$2" ;;
+                --moe-token-dispatcher-type) variables+=" DISPATCHER=$2" ;;
+                --recompute) variables+=" RECOMPUTE=$2" ;;
+                --world-size) variables+=" NNODES=$((($2 + GPUS_PER_NODE - 1) / GPUS_PER_NODE))" ;;
+                --recompute-granularity) ;; # selective: its modules follow
+                --recompute-modules)
+                    word=
+                    while [ $# -gt 1 ] && [ "${2#--}" = "$2" ]; do word+=" $2" && shift; done
+                    variables+=" RECOMPUTE='${word# }'"
+                    shift && continue
+                    ;;
+                --sequence-parallel) shift && continue ;; # TP implies it
+                *) rest+=" $1" && shift && continue ;;
+            esac
+            shift 2
+        done
+        [ -z "$rest" ] || variables+="${variables:+ and} flags$rest"
+        echo "         ${variables# }$text"
+    done
 }
 
 # The environment, a variable a line, without what may be secret.

@@ -62,6 +62,12 @@ class Mapping:
     backend: str = ""
     overlap: bool = False
 
+    @property
+    def num_features(self) -> int:
+        """How many kinds of parallelism, recompute and dispatch it adds to plain data parallelism."""
+        sizes = (self.tp, self.cp, self.pp, self.vpp, self.ep)
+        return sum(size > 1 for size in sizes) + (self.etp not in (1, self.tp)) + sum(map(bool, (self.recompute, self.backend, self.overlap)))
+
     def flags(self, layout: str | None, base: Arguments | None = None) -> list[str]:
         """As a command line says it. layout: of the pipeline, if it has stages; base: the line without these flags, whose preset may set
         what must be set back."""

@@ -209,7 +209,7 @@ def ranked(found: Sequence[Found], best: int) -> list[Found]:
     """Order candidates: the fastest first, but of those that tie with the fastest that is left, the best supported.
 
     Two tie when their times differ by less than the comparison of both can tell (`comparison_bar`). Better supported is a smaller error
-    bar, then a published run that is less far away.
+    bar; of equal bars the simplest mapping comes first, then that whose nearest published run is less far away.
     """
     left, order = sorted(found, key=lambda each: each.plan.time.step), []
     while left and len(order) < best:
@@ -218,7 +218,7 @@ def ranked(found: Sequence[Found], best: int) -> list[Found]:
         tied = [each for each in tied if not any(other.plan.time.step < each.plan.time.step and other.bar.relative < each.bar.relative + 0.005
                                                  and not ties(other.plan, each.plan) for other in (*tied, *order))]
         # bars that differ by less than a percent support equally
-        first = min(tied or left[:1], key=lambda each: (round(each.bar.relative, 2), round(nearest(each.plan).apart, 1), each.plan.time.step))
+        first = min(tied or left[:1], key=lambda each: (round(each.bar.relative, 2), each.mapping.num_features, round(nearest(each.plan).apart, 1), each.plan.time.step))
         order.append(first)
         left.remove(first)
     return order

@@ -17,7 +17,7 @@ def search_lines(outcome: Outcome, gpus: int, machine: str) -> list[str]:
     refused = f" ({outcome.refused} of these refused by the trainer's rules)" if outcome.refused else ""
     head = (f"{outcome.seen:,} mappings of {gpus} x {machine} estimated, {outcome.small:,} of them may fit, {outcome.planned} planned in full"
             f"{refused}; {outcome.seconds:.0f} s")
-    lines = [head, *(f"  refused {count} times: {reason}" for reason, count in outcome.refusals)]
+    lines = [head, *(f"  refused {'once' if count == 1 else f'{count} times'}: {reason}" for reason, count in outcome.refusals)]
     if outcome.replaced:
         lines.append(f"the search replaces: {shlex.join(outcome.replaced)}")
     if not outcome.found:
@@ -65,7 +65,7 @@ def _order_lines(outcome: Outcome) -> list[str]:
     lines = []
     if tied:
         lines.append(f"a tie with the first, by these estimates: {_ranges(tied)}. Among ties the best supported stands first: the smallest error, then the "
-                     "nearest published run")
+                     "simplest mapping, then the nearest published run")
     if fastest.plan is not first and fastest.plan.time.step < 0.995 * first.time.step:
         lines.append(f"the fastest of them by prediction is {outcome.found.index(fastest) + 1}, by {100 * (first.time.step / fastest.plan.time.step - 1):.1f} %: "
                      "worth a trial of some iterations")

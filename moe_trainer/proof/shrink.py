@@ -366,5 +366,5 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     )
     dropped = [s.flag(dest) for dest in s.given_dests() if OPTIONS[dest].section == "output"]
     if dropped:
-        notes.append(f"{len(dropped)} flags of logging, checkpoints and profiling are left out")
+        notes.append(f"flags of logging, checkpoints and profiling are left out: {len(dropped)}")
     return [*half, *noise, *sizes_over_time]

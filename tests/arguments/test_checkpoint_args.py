@@ -2,6 +2,7 @@
 
 import pytest
 
+import pretrain_moe
 from arguments import ArgumentError, checkpoint_wanted, parse_args
 from arguments.checkpoint_args import MAPPING, SHAPE, TOKENIZER, Wanted
 from arguments.container import OPTIONS
@@ -100,3 +101,16 @@ def test_a_conversion_needs_nothing_of_training():
     assert not parse_args([*line.split(), "--fp16"], 1, checkpoint={**recorded, "bf16": False}).precision.bf16
     with pytest.raises(ArgumentError, match="--lr is missing"):
         parse_args([*line.split(), "--override-opt_param-scheduler"], 1, checkpoint=recorded)
+
+
+@pytest.mark.parametrize("mode", [[], ["--validate-only"], ["--dry-run", "--world-size", "1"]])
+def test_a_missing_checkpoint_hides_no_other_problem(mode, tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    line = ["--load", str(tmp_path / "none"), "--use-checkpoint-args", "--no-such-flag", "--micro-batch-size", "2", "--lr", "1e-3", "--mock-data"]
+    assert pretrain_moe.main([*line, *mode]) == 2
+    error = capsys.readouterr().err
+    assert "no checkpoint in" in error and "--no-such-flag" in error and "--train-iters" in error
+    assert "--num-layers" not in error and "--seq-length" not in error, "what the checkpoint would supply is not missing"
+    assert pretrain_moe.main([*line[:3], *line[4:], "--train-iters", "2", "--eval-iters", "0", *mode]) == 2
+    assert "problems" not in capsys.readouterr().err

@@ -106,6 +106,13 @@ def test_formats_are_compared():
         search_formats(flags, ("mxfp8",), 4, find_hardware("h100"))
 
 
+def test_of_equal_error_bars_the_simplest_mapping_stands_first():
+    flags = ["--preset", "mixtral_tiny", "--mock-data", "--bf16", "--global-batch-size", "64"]
+    found = search(flags, 4, find_hardware("h100"), best=30).found
+    tied = [each for each in found if ties(found[0].plan, each.plan) and round(each.bar.relative, 2) == round(found[0].bar.relative, 2)]
+    assert len(tied) > 2 and found[0].mapping.num_features == min(each.mapping.num_features for each in tied)
+
+
 def test_headroom_is_left():
     flags = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--global-batch-size", "64"]
     tight, wide = (search(flags, 8, find_hardware("h200"), best=3, headroom=headroom) for headroom in (1.0, 2.5))

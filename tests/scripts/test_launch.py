@@ -107,6 +107,9 @@ def test_a_plan_that_does_not_fit_is_an_error_of_its_own(tmp_path):
         done = dry(script, tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
         assert "does not fit: stage 0 needs" in done.stdout and "8 x h100" in done.stdout
         assert "error: this run DOES NOT FIT the memory of its devices: stage 0 needs" in done.stderr
+        changes = [line.split(": fits ")[0] for line in done.stderr.splitlines() if ": fits with" in line]
+        assert changes and "cheapest changes" not in done.stdout
+        assert not [line for line in changes if "--micro-batch" in line or "parallel-size" in line or "--recompute" in line]
     done = dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", HARDWARE="gb300")
     assert "fits: the fullest device" in done.stdout and "8 x gb300" in done.stdout and done.stderr == ""
     assert "there are a100" in dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="b3000", code=2).stderr

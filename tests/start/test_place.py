@@ -1,6 +1,12 @@
-import pytest
+import os
 
+import pytest
+from train.tiny import MOCK, TINY
+
+from moe_trainer.initialize import hint_on_threads
 from moe_trainer.place import find_place, first_host
+from tests import commands
+from tests.commands import run
 
 
 def test_torchrun_variables_win():
@@ -35,3 +41,18 @@ def test_first_host(nodes, host):
 def test_mistakes_are_named(env, needle):
     with pytest.raises(ValueError, match=needle):
         find_place(env)
+
+
+def test_ranks_that_share_cores_get_a_hint():
+    assert hint_on_threads(4, 8, 8).endswith("export OMP_NUM_THREADS=2") and hint_on_threads(4, 2, 2).endswith("=1")
+    assert hint_on_threads(1, 8, 8) is None and hint_on_threads(4, 2, 8) is None
+
+
+def test_the_hint_on_threads_is_logged_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    line = [*TINY, *MOCK, "--train-iters", "1"]
+    assert "OMP_NUM_THREADS is not set" not in run(line, tmp_path, 2).stderr
+    environment = commands.environment
+    monkeypatch.setattr(commands, "environment", lambda **extra: {name: value for name, value in environment(**extra).items() if name != "OMP_NUM_THREADS"})
+    finished = run(line, tmp_path, 2)
+    assert finished.returncode == 0 and finished.stderr.count("OMP_NUM_THREADS is not set: 2 ranks of 1 thread share 1 core") == 1
