@@ -236,7 +236,7 @@ def _bar_lines(errors: list[Error], calibration: Calibration) -> list[str]:
         f"all {len(runs)} runs by quantile regression (moe_trainer/planner/uncertainty.py).", "",
         "| feature | adds |", "|---|---|", f"| (base) | {100 * found.base:.1f} % |",
         *(f"| {name} | {100 * value:.1f} % |" for name, value in found.terms.items()),
-        f"| each that no published run has | {100 * UNTESTED:.0f} % (a judgement, no data) |", "",
+        f"| each that no published run has | {100 * UNTESTED:.0f} % (an estimate, no data) |", "",
         f"Runs inside their bar: {100 * of_all / len(runs):.0f} %; with terms fitted to the other models alone: {100 * inside / len(runs):.0f} %. The 13 runs that "
         "were left out above are not counted: with all of them outside it would be "
         f"{100 * inside / (len(runs) + 13):.0f} %.", "",

@@ -42,7 +42,8 @@ class Error:
 
 def plan_of(row: Published, constants: Constants | None = None) -> Plan:
     """The plan of a published run."""
-    return make_plan(parse_args(row.argv(), row.gpus), row.gpus, find_hardware(row.hardware), constants)
+    hardware = find_hardware(row.hardware)
+    return make_plan(parse_args(row.argv(), row.gpus), row.gpus, hardware if constants is None else replace(hardware, constants=constants))
 
 
 class Calibration:
@@ -62,8 +63,8 @@ class Calibration:
         key = name, timed
         if key not in self._found:
             args = plan.args
-            self._found[key] = plan_step(args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, plan.hardware,
-                                         timed).step
+            hardware = replace(plan.hardware, constants=timed)
+            self._found[key] = plan_step(args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, hardware).step
         step = self._found[key] + constants.iteration
         return plan.flops / step / plan.world_size / 1e12
 

@@ -1,4 +1,4 @@
-"""--dry-run: judge a command line as --validate-only does, and print its plan instead of running it."""
+"""--dry-run: validate a command line as --validate-only does, and print its plan instead of running it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from arguments import ArgumentError, Arguments, parse_args
 from arguments.report import world_size_of
 from moe_trainer.planner.fixes import cheapest_fixes
 from moe_trainer.planner.hardware import Hardware, find_hardware
-from moe_trainer.planner.judge import judged
-from moe_trainer.planner.plan import Plan, PlanError, make_plan
+from moe_trainer.planner.plan import Plan, PlanError, make_plan, validated_args
 from moe_trainer.planner.text import memory_json, plan_json, plan_lines
 
 DEFAULT_HARDWARE = "h100"
@@ -28,7 +27,7 @@ def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = Non
     if world_size is None:
         parse_args(argv, None, checkpoint)  # what else is wrong comes first
         raise PlanError("a plan needs the number of ranks: give --world-size N")
-    args = judged(argv, world_size, checkpoint)
+    args = validated_args(argv, world_size, checkpoint)
     hardware: Hardware = find_hardware(args.output.hardware or DEFAULT_HARDWARE)
     return make_plan(args, world_size, hardware)
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_trainer.planner.judge import judged
 from moe_trainer.planner.mappings import (
     FULL,
     MOST_STAGES,
@@ -25,7 +24,7 @@ from moe_trainer.planner.mappings import (
     without,
 )
 from moe_trainer.planner.memory import GIB
-from moe_trainer.planner.plan import Plan, make_plan
+from moe_trainer.planner.plan import Plan, make_plan, validated_args
 from moe_trainer.shape.layout import chunk_layouts
 from moe_trainer.shape.parts import offloaded_parts, recomputed_parts
 
@@ -140,7 +139,7 @@ def _planned(argv: Sequence[str], chosen: Sequence[Change], plan: Plan) -> Plan 
     for change in chosen:
         gpus *= change.devices
     try:
-        return make_plan(judged(line, gpus), gpus, plan.hardware)
+        return make_plan(validated_args(line, gpus), gpus, plan.hardware)
     except ValueError:
         return None
 

@@ -54,7 +54,7 @@ class Constants:
 @dataclass(frozen=True)
 class OwnRun:
     """A run that the constants of a hardware file were fitted to: seconds of an iteration, measured and as the fit predicts them, and
-    what the error bar of other plans is judged by (uncertainty.py). left_out: predicted by constants fitted to the other runs."""
+    what the error bars of other plans are made from (uncertainty.py). left_out: predicted by constants fitted to the other runs."""
 
     name: str
     seconds: float

@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moe_trainer.planner.hardware import Constants
 from moe_trainer.planner.links import Links, round_trip_seconds
 from moe_trainer.planner.memory import ChunkBytes
 from moe_trainer.shape.layers import is_linear, uses_window
@@ -82,8 +81,8 @@ def window_share(model: ModelArgs, length: int, layer_number: int) -> float:
 class LayerTime:
     """Times of the layers of one command line. sizes: of what they keep, for the traffic of memory."""
 
-    def __init__(self, args: Arguments, links: Links, sizes: ChunkBytes, constants: Constants):
-        self.args, self.links, self.hardware, self.sizes, self.constants = args, links, links.hardware, sizes, constants
+    def __init__(self, args: Arguments, links: Links, sizes: ChunkBytes):
+        self.args, self.links, self.hardware, self.sizes, self.constants = args, links, links.hardware, sizes, links.hardware.constants
         model, parallel, precision = args.model, args.parallel, args.precision
         self.model, self.moe = model, args.moe
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -91,7 +90,7 @@ class LayerTime:
         self.tokens, self.size = sizes.tokens, sizes.size
         self.own = self.tokens // self.tp
         self.width = "fp4" if precision.fp4 else "fp8" if precision.fp8 else "bf16"
-        self.memory = links.hardware.hbm_tb_s * 1e12 * constants.memory
+        self.memory = links.hardware.hbm_tb_s * 1e12 * self.constants.memory
         self.recomputed = recomputed_parts(args.training)
         self.gate = 2 if model.swiglu or model.quick_geglu else 1
         self.sparse = model.experimental_attention_variant == "dsa"

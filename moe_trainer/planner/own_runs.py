@@ -222,8 +222,8 @@ def calibrated(runs: Sequence[Measured], hardware: Hardware, name: str) -> Hardw
     """
     kinds = {(run.device, run.threads) for run in runs}
     if len(kinds) > 1:
-        told = ", ".join(sorted(f"{device}" + (f" with {threads} threads a rank" if threads else "") for device, threads in kinds))
-        raise PlanError(f"the runs are of different devices ({told}): calibrate each on its own")
+        devices = ", ".join(sorted(f"{device}" + (f" with {threads} threads a rank" if threads else "") for device, threads in kinds))
+        raise PlanError(f"the runs are of different devices ({devices}): calibrate each on its own")
     fitted = replace(hardware, name=name, constants=fit_constants(runs, hardware))
     own = []
     for run in runs:

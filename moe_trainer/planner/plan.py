@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_trainer.planner.hardware import Constants
+from arguments import ArgumentError, parse_args
 from moe_trainer.planner.memory import GIB, RESERVE, StageMemory, microbatches, plan_memory
 from moe_trainer.planner.published import BILLIONS, ROWS, Published
 from moe_trainer.planner.step_time import StepTime, plan_step
 from moe_trainer.planner.vocabulary import planned_vocab_rows
+from moe_trainer.shape.batch_sizes import sizes_that_wait
 from moe_trainer.shape.counts import ParamCounts, count_parameters
 from moe_trainer.shape.flops import training_flops
 
@@ -92,7 +94,23 @@ class Plan:
         return self.tflops * 1e12 / self.hardware.peak(self.width)
 
 
-def make_plan(args: Arguments, world_size: int, hardware: Hardware, constants: Constants | None = None) -> Plan:
+def validated_args(argv: list[str], world_size: int, checkpoint: Mapping[str, object] | None = None) -> Arguments:
+    """The flags, if a run on so many ranks would start with them.
+
+    Raises: ArgumentError with everything that is wrong; PlanError for batch sizes with which virtual stages would wait for ever.
+    """
+    args = parse_args(argv, world_size, checkpoint)
+    if args.unbuildable:
+        raise ArgumentError(args.unbuildable)
+    sizes = args.parallel
+    replicas = world_size // (sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size)
+    waiting = sizes_that_wait(args, replicas)
+    if waiting:
+        raise PlanError("; ".join(waiting))
+    return args
+
+
+def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
     """Plan legal flags for so many ranks.
 
     Raises: PlanError when the flags do not say how large the vocabulary, the sequences or the batches are; ValueError for an optimizer
@@ -106,7 +124,7 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, constants: C
             raise PlanError(f"a plan needs {dest}")
     count = microbatches(args, world_size)
     memory = plan_memory(args, world_size, rows, count, hardware)
-    time = plan_step(args, world_size, rows, count, memory, hardware, constants)
+    time = plan_step(args, world_size, rows, count, memory, hardware)
     sizes = args.parallel
     replicas = max(1, world_size // (sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size))
     batch = count * replicas * args.training.micro_batch_size

@@ -1,4 +1,4 @@
-"""The best mapping of a model on so many devices: all legal ones (mappings.py) estimated, the best of them planned, judged and ranked.
+"""The best mapping of a model on so many devices: all legal ones (mappings.py) estimated, the best of them planned, validated and ranked.
 
 First pass, for every mapping: layer times and bytes come from the same models as a plan's (layer_time.py, memory.py), found once for all mappings
 that share them; bubble and microbatches in flight by the closed formulas of their schedules. What clearly does not fit is dropped.
@@ -23,7 +23,6 @@ from arguments import ArgumentError, parse_args
 from arguments.parallel import ParallelArgs
 from arguments.parse import understand
 from moe_trainer.planner.fixes import Fix, cheapest_fixes
-from moe_trainer.planner.judge import judged
 from moe_trainer.planner.layer_time import LayerTime, Pass
 from moe_trainer.planner.links import Links
 from moe_trainer.planner.mappings import (
@@ -44,10 +43,10 @@ from moe_trainer.planner.mappings import (
 )
 from moe_trainer.planner.memory import GIB, RESERVE, ChunkBytes
 from moe_trainer.planner.params import Held, LayerParams
-from moe_trainer.planner.plan import Plan, PlanError, make_plan, nearest
+from moe_trainer.planner.plan import Plan, PlanError, make_plan, nearest, validated_args
 from moe_trainer.planner.published import BILLIONS, ROWS, Published
 from moe_trainer.planner.step_time import HIDDEN, taken_share
-from moe_trainer.planner.uncertainty import ErrorBar, comparison_bar, error_bar, term
+from moe_trainer.planner.uncertainty import ErrorBar, comparison_bar, error_bar, mapping_terms
 from moe_trainer.planner.vocabulary import planned_vocab_rows
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.state_bytes import rank_state_bytes
@@ -150,7 +149,7 @@ def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
 def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, headroom: float = HEADROOM, progress: Progress = silent) -> Outcome:
     """Find the best mappings of a command line: what it says is the base, and what a mapping sets takes the place of what it says of that.
 
-    headroom: load of a rank, as a multiple of an even share, that must still fit. progress: told now and then how far the search is.
+    headroom: load of a rank, as a multiple of an even share, that must still fit. progress: called now and then with how far the search is.
 
     Raises: ValueError (ArgumentError, PlanError) for flags that no mapping makes legal.
     """
@@ -174,8 +173,8 @@ def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, h
             estimates.append(estimate)
     found, planned, refused, tries, reasons_refused = [], 0, 0, Counter(), Counter()
     for estimate in estimator.planning_order(estimates):
-        doubtful = estimator.doubt(estimate.mapping) > 0
-        shape = replace(estimate.mapping, recompute=(), backend="", overlap=False), doubtful
+        uncertain = estimator.added_error(estimate.mapping) > 0
+        shape = replace(estimate.mapping, recompute=(), backend="", overlap=False), uncertain
         if (planned >= PLANNED and len(found) >= 2 * best) or planned - refused >= MOST_PLANNED or refused >= MOST_REFUSED:
             break
         if tries[shape] >= TRIES:
@@ -186,7 +185,7 @@ def search(argv: Sequence[str], gpus: int, hardware: Hardware, best: int = 10, h
             progress(f"{seen:,} mappings estimated; {planned} planned in full, {len(found)} fit")
         line = estimate.mapping.flags(estimate.layout, args)
         try:
-            plan = make_plan(judged([*base, *line], gpus), gpus, hardware)
+            plan = make_plan(validated_args([*base, *line], gpus), gpus, hardware)
         except ArgumentError as error:
             refused += 1
             reasons_refused.update({violation.message for violation in error.violations})
@@ -214,7 +213,7 @@ def ranked(found: Sequence[Found], best: int) -> list[Found]:
     left, order = sorted(found, key=lambda each: each.plan.time.step), []
     while left and len(order) < best:
         tied = [each for each in left if ties(left[0].plan, each.plan)]
-        # what another one, as well supported, clearly beats is no candidate, though it ties with the doubtful fastest
+        # what another one, as well supported, clearly beats is no candidate, though it ties with the uncertain fastest
         tied = [each for each in tied if not any(other.plan.time.step < each.plan.time.step and other.bar.relative < each.bar.relative + 0.005
                                                  and not ties(other.plan, each.plan) for other in (*tied, *order))]
         # bars that differ by less than a percent support equally
@@ -240,7 +239,7 @@ def _nothing_fits(outcome: Outcome, estimator: Estimator, least: Estimate | None
     if least is not None:
         line = least.mapping.flags(least.layout, estimator.args)
         try:
-            plan = make_plan(judged([*outcome.base, *line], gpus), gpus, hardware)
+            plan = make_plan(validated_args([*outcome.base, *line], gpus), gpus, hardware)
         except ValueError:
             plan = None
         if plan is not None:
@@ -250,7 +249,7 @@ def _nothing_fits(outcome: Outcome, estimator: Estimator, least: Estimate | None
 
 
 def _devices_that_hold(estimator: Estimator) -> int | None:
-    """The smallest number of devices, doubled from those given, on which some mapping's weights and states leave room."""
+    """The smallest number of devices, doubled from those given, whose memory some mapping's weights and states fit."""
     room = estimator.hardware.memory_gib * GIB - RESERVE
     for doubling in range(1, 6):
         gpus = estimator.gpus << doubling
@@ -290,7 +289,7 @@ def _published(plan: Plan, base: Sequence[str]) -> tuple[Published, Plan] | None
         same = (row.hardware, row.gpus, row.width, row.seq) == (plan.hardware.name, plan.world_size, plan.width, plan.args.data.seq_length)
         if same and abs(billions / BILLIONS[row.model] - 1) < 0.01:
             try:
-                return row, make_plan(judged([*base, *only(row.argv())], plan.world_size), plan.world_size, plan.hardware)
+                return row, make_plan(validated_args([*base, *only(row.argv())], plan.world_size), plan.world_size, plan.hardware)
             except ValueError:
                 continue
     return None
@@ -300,9 +299,17 @@ def _own(argv: Sequence[str], base: Sequence[str], gpus: int, hardware: Hardware
     if list(argv) == list(base):
         return None
     try:
-        return make_plan(judged(list(argv), gpus), gpus, hardware)
+        return make_plan(validated_args(list(argv), gpus), gpus, hardware)
     except ValueError:
         return None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A mapping that is not planned yet, for `mapping_terms`."""
+
+    args: Arguments
+    hardware: Hardware
 
 
 class Estimator:
@@ -318,6 +325,7 @@ class Estimator:
         self._sizes: dict[tuple, tuple[ChunkBytes, dict[bool, float]]] = {}
         self._times: dict[tuple, tuple[dict[bool, tuple[Pass, Pass]], tuple[float, float], float]] = {}
         self._states: dict[tuple, tuple[float, float, float]] = {}
+        self._added_errors: dict[tuple, float] = {}
 
     def mappings(self, small: bool = True, shapes_only: bool = False) -> Iterator[Mapping]:
         """Every mapping. small: only those whose weights and optimizer state a device can hold; shapes_only: without choices of recompute
@@ -336,22 +344,17 @@ class Estimator:
                     if not (overlap and (recompute == FULL or "moe" in recompute)):
                         yield replace(shape, recompute=recompute, backend=backend, overlap=overlap)
 
-    def doubt(self, mapping: Mapping) -> float:
-        """What the choices of a mapping add to the error bar of the model on this hardware (uncertainty.py says it of a whole plan)."""
-        few = self.hardware.domain <= 8
-        doubts = {
-            "NCCL's all-to-all among more than 64 experts": mapping.ep > 1 and not mapping.backend and (self.args.moe.num_experts or 0) > 64,
-            "context parallelism below 16K tokens": mapping.cp > 1 and self.args.data.seq_length < 16384,
-            "overlapped exchange on GB200 or later": mapping.overlap and self.hardware.is_blackwell,
-            "DeepEP where NVLink joins more than 8": mapping.backend == "deepep" and not few,
-            "full recompute": mapping.recompute == FULL, "more than 16 pipeline stages": mapping.pp > 16,
-        }
-        return sum(term(name) for name, holds in doubts.items() if holds)
+    def added_error(self, mapping: Mapping) -> float:
+        """What the choices of a mapping add to the error bar of the model on this hardware."""
+        key = (mapping.cp, mapping.pp, mapping.ep, mapping.backend, mapping.overlap, mapping.recompute == FULL)
+        if key not in self._added_errors:
+            self._added_errors[key] = mapping_terms(_Choice(mapping.applied(self.args, None), self.hardware))
+        return self._added_errors[key]
 
     def planning_order(self, estimates: Sequence[Estimate]) -> Iterator[Estimate]:
-        """By turns the fastest that are left, and the fastest of those that are not doubtful."""
+        """By turns the fastest that are left, and the fastest of those whose choices add nothing to the error bar."""
         fast = sorted(estimates, key=lambda each: each.seconds)
-        sure = iter([each for each in fast if not self.doubt(each.mapping)])
+        sure = iter([each for each in fast if not self.added_error(each.mapping)])
         seen: set[Mapping] = set()
         for each in fast:
             for one in (each, next(sure, None)):
@@ -380,7 +383,7 @@ class Estimator:
         key = (mapping.tp, mapping.cp, mapping.ep, mapping.etp, mapping.mbs, mapping.recompute, mapping.backend)
         if key not in self._times:
             args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
-            times = LayerTime(args, self.links, self._bytes(mapping)[0], self.hardware.constants)
+            times = LayerTime(args, self.links, self._bytes(mapping)[0])
             kinds = {kind: times.passes(kind) for kind in set(self.pattern)}
             forward, backward = times.head()
             extra = forward + backward

@@ -32,7 +32,7 @@ def search_lines(outcome: Outcome, gpus: int, machine: str) -> list[str]:
             f"{room:>9s}   {mapping.tp:2d} "
             f"{mapping.cp:2d} {mapping.pp:2d} {mapping.vpp:3d} {mapping.ep:3d} {mapping.etp:3d} {mapping.mbs:3d}  {_products(plan):10s}  {dispatcher:18s} "
             f"{' '.join(sorted(recomputed_parts(plan.args.training) - {'mtp'})) or '-'}")
-        lines.append(f"      limited by: {each.binds}{_doubts(each)}")
+        lines.append(f"      limited by: {each.binds}{_uncertainties(each)}")
     lines.append("headroom: the load of the busiest rank, as a multiple of an even share of tokens, at which memory is full")
     lines += _order_lines(outcome)
     if outcome.own is not None:
@@ -51,7 +51,7 @@ def launch_line(outcome: Outcome, gpus: int) -> str:
     return f"torchrun --nproc-per-node {per_node} {several}" + shlex.join(["pretrain_moe.py", *outcome.base, *outcome.found[0].argv])
 
 
-def _doubts(found: Found) -> str:
+def _uncertainties(found: Found) -> str:
     """What makes the error bar wide."""
     large = [name for name, value in found.bar.reasons if value >= 0.05]
     return f"; uncertain because of {', '.join(large)}" if large else ""

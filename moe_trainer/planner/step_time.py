@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moe_trainer.planner.hardware import Constants
 from moe_trainer.planner.layer_time import LayerTime, Pass
 from moe_trainer.planner.links import Links
 from moe_trainer.planner.memory import ChunkBytes, StageMemory, few_microbatches, run_orders
@@ -126,11 +125,10 @@ def taken_share(args: Arguments, hardware: Hardware) -> float:
     return sms / (hardware.num_sms - sms)
 
 
-def plan_step(args: Arguments, world_size: int, vocab_rows: int, num_microbatches: int, memory: Sequence[StageMemory], hardware: Hardware,
-              constants: Constants | None = None) -> StepTime:
+def plan_step(args: Arguments, world_size: int, vocab_rows: int, num_microbatches: int, memory: Sequence[StageMemory], hardware: Hardware) -> StepTime:
     """The time of one iteration. memory: of all stages (planner/memory.py), for what each holds."""
     parallel, links, sizes = args.parallel, Links(hardware), ChunkBytes(args, vocab_rows)
-    times = LayerTime(args, links, sizes, constants or hardware.constants)
+    times = LayerTime(args, links, sizes)
     pp = parallel.pipeline_model_parallel_size
     layouts = chunk_layouts(args.model, parallel)
     kinds = {layout: chunk_passes(times, layout) for layout in {chunk for chunks in layouts for chunk in chunks}}

@@ -4,11 +4,11 @@ The bar of a plan is a sum: a base, and a term for every feature of the plan (`F
 and terms are fitted to the absolute errors |log(predicted / measured)| of all published runs (published.py, unseen.py) by quantile
 regression, so that LEVEL of the runs lie inside. `held_out` refits without a model's runs and counts how many of these lie inside.
 What no published run has (`UNTESTED_FEATURES`) costs UNTESTED each, and a size beyond the published ones PER_DOUBLING for every doubling.
-These two numbers are judgement: no data says them.
+These two numbers are estimates: no data says them.
 
 With a hardware file that `plan.py calibrate --from` wrote, its runs take the place of the published ones.
 
-Two plans of one command line share most of their error: only features that one of them has alone tell them apart (`comparison_bar`).
+Two plans of one command line share most of their error: only features that one of them has alone make them differ (`comparison_bar`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from moe_trainer.planner.layer_time import LayerTime
 from moe_trainer.planner.links import Links
@@ -27,7 +27,8 @@ from moe_trainer.shape.layers import uses_window
 from moe_trainer.shape.parts import offloaded_parts
 
 if TYPE_CHECKING:
-    from moe_trainer.planner.hardware import OwnRun
+    from arguments import Arguments
+    from moe_trainer.planner.hardware import Hardware, OwnRun
     from moe_trainer.planner.plan import Plan
     from moe_trainer.planner.published import Published
 
@@ -44,7 +45,7 @@ ONE_RUN = 0.15
 def host_share(plan: Plan) -> float:
     """Part of the forward of an MoE layer (else of a layer) in which the host launches kernels; 1: the device waits for the host."""
     args = plan.args
-    times = LayerTime(args, Links(plan.hardware), ChunkBytes(args, plan.vocab_rows), plan.hardware.constants)
+    times = LayerTime(args, Links(plan.hardware), ChunkBytes(args, plan.vocab_rows))
     is_moe = any(times.sizes.pattern)
     return times._launches(is_moe) / times.passes(is_moe)[0].compute
 
@@ -52,6 +53,13 @@ def host_share(plan: Plan) -> float:
 def _alltoall(plan: Plan) -> bool:
     moe, parallel = plan.args.moe, plan.args.parallel
     return moe.moe_token_dispatcher_type == "alltoall" and parallel.expert_model_parallel_size > 1
+
+
+class Choice(Protocol):
+    """What a feature is found in: a plan, or as much of one as is known before it is made."""
+
+    args: Arguments
+    hardware: Hardware
 
 
 Holds = Mapping[str, Callable[["Plan"], bool]]
@@ -91,6 +99,11 @@ UNTESTED_FEATURES: Holds = MappingProxyType({
     "more than 16 pipeline stages": lambda plan: plan.args.parallel.pipeline_model_parallel_size > 16,
 })
 """Features that no published run has."""
+
+
+OF_MAPPINGS = ("NCCL's all-to-all among more than 64 experts", "context parallelism below 16K tokens", "overlapped exchange on GB200 or later",
+               "DeepEP where NVLink joins more than 8", "full recompute", "more than 16 pipeline stages")
+"""Features that a search chooses, which are found in flags and hardware alone."""
 
 
 def _backend(plan: Plan) -> str:
@@ -135,7 +148,7 @@ FITTED = Terms(0.091, MappingProxyType({
 }))
 """Fitted to the published runs; `scripts/plan.py calibrate` fits it again and a test compares."""
 COMPARISON = 0.05
-"""Base of a comparison: LEVEL of the pairs of published runs of one model, machine, format and set of features are told apart this well."""
+"""Base of a comparison: LEVEL of the pairs of published runs of one model, machine, format and set of features are ordered this well."""
 
 
 def features(plan: Plan) -> frozenset[str]:
@@ -181,9 +194,10 @@ def _term(terms: Terms, name: str) -> float:
     return terms.terms.get(name, UNTESTED)
 
 
-def term(name: str) -> float:
-    """What a feature adds to the bar of a plan, by the published runs."""
-    return _term(FITTED, name)
+def mapping_terms(choice: Choice) -> float:
+    """What the features that a mapping chooses (OF_MAPPINGS) add to the bar of a plan, by the published runs."""
+    tables = {**FEATURES, **UNTESTED_FEATURES}
+    return sum(_term(FITTED, name) for name in OF_MAPPINGS if tables[name](choice))
 
 
 def held_out(residuals: Sequence[Residual]) -> list[tuple[Residual, float]]:

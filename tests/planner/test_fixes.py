@@ -5,15 +5,14 @@ import pytest
 from moe_trainer.planner.dry_run import run_dry_run
 from moe_trainer.planner.fixes import changes, cheapest_fixes
 from moe_trainer.planner.hardware import find_hardware
-from moe_trainer.planner.judge import judged
 from moe_trainer.planner.mappings import without
-from moe_trainer.planner.plan import make_plan
+from moe_trainer.planner.plan import make_plan, validated_args
 
 LINE = "--preset mixtral_8x7b --mock-data --bf16 --use-distributed-optimizer --expert-model-parallel-size 8 --global-batch-size 256".split()
 
 
 def planned(argv, gpus, machine="h100"):
-    return make_plan(judged(argv, gpus), gpus, find_hardware(machine))
+    return make_plan(validated_args(argv, gpus), gpus, find_hardware(machine))
 
 
 @pytest.mark.parametrize("flags, gpus, kinds", [
@@ -42,7 +41,7 @@ def test_headroom_is_asked_for():
 
 
 def test_what_a_search_chooses_itself_is_left_alone():
-    args = judged([*LINE, "--micro-batch-size", "4"], 64)
+    args = validated_args([*LINE, "--micro-batch-size", "4"], 64)
     kinds = {change.kind for change in changes(args, find_hardware("h100"), 64, searched=False)}
     assert kinds == {"optimizer", "offload"}
 

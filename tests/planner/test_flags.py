@@ -6,8 +6,7 @@ from functools import reduce
 import pytest
 
 from moe_trainer.planner.hardware import find_hardware
-from moe_trainer.planner.judge import judged
-from moe_trainer.planner.plan import make_plan
+from moe_trainer.planner.plan import make_plan, validated_args
 from moe_trainer.planner.text import plan_json
 
 BASE = ("--preset deepseek_v3 --mock-data --bf16 --num-layers 16 --moe-layer-freq ([0]*2+[1]*14) --mtp-num-layers 0 --expert-model-parallel-size 8 "
@@ -29,7 +28,7 @@ COMPUTE, EXCHANGE, BUBBLE, TENSOR, CONTEXT = (f"step.{part}_s" for part in ("com
 
 
 def figures(flags, machine="gb200", world_size=64, base=BASE):
-    return plan_json(make_plan(judged([*base.split(), *flags.split()], world_size), world_size, find_hardware(machine)))
+    return plan_json(make_plan(validated_args([*base.split(), *flags.split()], world_size), world_size, find_hardware(machine)))
 
 
 def figure(report, key):

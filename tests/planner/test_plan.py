@@ -9,8 +9,7 @@ import pytest
 from arguments import parse_args
 from moe_trainer.planner.calibrate import Calibration, Error, median, plan_of
 from moe_trainer.planner.hardware import Constants, find_hardware
-from moe_trainer.planner.judge import judged
-from moe_trainer.planner.plan import PlanError, make_plan, nearest
+from moe_trainer.planner.plan import PlanError, make_plan, nearest, validated_args
 from moe_trainer.planner.published import BILLIONS, ROWS
 from moe_trainer.planner.text import plan_json, plan_lines
 from moe_trainer.planner.unseen import UNSEEN
@@ -45,7 +44,7 @@ def test_published_runs_pass_the_rules_of_the_trainer(row):
     eight = "--use-distributed-optimizer --fp8-param-gather" if "--fp8-format" in row.flags else ""
     if "--fp8-format" in row.flags and row.dispatcher != "alltoall":
         eight += " --moe-router-padding-for-quantization"
-    judged([*row.argv(), "--moe-router-force-load-balancing", *eight.split()], row.gpus)
+    validated_args([*row.argv(), "--moe-router-force-load-balancing", *eight.split()], row.gpus)
 
 
 def test_published_models_have_the_size_that_is_told(published):
@@ -163,7 +162,7 @@ def test_text_and_json_say_the_same():
 def test_drawn_layouts_are_planned():
     """Whatever the rules let pass has a plan whose parts are sound."""
     for case in draw_cases(40, 8, 5):
-        made = make_plan(judged(list(case.argv), case.world_size), case.world_size, find_hardware("gb300"))
+        made = make_plan(validated_args(list(case.argv), case.world_size), case.world_size, find_hardware("gb300"))
         assert made.time.step > 0 and all(value >= 0 for value in vars(made.time).values()), case.argv
         assert all(stage.total > stage.weights > 0 and min(stage.in_flight) >= 0 for stage in made.memory), case.argv
         assert plan_lines(made)

@@ -7,8 +7,7 @@ import pytest
 from moe_trainer.planner import uncertainty
 from moe_trainer.planner.calibrate import plan_of
 from moe_trainer.planner.hardware import find_hardware
-from moe_trainer.planner.judge import judged
-from moe_trainer.planner.plan import make_plan
+from moe_trainer.planner.plan import make_plan, validated_args
 from moe_trainer.planner.published import ROWS
 from moe_trainer.planner.text import plan_json, plan_lines
 from moe_trainer.planner.uncertainty import (
@@ -78,8 +77,8 @@ LINE = "--preset mixtral_8x22b --mock-data --bf16 --use-distributed-optimizer --
 ])
 def test_what_was_never_measured_makes_a_bar_wider(flags, machine, says):
     argv = LINE.split()
-    published = make_plan(judged(argv, 128), 128, find_hardware("h100"))
-    plan = make_plan(judged([*argv, *flags.split()], 128), 128, find_hardware(machine))
+    published = make_plan(validated_args(argv, 128), 128, find_hardware("h100"))
+    plan = make_plan(validated_args([*argv, *flags.split()], 128), 128, find_hardware(machine))
     bar = error_bar(plan)
     assert error_bar(published).relative < 0.1 < bar.relative and any(says in name for name, _ in bar.reasons), bar
     text = "\n".join(plan_lines(plan))
