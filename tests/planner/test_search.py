@@ -27,7 +27,7 @@ from moe_trainer.planner.mappings import (
     shapes,
     without,
 )
-from moe_trainer.planner.plan import PlanError, make_plan
+from moe_trainer.planner.plan import PlanError, make_plan, nearest
 from moe_trainer.planner.search import (
     HEADROOM,
     Estimator,
@@ -40,7 +40,7 @@ from moe_trainer.planner.search import (
     ties,
 )
 from moe_trainer.planner.search_text import launch_line, search_lines
-from moe_trainer.planner.uncertainty import error_bar
+from moe_trainer.planner.uncertainty import ErrorBar, error_bar
 from moe_trainer.shape.vocab import vocab_rows_from_flags
 
 ROOT = Path(__file__).parents[2]
@@ -107,10 +107,14 @@ def test_formats_are_compared():
 
 
 def test_of_equal_error_bars_the_simplest_mapping_stands_first():
-    flags = ["--preset", "mixtral_tiny", "--mock-data", "--bf16", "--global-batch-size", "64"]
-    found = search(flags, 4, find_hardware("h100"), best=30).found
-    tied = [each for each in found if ties(found[0].plan, each.plan) and round(each.bar.relative, 2) == round(found[0].bar.relative, 2)]
-    assert len(tied) > 2 and found[0].mapping.num_features == min(each.mapping.num_features for each in tied)
+    flags = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--global-batch-size", "256"]
+    simple = Mapping(2, 1, 1, 1, 8, 1, 2, (), "deepep", True)
+    found = []
+    for mapping in (replace(simple, pp=2, vpp=12, ep=4), simple):
+        line = mapping.flags(layout_text(layer_counts(32, mapping.pp * mapping.vpp, 1.0), 0))
+        found.append(Found(mapping, tuple(line), make_plan(parse_args([*flags, *line], 64), 64, find_hardware("h100")), "", ErrorBar(0.1, ())))
+    assert ties(found[0].plan, found[1].plan) and nearest(found[0].plan).apart < nearest(found[1].plan).apart
+    assert [each.mapping.num_features for each in ranked(found, 2)] == [4, 6]
 
 
 def test_headroom_is_left():
