@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 import arguments  # noqa: E402
 from moe_trainer.errors import need_packages  # noqa: E402
+from moe_trainer.exit_codes import ExitCode  # noqa: E402
 from moe_trainer.place import Place, find_place  # noqa: E402
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
 
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(EXAMPLES)
-        return 2
+        return ExitCode.USER_ERROR
     if "--validate-only" in argv:
         from arguments.report import FilesFound, run_validate_only, world_size_of
         from moe_trainer.parallel.groups import group_table, plan_groups
@@ -109,7 +110,7 @@ def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | No
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once what is left
         if place.rank == 0:
             print(f"pretrain_moe.py: interrupted; {_what_is_saved(args.output.save)}", file=sys.stderr, flush=True)
-        return 130
+        return ExitCode.INTERRUPTED
     except MemoryError as error:
         return _refuse_memory(error, place.rank)
     except (ImportError, OSError) as error:
@@ -138,7 +139,7 @@ def _refuse_memory(error: BaseException, rank: int) -> int:
     where = f"{frames[-1].name} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
     print(f"pretrain_moe.py: rank {rank}: out of host memory{limited} in {where}; give the process more memory, or train a smaller model or on "
           "more ranks", file=sys.stderr, flush=True)
-    return 2
+    return ExitCode.USER_ERROR
 
 
 def _run(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | None) -> int:
@@ -147,7 +148,6 @@ def _run(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | None
     # Imported after the flags are known to be good: torch takes seconds, a typo should not.
     from moe_trainer.errors import InputError
     from moe_trainer.guard.rejection import ResultRejected
-    from moe_trainer.guard.watchdog import EXIT_CODE
     from moe_trainer.parallel.trace import CommunicationError
     from moe_trainer.report.stream import Forgiving
     from moe_trainer.train import pretrain
@@ -164,7 +164,7 @@ def _run(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | None
         _tell_torchrun(f"rank {place.rank}: {error}")
         if not error.told:
             print(f"pretrain_moe.py: rank {place.rank}: {error}", file=sys.stderr, flush=True)
-        return EXIT_CODE
+        return ExitCode.COMMUNICATION_FAILED
     except ResultRejected as error:
         # a fact about the run, which all ranks tell in the same words, better than a traceback
         _tell_torchrun(str(error))
@@ -224,11 +224,11 @@ def _refuse(error: ValueError, rank: str) -> int:
     _tell_torchrun(str(error))
     if rank == "0":
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
-        return 2
+        return ExitCode.USER_ERROR
     # torchrun ends all ranks as soon as one has left: that should be the one that says why, however late a busy machine lets it begin.
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(ExitCode.USER_ERROR))
     time.sleep(20.0 if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
-    return 2
+    return ExitCode.USER_ERROR
 
 
 def _tell_torchrun(message: str) -> None:
@@ -247,7 +247,7 @@ def leave(code: int) -> NoReturn:
     """End the process; at once where the job has failed, since broken communicators can keep an interpreter from ending."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == 3:
+    if code == ExitCode.COMMUNICATION_FAILED:
         os._exit(code)
     sys.exit(code)
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from arguments.container import OPTIONS
-from arguments.rules.facts import evaluates_only
 from arguments.settings import Settings
 
 SHAPE = (
@@ -95,7 +94,7 @@ def suppliable(settings: Settings) -> frozenset[str]:
     names = SHAPE + WHERE_NOT_GIVEN + DROPOUT + CONVERSION
     names += TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ()
     names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
-    names += EVALUATION + CAPACITY + DATA + ("global_batch_size", "eval_global_batch_size") if evaluates_only(settings) else ()
+    names += EVALUATION + CAPACITY + DATA + ("global_batch_size", "eval_global_batch_size") if settings.evaluates_only else ()
     return frozenset(names)
 
 
@@ -111,7 +110,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
     names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
     not_given = WHERE_NOT_GIVEN + (DROPOUT if recorded.get("hf_model_type") else ()) + (CONVERSION if settings.ckpt_convert_format is not None else ())
     names += tuple(dest for dest in not_given if not settings.given(dest))
-    if evaluates_only(settings):
+    if settings.evaluates_only:
         names += _for_evaluation(settings, recorded)
     for dest in names:
         value = recorded.get(dest)

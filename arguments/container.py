@@ -13,7 +13,7 @@ from arguments.optimizer import OptimizerArgs
 from arguments.output import OutputArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from arguments.settings import Settings, Violation
+from arguments.settings import Settings, Violation, evaluates_only
 from arguments.training import TrainingArgs
 
 SECTIONS = (
@@ -59,8 +59,8 @@ class Arguments:
 
     @property
     def evaluates_only(self) -> bool:
-        """Does the run evaluate a model and nothing else: --skip-train that neither upcycles nor converts a checkpoint?"""
-        return self.training.skip_train and not self.moe.moe_use_upcycling and self.output.ckpt_convert_format is None
+        """Does the run evaluate a model and nothing else?"""
+        return evaluates_only(self.training.skip_train, self.moe.moe_use_upcycling, self.output.ckpt_convert_format)
 
     @property
     def keeps_weights(self) -> bool:
@@ -87,3 +87,20 @@ def freeze(settings: Settings, world_size: int | None, unbuildable: Iterable[Vio
         world_size=world_size,
         unbuildable=tuple(unbuildable),
     )
+
+
+def from_values(values: Mapping[str, object], world_size: int) -> Arguments:
+    """Make arguments of resolved values by destination, as a run records them; what is not named is at its default.
+
+    Raises: ValueError for a value of a type that no flag has.
+    """
+    settings = Settings(OPTIONS)
+    for name, value in values.items():
+        if name not in OPTIONS:
+            continue
+        if OPTIONS[name].read is schema.int_pair and isinstance(value, list):
+            value = tuple(value)  # JSON has no tuples
+        if isinstance(value, dict):
+            raise ValueError(f"{name}: {value!r} is no value of a flag")
+        settings.values[name] = value
+    return freeze(settings, world_size)

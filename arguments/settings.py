@@ -44,6 +44,11 @@ class ArgumentError(ValueError):
         super().__init__("\n".join([head, *(f"  - {violation.message}" for violation in self.violations)]))
 
 
+def evaluates_only(skip_train: bool, moe_use_upcycling: bool, ckpt_convert_format: str | None) -> bool:
+    """Does a run with these flags evaluate a model and nothing else: --skip-train that neither upcycles nor converts a checkpoint?"""
+    return bool(skip_train) and not moe_use_upcycling and ckpt_convert_format is None
+
+
 class Settings:
     """Every flag's value by destination name, with its source.
 
@@ -80,6 +85,11 @@ class Settings:
             object.__setattr__(self, dest, value)
         else:
             self.set_derived(dest, value, "")
+
+    @property
+    def evaluates_only(self) -> bool:
+        """As `Arguments.evaluates_only`, before the settings are frozen."""
+        return evaluates_only(self.skip_train, self.moe_use_upcycling, self.ckpt_convert_format)
 
     def set_given(self, dest: str, value: object, source: str, spelling: str) -> None:
         """Record a value from a preset, a recipe or the command line."""

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-COMMUNICATION_FAILED = 3  # exit code of a process that ends because of another rank
-
 
 class InputError(ValueError):
     """Something given to the program is wrong; the message says what, where, and what is needed.

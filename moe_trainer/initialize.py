@@ -25,7 +25,8 @@ import torch.distributed as dist
 from arguments import ArgumentError, Arguments, check_machine
 from arguments.container import OPTIONS
 from arguments.machine import check_packages, environment_defaults
-from moe_trainer.errors import COMMUNICATION_FAILED, InputError, told_once, user_input
+from moe_trainer.errors import InputError, told_once, user_input
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.groups import group_table, plan_groups
 from moe_trainer.parallel.state import Group, ParallelState, communicator_timeout
@@ -229,7 +230,7 @@ def _leave_unanswered(args: Arguments, place: Place) -> None:
     print(f"pretrain_moe.py: rank {place.rank}: start-up: no answer from {place.master_addr}:{place.master_port} within "
           f"{args.parallel.distributed_timeout_minutes} minutes; is another program listening there? Choose another MASTER_PORT",
           file=sys.stderr, flush=True)
-    os._exit(COMMUNICATION_FAILED)
+    os._exit(ExitCode.COMMUNICATION_FAILED)
 
 
 def counter_of_words(store: dist.Store | None) -> Callable[[str], int] | None:

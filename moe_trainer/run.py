@@ -31,9 +31,9 @@ from moe_trainer.data.fingerprint import Fingerprint, compare_fingerprints, make
 from moe_trainer.data.loader import Batch, BatchFormat, build_loader
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import InputError, user_input
-from moe_trainer.guard.failed_saves import FailedSaves
 from moe_trainer.guard.layer_names import name_layers
 from moe_trainer.guard.rejection import History, Spread, Suspicion
+from moe_trainer.guard.save_history import SaveHistory
 from moe_trainer.initialize import Runtime
 from moe_trainer.layers.precision import store_weights
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
@@ -115,7 +115,7 @@ class Run:
     train_iters: int
     save_options: SaveOptions
     saver: AsyncSaver
-    failed_saves: FailedSaves
+    save_history: SaveHistory
     timers: Timers
     profiler: Profiler
     metrics: MetricsLogger | None = None
@@ -211,7 +211,7 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
             args.output, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
         ),
         saver=AsyncSaver(),
-        failed_saves=FailedSaves(),
+        save_history=SaveHistory(),
         timers=timers,
         profiler=Profiler(args.output, runtime.place.rank),
         whole=_iteration_graph(args, runtime.device, chunks) if args.training.cuda_graph_impl == "full_iteration" else None,

@@ -26,10 +26,11 @@ from arguments import Arguments
 from moe_trainer.checkpoint.directory import release
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import told_once, user_input
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.guard.bulletin import Bulletin
 from moe_trainer.guard.flight_recorder import open_recorder
 from moe_trainer.guard.patience import Patience
-from moe_trainer.guard.signals import AGAIN, ExitSignal
+from moe_trainer.guard.signals import ExitSignal
 from moe_trainer.guard.watchdog import Watchdog
 from moe_trainer.initialize import Runtime, counter_of_words, initialize
 from moe_trainer.memory.host_allocator import keep_freed_memory
@@ -115,21 +116,21 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
         leaving = train_and_evaluate(run, state, started, patience, exit_signal, tokenizer)
     except KeyboardInterrupt:
         if run.metrics is not None and not args.training.skip_train:
-            run.metrics.end(f"interrupted after iteration {state.iteration}", run.failed_saves.saved)
+            run.metrics.end(f"interrupted after iteration {state.iteration}", run.save_history.saved)
             run.metrics.flush()
         raise
     if leaving is not None:
         print_datetime(runtime, leaving.reason)
     if run.metrics is not None and not args.training.skip_train:
-        run.metrics.end(why_ended(run, state, leaving), run.failed_saves.saved)
+        run.metrics.end(why_ended(run, state, leaving), run.save_history.saved)
     close_metrics(run)
-    run.failed_saves.settle()
+    run.save_history.settle()
     if args.output.save is not None and runtime.place.rank == 0 and not args.evaluates_only:
         release(Path(args.output.save))
     run.watches.close()
     close_groups(runtime.ps)
     # Megatron-LM's launchers expect 0 of a run that a signal has ended; whoever asks for --auto-resume wants it started again
-    return AGAIN if leaving is not None and leaving.interrupted and args.output.auto_resume else 0
+    return ExitCode.RESTART if leaving is not None and leaving.interrupted and args.output.auto_resume else 0
 
 
 def train_and_evaluate(run: Run, state: TrainState, started: float, patience: Patience, exit_signal: ExitSignal | None,
@@ -308,7 +309,7 @@ def evaluation_is_due(run: Run, state: TrainState) -> bool:
 def finish(run: Run, state: TrainState) -> None:
     """What follows the last iteration: save, validate, test."""
     output, training = run.args.output, run.args.training
-    unsaved = not save_is_due(run, state) or run.failed_saves.in_a_row > 0
+    unsaved = not save_is_due(run, state) or run.save_history.in_a_row > 0
     if output.save is not None and state.iteration > 0 and unsaved and not training.skip_train:
         save_checkpoint(run, state)
     if can_validate(run):

@@ -48,6 +48,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_trainer.exit_codes import ExitCode
+
 if TYPE_CHECKING:
     import torch
 
@@ -66,17 +68,17 @@ def main(words: list[str]) -> int:
     """Run the program. Returns the exit code."""
     if not words or "--help" in words or "-h" in words:
         print(__doc__.strip())
-        return 0 if words else 2
+        return ExitCode.OK if words else ExitCode.USER_ERROR
     options = _options(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
         return _convert(options)
     except (ValueError, OSError) as error:
         print(f"convert.py: {error}", file=sys.stderr, flush=True)
-        return 2
+        return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         print("convert.py: interrupted; the same command continues", file=sys.stderr, flush=True)
-        return 130
+        return ExitCode.INTERRUPTED
 
 
 def _options(words: list[str]) -> argparse.Namespace:
@@ -261,7 +263,7 @@ def _special_tokens(record: Mapping[str, object], folder: Path, options: argpars
     if options.vocab_size is None and rows is not None and rows > tokenizer.vocab_size:
         logger.info("  vocab_size: %d with the padding, the tokenizer has %d tokens; --vocab-size %d leaves the padding out, so that no id without a token "
                     "can be drawn", rows, tokenizer.vocab_size, tokenizer.vocab_size)
-    return {"bos_token_id": getattr(tokenizer, "bos", None), "eos_token_id": tokenizer.eod}
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
 
 
 def _write(job: Job, rank: int, world: int, workers: int) -> int:
@@ -289,7 +291,7 @@ def _write(job: Job, rank: int, world: int, workers: int) -> int:
     failed = [child.exitcode for child in children if child.exitcode]
     if not failed:
         progress.look(last=world == 1)
-    return 0 if not failed else 2 if 2 in failed else 1
+    return ExitCode.OK if not failed else ExitCode.USER_ERROR if ExitCode.USER_ERROR in failed else ExitCode.FAILED
 
 
 def _work(job: Job, rank: int, world: int, parent: int) -> None:
@@ -307,7 +309,7 @@ def _work(job: Job, rank: int, world: int, parent: int) -> None:
         run_share(job, rank, world, still_wanted)
     except (ValueError, OSError) as error:
         print(f"convert.py: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
+        os._exit(ExitCode.USER_ERROR)
     os._exit(0)
 
 

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.place import Place, find_place
 
 if TYPE_CHECKING:  # it imports torch, which may be what is missing
@@ -245,7 +246,7 @@ def main(argv: list[str]) -> int:
         place = find_place(os.environ)
     except ValueError as error:
         print(f"doctor: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     test, differing, together = None, [], place.world_size > 1 and not options.no_self_test
     if importlib.util.find_spec("torch") is not None and not options.no_self_test:
         test = self_test(place, together)

@@ -23,6 +23,7 @@ from arguments import Arguments
 from arguments.container import freeze
 from arguments.parse import understand
 from arguments.report import table, world_size_of
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.parallel.grid import Layout, make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups
 from moe_trainer.planner.params import Held, LayerParams
@@ -40,7 +41,7 @@ def main(words: list[str]) -> int:
     options, flags = parser.parse_known_args(words)
     if options.help or not words:
         print(__doc__.strip())
-        return 0 if options.help else 2
+        return ExitCode.OK if options.help else ExitCode.USER_ERROR
     program = next((at for at, word in enumerate(flags) if word.endswith("pretrain_moe.py") or word.endswith("pretrain_gpt.py")), None)
     flags = flags if program is None else flags[program + 1:]
     world_size, violations = world_size_of(flags)
@@ -51,7 +52,7 @@ def main(words: list[str]) -> int:
     print("\n".join(line for line in settings.lines() if not line.startswith("--world-size")))  # it has an effect here
     if violations:
         print("\n".join([f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:", *(f"  - {violation.message}" for violation in violations)]))
-        return 2
+        return ExitCode.USER_ERROR
     if world_size is None:
         print("who holds what: the number of ranks is not known (give --world-size)")
         return 0

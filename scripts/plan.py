@@ -39,6 +39,7 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.tokens import FIELDS
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.planner.calibrate import Calibration, Error, median, plan_of
 from moe_trainer.planner.dry_run import DEFAULT_HARDWARE, run_dry_run
 from moe_trainer.planner.hardware import Constants, find_hardware
@@ -80,7 +81,7 @@ def main(words: list[str]) -> int:
     """Run the program. Returns the exit code."""
     if not words or {"--help", "-h"} & set(words):
         print(__doc__.strip())
-        return 0 if words else 2
+        return ExitCode.OK if words else ExitCode.USER_ERROR
     if words[0] == "calibrate":
         return _calibrate(words[1:])
     if words[0] == "search":
@@ -111,9 +112,9 @@ def _search(words: list[str]) -> int:
                 outcome = search(flags, options.gpus, hardware, options.best, options.headroom, progress)
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     print("\n".join(search_lines(outcome, options.gpus, options.hardware)))
-    return 0 if outcome.found else 2
+    return ExitCode.OK if outcome.found else ExitCode.USER_ERROR
 
 
 @contextmanager
@@ -160,7 +161,7 @@ def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
     """Fit to own runs, print what that is worth and write the hardware file."""
     if not output.name or (output.exists() and not output.is_file()) or output.resolve() in {Path(path).resolve() for path in paths}:
         print(f"plan.py: --output {output}: the name of a new file is needed, or of an older hardware file", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     try:
         machine = machine or device_name(paths[0])
         before = find_hardware(machine)
@@ -168,7 +169,7 @@ def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
         fitted = calibrated(runs, before, output.stem)
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     fitted = replace(fitted, source=f"{before.name}, constants fitted to {len(runs)} own run{'s' if len(runs) > 1 else ''}")
     print("\n".join(calibration_table(fitted, before)))
     try:
@@ -179,7 +180,7 @@ def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
         output.write_text(hardware_yaml(fitted, before.name), encoding="utf-8")
     except OSError as error:
         print(f"plan.py: --output {output}: the file cannot be written ({error.strerror})", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     if len(runs) == 1:
         print("one run cannot tell all constants apart: others of its size will be predicted best; runs of other sizes and mappings make them exact")
     print(f"written: {output}. Use it as --hardware {output}")

@@ -33,6 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.errors import need_packages
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.proof.random_layouts import draw_cases
 from moe_trainer.proof.report import command, markdown, shrunk_lines, summary_lines, verdict_lines
 from moe_trainer.proof.shrink import Case, ShrinkError, Shrunk, as_is, shrink
@@ -43,23 +44,23 @@ def main(words: list[str]) -> int:
     options, flags = _options(words)
     if options.help or not words:
         print(__doc__.strip())
-        return 0 if options.help else 2
+        return ExitCode.OK if options.help else ExitCode.USER_ERROR
     try:
         cases, shrunk = _cases(options, flags)
     except ShrinkError as error:
         print("\n".join(["these flags cannot be proven:", *(f"  - {reason}" for reason in error.reasons)]), file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     if options.shrink_only:
         print("\n".join(shrunk_lines(shrunk) if shrunk is not None else map(command, cases)))
         return 0
     if all(case.world_size == 1 for case in cases):
         print(f"prove_layout.py: nothing to prove: {_why_one_rank(shrunk, options.ranks)}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     try:
         need_packages("torch", "numpy", "safetensors")
     except ValueError as error:
         print(f"prove_layout.py: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     return _prove(cases, shrunk, options, "scripts/prove_layout.py " + shlex.join(words))
 
 
@@ -162,8 +163,8 @@ def _prove(cases: list[Case], shrunk: Shrunk | None, options: argparse.Namespace
             options.report.write_text(markdown(verdicts, shrunk, asked), encoding="utf-8")
         except OSError as error:
             print(f"--report {options.report}: the file cannot be written ({error.strerror})", file=sys.stderr)
-            return 2
-    return 1 if parted else 0
+            return ExitCode.USER_ERROR
+    return ExitCode.FAILED if parted else ExitCode.OK
 
 
 if __name__ == "__main__":

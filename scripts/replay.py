@@ -38,6 +38,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_trainer.exit_codes import ExitCode
+
 if TYPE_CHECKING:
     from moe_trainer.guard.record import Record
     from moe_trainer.proof.replay import Plan
@@ -49,7 +51,7 @@ def main(words: list[str]) -> int:
     """Run the program. Returns the exit code."""
     if not words or "--help" in words or "-h" in words:
         print(__doc__.strip())
-        return 0 if words else 2
+        return ExitCode.OK if words else ExitCode.USER_ERROR
     options, flags = _options(words)
     from moe_trainer.errors import need_packages
     from moe_trainer.place import find_place
@@ -61,7 +63,7 @@ def main(words: list[str]) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"replay.py: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
 
 
 def _options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

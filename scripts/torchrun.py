@@ -7,12 +7,15 @@ last words: where a user can mend it, what to mend stands last, and not above to
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-AGAIN = 75
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_trainer.exit_codes import ExitCode
 
 
 def exit_code(codes: set[int]) -> int:
@@ -21,8 +24,8 @@ def exit_code(codes: set[int]) -> int:
     When the first rank has left with 75, all of them have agreed and saved; torchrun ends those that are still closing down
     by SIGTERM.
     """
-    if AGAIN in codes and codes <= {AGAIN, -15}:
-        return AGAIN
+    if ExitCode.RESTART in codes and codes <= {ExitCode.RESTART, -15}:
+        return ExitCode.RESTART
     own = sorted(code for code in codes if code > 0)
     killed = sorted(-code for code in codes if code < 0 and code != -15) or [15]  # 15: what torchrun itself sends to the others
     return own[0] if own else 128 + killed[0]

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.data.index_build import parse_split, split_range  # noqa: E402 - found beside this file
 from moe_trainer.data.indexed import IndexedDataset  # noqa: E402
+from moe_trainer.exit_codes import ExitCode  # noqa: E402
 
 
 def split_tokens(dataset: IndexedDataset, begin: int, end: int) -> np.ndarray:
@@ -43,13 +44,13 @@ def main(argv: list[str]) -> int:
         parts = [split_tokens(dataset, *each) for each in ranges]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     if not all(map(len, parts)):
         print(
             f"error: --split {given.split} leaves no tokens for training or validation in {given.data_path}",
             file=sys.stderr,
         )
-        return 2
+        return ExitCode.USER_ERROR
     print(f"{unigram_loss(*parts, given.vocab_size):.4f}")
     return 0
 

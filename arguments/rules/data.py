@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from arguments.data import DEFAULT_SPLIT
-from arguments.rules.facts import Facts, as_list, broken, evaluates_only, say
+from arguments.rules.facts import Facts, as_list, broken, say
 from arguments.settings import Settings, Violation
 
 SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
@@ -60,7 +60,7 @@ def one_source(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 def evaluation_has_data(s: Settings, _f: Facts) -> Iterator[Violation]:
-    evaluates = evaluates_only(s) and (s.eval_iters > 0 or s.full_validation)
+    evaluates = s.evaluates_only and (s.eval_iters > 0 or s.full_validation)
     if evaluates and not any(getattr(s, dest) for dest in ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)):
         yield broken(
             s,

@@ -155,8 +155,3 @@ def say(s: Settings, dest: str) -> str:
 def broken(s: Settings, message: str, *dests: str, kind: str = "rule") -> Violation:
     """A violation of a rule that concerns these flags, the most important first."""
     return Violation(tuple(s.flag(dest) for dest in dests), message, kind)
-
-
-def evaluates_only(s: Settings) -> bool:
-    """Does the run evaluate a model and nothing else? As `Arguments.evaluates_only`, before the settings are frozen."""
-    return bool(s.skip_train) and not s.moe_use_upcycling and s.ckpt_convert_format is None

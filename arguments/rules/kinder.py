@@ -9,7 +9,7 @@ The functions below (`RESOLVE`) do the nearest equivalent thing and say so in on
 
 from dataclasses import dataclass
 
-from arguments.rules.facts import Facts, evaluates_only, positive, quotient, uneven_ends
+from arguments.rules.facts import Facts, positive, quotient, uneven_ends
 from arguments.settings import Settings
 
 
@@ -290,7 +290,7 @@ def conversion_without_training(s: Settings, _f: Facts) -> None:
 
 def evaluation_without_training(s: Settings, _f: Facts) -> None:
     """The micro-batch size of an evaluation changes its speed and memory, not its losses."""
-    if evaluates_only(s) and s.micro_batch_size is None and s.eval_micro_batch_size is None:
+    if s.evaluates_only and s.micro_batch_size is None and s.eval_micro_batch_size is None:
         s.set_derived("micro_batch_size", 1, "an evaluation (--skip-train)")
 
 

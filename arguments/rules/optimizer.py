@@ -7,7 +7,7 @@ and TransformerConfig).
 
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, broken, evaluates_only, say
+from arguments.rules.facts import Facts, broken, say
 from arguments.settings import Settings, Violation
 
 PLAIN = ("adam", "sgd")
@@ -84,7 +84,7 @@ def weight_decay_of_qk_norm(s: Settings, _f: Facts) -> None:
 
 
 def learning_rate_is_given(s: Settings, _f: Facts) -> Iterator[Violation]:
-    if s.lr is None and not evaluates_only(s) and not s.freeze_all_layers:
+    if s.lr is None and not s.evaluates_only and not s.freeze_all_layers:
         yield broken(s, f"{s.flag('lr')} is missing; there is no default for it.", "lr")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.rules.batch_schedule import read_batch_schedule
-from arguments.rules.facts import Facts, as_list, broken, divides, evaluates_only, positive, say
+from arguments.rules.facts import Facts, as_list, broken, divides, positive, say
 from arguments.settings import Settings, Violation
 
 GBS, MBS = "global_batch_size", "micro_batch_size"
@@ -43,7 +43,7 @@ OF_TRAINING = (
 
 
 def evaluation_says_what_it_leaves_out(s: Settings, _f: Facts) -> None:
-    if not evaluates_only(s):
+    if not s.evaluates_only:
         return
     skip, idle = s.flag("skip_train"), [s.flag(dest) for dest in OF_TRAINING if s.given(dest) and getattr(s, dest)]
     if idle:
@@ -57,7 +57,7 @@ def evaluation_says_what_it_leaves_out(s: Settings, _f: Facts) -> None:
 def evaluation_batch_fits_the_ranks(s: Settings, f: Facts) -> None:
     """A batch of evaluation that nobody typed is rounded down to what these ranks can divide among them; there is no other batch then."""
     dest, step = "eval_global_batch_size", _per_microstep(s, f, s.eval_micro_batch_size)
-    if not evaluates_only(s) or s.given(dest) or s.given(GBS) or step is None or not positive(s.eval_global_batch_size):
+    if not s.evaluates_only or s.given(dest) or s.given(GBS) or step is None or not positive(s.eval_global_batch_size):
         return
     size = s.eval_global_batch_size
     if size % step and size % f.dp == 0 and not s.given("eval_micro_batch_size") and not s.given("micro_batch_size"):
@@ -75,7 +75,7 @@ def evaluation_batch_fits_the_ranks(s: Settings, f: Facts) -> None:
 
 
 def evaluation_loads_no_optimizer(s: Settings, _f: Facts) -> None:
-    if evaluates_only(s):
+    if s.evaluates_only:
         s.set_derived("no_load_optim", True, "--skip-train")
 
 
@@ -204,7 +204,7 @@ def one_training_length(s: Settings, _f: Facts) -> Iterator[Violation]:
 
 
 def schedule_uses_the_training_unit(s: Settings, _f: Facts) -> Iterator[Violation]:
-    if evaluates_only(s) or s.given("train_iters") == (s.train_samples is not None):
+    if s.evaluates_only or s.given("train_iters") == (s.train_samples is not None):
         return
     length, strangers = ("train_iters", SAMPLES) if s.given("train_iters") else ("train_samples", ITERATIONS)
     for dest in strangers:

@@ -28,6 +28,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.index import COMPLETE, INDEX, check, detect_format, read_index, stored_bytes
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 from moe_trainer.checkpoint.verify import verify_all
+from moe_trainer.exit_codes import ExitCode
 
 _STATE = re.compile(r"^(chained_\d+\.)?optimizer\.state\.[^.]+\.")
 _MAIN, _SHARDED_MAIN = "optimizer.state.fp32_param.", "optimizer.state.param."
@@ -281,10 +282,10 @@ def main(argv: list[str] | None = None) -> int:
         return run[options.command](options)
     except CheckpointError as error:
         print(error, file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     except PermissionError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     except BrokenPipeError:  # ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -44,7 +44,7 @@ _LIBRARY_OF_TYPE = MappingProxyType(
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. eod and pad are None where the tokenizer has no such token.
+    """Text to ids and back. eod, pad and bos are None where the tokenizer has no such token.
 
     Those that --fim-data takes have `plain_text` (without special tokens) and `token_id` (of one token, None where there is none), too.
     """
@@ -52,6 +52,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     eod: int | None
     pad: int | None
+    bos: int | None
     unique_identifiers: OrderedDict
 
     def tokenize(self, text: str) -> list[int]: ...
@@ -187,7 +188,7 @@ class NullTokenizer:
     def __init__(self, vocab_size: int, eod: int | None = None, pad: int = -1):
         self.vocab_size = int(vocab_size)
         self.eod = self.vocab_size - 1 if eod is None else eod
-        self.pad = pad
+        self.pad, self.bos = pad, None
         if not 0 <= self.eod < self.vocab_size:
             raise ValueError(f"--null-tokenizer-eod-id {self.eod} lies outside --vocab-size {self.vocab_size}")
 

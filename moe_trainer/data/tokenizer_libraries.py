@@ -431,7 +431,8 @@ class TikTokenizer:
             special_tokens={name: number for number, name in enumerate(special)},
         )
         self.vocab_size = vocab_size
-        self.eod, self.pad, self._num_special = names.index("</s>"), names.index("<pad>"), num_special_tokens
+        self.eod, self.pad, self.bos = names.index("</s>"), names.index("<pad>"), None
+        self._num_special = num_special_tokens
 
     def tokenize(self, text: str) -> list[int]:
         return self._encoding.encode(text, allowed_special="all")

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.parallel.rng import name_seed
 
-RESUME_ELSEWHERE, NOT_VALID = 16, 17
 LEARNED = 100  # iterations that a rule learns from before it judges
 LARGE = 10.0
 MOST_IN_A_ROW = 10  # a bad batch is followed by good ones: where ten in a row fail it is not the data, and no skipping helps
@@ -32,7 +32,7 @@ TOLERANCE = 1e-3  # of a repeated value: sums in the backward of attention and o
 class ResultRejected(FloatingPointError):
     """The result of an iteration was rejected and the run stops: on all ranks, which all say the same. exit_code: of the process."""
 
-    def __init__(self, message: str, exit_code: int = 1):
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED):
         super().__init__(message)
         self.exit_code = exit_code
 

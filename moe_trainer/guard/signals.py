@@ -8,7 +8,6 @@ from typing_extensions import Self  # typing.Self needs Python 3.11; torch bring
 from arguments.output import OutputArgs
 from arguments.training import TrainingArgs
 
-AGAIN = 75  # exit code of a run that has saved and wants to be started again: EX_TEMPFAIL of sysexits.h
 BATCH_SYSTEM = ("SIGTERM", "SIGUSR1", "SIGHUP")  # preemption and `scancel`; `sbatch --signal=USR1@120`; the terminal was closed
 
 

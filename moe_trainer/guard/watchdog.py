@@ -21,7 +21,7 @@ from types import FrameType
 
 from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
-from moe_trainer.errors import COMMUNICATION_FAILED
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.guard.bulletin import PATIENCE, Bulletin, Note, StoreGoneError
 from moe_trainer.guard.flight_recorder import FlightRecorder
 from moe_trainer.parallel.trace import (
@@ -34,7 +34,6 @@ from moe_trainer.parallel.trace import (
     shown_ranks,
 )
 
-EXIT_CODE = COMMUNICATION_FAILED
 _READ_ALL = 64  # world size up to which everybody's note is read; above, the store would have to send a million of them:
 _FIRST_ENDS = 8  # the first to end read those of their call's group, the rest what these first ones say
 _POSTS_PER_SECOND = 500  # of all ranks together
@@ -200,7 +199,7 @@ class Watchdog:
             self._leave(error)
         else:
             self._tell(error)
-        self._end(EXIT_CODE)
+        self._end(ExitCode.COMMUNICATION_FAILED)
         self._stopped.set()
 
     # ---- the others

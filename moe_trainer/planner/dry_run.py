@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from arguments import ArgumentError, Arguments, parse_args
 from arguments.report import world_size_of
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.planner.fixes import cheapest_fixes
 from moe_trainer.planner.hardware import Hardware, find_hardware
 from moe_trainer.planner.plan import Plan, PlanError, make_plan, validated_args
@@ -51,10 +52,10 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
         plan = plan_of_flags(argv, checkpoint)
     except ArgumentError as error:
         print(f"pretrain_moe.py: no plan, since the trainer rejects this: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     except ValueError as error:
         print(f"pretrain_moe.py: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     fixes = cheapest_fixes(argv, plan) if plan.margin < 0 else []
     notes = [*plan.args.notes, *([plan.note] if plan.note else []), *(() if plan.args.output.hardware else (f"--hardware is not given: {DEFAULT_HARDWARE}",))]
     print("\n".join([*notes, *plan_lines(plan, fixes)]))
@@ -66,5 +67,5 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
                 file.write("\n")
         except OSError as error:
             print(f"pretrain_moe.py: --report {path}: the file cannot be written ({error.strerror})", file=sys.stderr)
-            return 2
+            return ExitCode.USER_ERROR
     return 0

@@ -20,17 +20,15 @@ from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from arguments.container import OPTIONS, freeze
+from arguments.container import from_values
 from arguments.regular_file import regular_file
-from arguments.schema import int_pair
-from arguments.settings import Settings
 from moe_trainer.planner.hardware import KNOWN, Constants, Hardware, OwnRun, known_device
 from moe_trainer.planner.plan import Plan, PlanError, make_plan
 from moe_trainer.planner.step_time import plan_step
 from moe_trainer.planner.uncertainty import features, sizes_of
 
 if TYPE_CHECKING:
-    from arguments import Arguments
+    pass
 
 WARM_UP, LEAST = 3, 5
 """Iterations of a start that are left out, and that are needed after these."""
@@ -128,31 +126,12 @@ def _measured(name: str, run: Mapping[str, object], seconds: Sequence[float], ha
     if type(world_size) is not int or not 0 < world_size < MAX_RANKS or type(rows) is not int or not 0 < rows < MAX_VOCABULARY or not isinstance(settings, dict):
         raise PlanError(f"{where}: `run` lacks world_size, padded_vocab_size or settings")
     try:
-        args = arguments_of(settings | {"padded_vocab_size": rows}, world_size)
+        args = from_values(settings | {"padded_vocab_size": rows}, world_size)
         plan = make_plan(args, world_size, hardware)
     except (TypeError, ValueError, ArithmeticError, AssertionError, AttributeError, LookupError) as error:
         raise PlanError(f"{where}: its settings cannot be planned ({error})") from None
     timed = list(seconds[WARM_UP:])
     return Measured(name, median(timed), len(timed), str(run.get("device")), run.get("threads") if isinstance(run.get("threads"), int) else None, plan)
-
-
-def arguments_of(values: Mapping[str, object], world_size: int) -> Arguments:
-    """Arguments from resolved values by destination; what is not named is at its default.
-
-    Raises: PlanError for a value of a type that the flag does not have.
-    """
-    settings = Settings(OPTIONS)
-    for name, value in values.items():
-        if name not in OPTIONS:
-            continue
-        if OPTIONS[name].read is int_pair and isinstance(value, list):
-            value = tuple(value)  # JSON has no tuples
-        if isinstance(value, dict):
-            raise PlanError(f"{name}: {value!r} is no value of a flag")
-        if isinstance(value, int) and value > MAX_LISTED.get(name, value):
-            raise PlanError(f"{name}: {value} is more than {MAX_LISTED[name]}, which no measured run has")
-        settings.values[name] = value
-    return freeze(settings, world_size)
 
 
 def predicted_seconds(run: Measured, hardware: Hardware) -> float:

@@ -25,6 +25,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from moe_trainer.exit_codes import ExitCode
+
 logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 2000
@@ -236,13 +238,13 @@ def main(argv: list[str]) -> int:
     """Write the page of a finished or running run again."""
     if len(argv) != 1 or argv[0].startswith("-"):
         print(__doc__.strip().splitlines()[2].strip(), file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     dashboard = open_dashboard(argv[0], {})
     if dashboard is None:
         print(f"{argv[0]}: there is no such file", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     if not dashboard.write(done=True):
-        return 1
+        return ExitCode.FAILED
     print(dashboard.path)
     return 0
 

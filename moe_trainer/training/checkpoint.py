@@ -18,7 +18,7 @@ from moe_trainer.checkpoint.checkpoint import check_writable, save
 from moe_trainer.checkpoint.errors import StorageError
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.errors import user_input
-from moe_trainer.guard.failed_saves import MOST_IN_A_ROW
+from moe_trainer.guard.save_history import MOST_IN_A_ROW
 from moe_trainer.optim.schedule_record import schedule_record
 from moe_trainer.run import Run, TrainState
 from moe_trainer.training.judgement import history_of
@@ -44,12 +44,12 @@ def save_checkpoint(run: Run, state: TrainState) -> None:
     finish_save(run)
     with run.timers("save-checkpoint"), user_input(f"--save {output.save}"), _counting_failures(run):
         run.wait_params()
-        run.failed_saves.begun(state.iteration)
+        run.save_history.begun(state.iteration)
         if output.async_save:
             run.saver.start(output.save, content, run.chunks, run.optimizer, run.ps, run.save_options)
         else:
             save(output.save, content, run.chunks, run.optimizer, run.ps, run.save_options)
-            run.failed_saves.succeeded()
+            run.save_history.succeeded()
 
 
 def save_upcycled(run: Run, state: TrainState) -> None:
@@ -98,7 +98,7 @@ def finish_save(run: Run) -> None:
     if run.saver.under_way:
         with run.timers("save-checkpoint"), user_input(f"--save {run.args.output.save}"), _counting_failures(run):
             run.saver.finish()
-            run.failed_saves.succeeded()
+            run.save_history.succeeded()
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _counting_failures(run: Run) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        run.failed_saves.failed(error)
+        run.save_history.failed(error)
         if run.runtime.place.rank == 0:
             logger.error("WARNING: %s The run goes on and tries again at the next save; failure %d in a row, the run ends at %d",
-                         error, run.failed_saves.in_a_row, MOST_IN_A_ROW)
+                         error, run.save_history.in_a_row, MOST_IN_A_ROW)

@@ -43,11 +43,10 @@ from arguments import Arguments
 from moe_trainer.checkpoint.random_state import capture, restore, streams_of
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import user_input
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.guard.beginning import Beginning
 from moe_trainer.guard.rejection import (
     MOST_IN_A_ROW,
-    NOT_VALID,
-    RESUME_ELSEWHERE,
     TOLERANCE,
     Reason,
     ResultRejected,
@@ -236,7 +235,7 @@ class _Case:
             text = (f"iteration {self.number}: {reason.text}; repeated in place, {repeated.text}: this is no property of the model or the "
                     f"data. {self._differences(before, second)}")
             _track(self.run, self.number, "first_rerun_not_reproducible", text)
-            raise ResultRejected(text, NOT_VALID)
+            raise ResultRejected(text, ExitCode.RESULT_NOT_VALID)
         _track(self.run, self.number, "first_rerun_reproducible", reason.text)
         where = find_fault(self.run, self.state, lambda: self.again(True).sums) if reason.kind == "nan" else ""
         return self._conclude(second, reason, where)
@@ -290,7 +289,7 @@ class _Case:
             self._say(f"{text}; the update is skipped")
             return Judgement(attempt, reason.text)
         if action == "skip":
-            raise ResultRejected(f"{text}. These are {MOST_IN_A_ROW} iterations in a row: it is not a batch that is bad", 1)
+            raise ResultRejected(f"{text}. These are {MOST_IN_A_ROW} iterations in a row: it is not a batch that is bad", ExitCode.FAILED)
         self._stop(text, reason, where)
 
     def _stop(self, text: str, reason: Reason, where: str) -> None:
@@ -298,19 +297,19 @@ class _Case:
         last = "the last checkpoint is untouched"
         if run.args.training.rerun_mode != "validate_results":
             advice = " --no-check-for-nan-in-loss-and-grad goes on regardless" if reason.kind == "nan" else ""
-            raise ResultRejected(f"{text}; {last}.{advice}", 1)
+            raise ResultRejected(f"{text}; {last}.{advice}", ExitCode.FAILED)
         text += f"; repeated in place it is the same; {last}. --on-nan skip and --on-loss-spike skip leave such a batch out."
         if run.args.output.save is None:
-            raise ResultRejected(f"{text} The model or the data, or a machine that is wrong every time", NOT_VALID)
+            raise ResultRejected(f"{text} The model or the data, or a machine that is wrong every time", ExitCode.RESULT_NOT_VALID)
         devices = collectives.all_gather_object(device_of(run), run.ps.world)
         if noted is not None and noted.iteration == self.number and not set(devices) & set(noted.devices):
             _track(run, self.number, "second_rerun_reproducible", text)
             self._on_rank_0(Suspicion.clear)
-            raise ResultRejected(f"{text} Other machines ({_shown(noted.devices)}) got the same: it is the model or the data", NOT_VALID)
+            raise ResultRejected(f"{text} Other machines ({_shown(noted.devices)}) got the same: it is the model or the data", ExitCode.RESULT_NOT_VALID)
         suspicion = Suspicion(self.number, reason.text, where, devices)
         self._on_rank_0(suspicion.write)
         raise ResultRejected(f"{text} To tell the model and the data from a machine that is wrong every time, resume on other machines than "
-                             f"{_shown(devices)} (exit code {RESUME_ELSEWHERE})", RESUME_ELSEWHERE)
+                             f"{_shown(devices)} (exit code {ExitCode.RESUME_ELSEWHERE.value})", ExitCode.RESUME_ELSEWHERE)
 
     def _say(self, text: str) -> None:
         if self.run.ps.world.rank == 0:

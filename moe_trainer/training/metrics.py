@@ -50,12 +50,12 @@ def _open_metrics(run: Run, state: TrainState) -> MetricsLogger:
         own=output.auto_resume or (state.iteration > 0 and output.save is not None and output.load == output.save),
         start_samples=state.consumed_train_samples,
         evaluates_only=args.evaluates_only,
-        run=describe_run(args, place.world_size, run.padded_vocab_size, run.runtime.device),
+        run=run_record(args, place.world_size, run.padded_vocab_size, run.runtime.device),
     )
     return MetricsLogger(options, place.world_size, state.iteration, args.as_dict())
 
 
-def describe_run(args: Arguments, world_size: int, padded_vocab_size: int, device: torch.device) -> dict[str, object]:
+def run_record(args: Arguments, world_size: int, padded_vocab_size: int, device: torch.device) -> dict[str, object]:
     """Describe what runs where, as the first record of metrics.jsonl holds it and `plan.py calibrate --from` reads it.
 
     Returns:

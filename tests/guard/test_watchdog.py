@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from harness import RanksFailed, run_ranks
 
+from moe_trainer.exit_codes import ExitCode
 from moe_trainer.guard.bulletin import Bulletin, Note
-from moe_trainer.guard.watchdog import EXIT_CODE, Watchdog, describe
+from moe_trainer.guard.watchdog import Watchdog, describe
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.trace import CommunicationError, Trace
@@ -100,7 +101,7 @@ def test_a_call_that_the_gpu_never_finishes_ends_the_process(capsys):
     call.event = Stuck()
     with Watchdog(trace, 8, None, 0.5, end=lambda code: (codes.append(code), ended.set())):
         assert ended.wait(10)
-    assert codes == [EXIT_CODE] and call.waited() < 5
+    assert codes == [ExitCode.COMMUNICATION_FAILED] and call.waited() < 5
     said = capsys.readouterr().err
     assert "rank 5: reduce_scatter number 1 of group dp_cp (ranks 1 5) in test_a_call_that_the_gpu" in said and "not done after" in said
 
@@ -148,7 +149,7 @@ def test_who_waits_although_the_job_has_failed_is_ended(tmp_path, capsys):
         other.announce_end(Note(1, "ended", "", "MemoryError: no more", 0.0))
         assert ended.wait(20)
     said = capsys.readouterr().err
-    assert codes == [EXIT_CODE] and "and the job has failed" in said and "rank 1: ended: MemoryError: no more" in said
+    assert codes == [ExitCode.COMMUNICATION_FAILED] and "and the job has failed" in said and "rank 1: ended: MemoryError: no more" in said
 
 
 def ends_at_once_or_waits(rank, n, port):

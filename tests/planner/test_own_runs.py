@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
-from arguments.container import OPTIONS, SECTIONS
+from arguments.container import OPTIONS, SECTIONS, from_values
 from moe_trainer.planner import own_runs
 from moe_trainer.planner.hardware import Constants, HardwareError, find_hardware
-from moe_trainer.planner.own_runs import arguments_of, calibrated, hardware_yaml, predicted_seconds, read_runs
+from moe_trainer.planner.own_runs import calibrated, hardware_yaml, predicted_seconds, read_runs
 from moe_trainer.planner.plan import PlanError, make_plan
 from moe_trainer.planner.uncertainty import error_bar
 from scripts import plan
@@ -49,7 +49,7 @@ def planted_seconds(argv, world_size=1):
 def test_settings_of_a_record_are_the_arguments():
     for argv in (LINES[0], "--preset deepseek_v3_tiny --mock-data", "--preset gpt_oss_tiny --mock-data", "--preset qwen3_next_tiny --mock-data --bf16"):
         args = parse_args(argv.split(), 1)
-        again = arguments_of(described(argv)["settings"], 1)
+        again = from_values(described(argv)["settings"], 1)
         assert all(getattr(args, name) == getattr(again, name) for name, _ in SECTIONS)
 
 

@@ -8,7 +8,7 @@ import pytest
 from commands import environment, golden_workspace, read_metrics, run, start
 from train.tiny import MOCK, TINY
 
-from moe_trainer.planner.own_runs import arguments_of
+from arguments.container import from_values
 
 METRICS = ["--metrics-file", "metrics.jsonl"]
 
@@ -51,7 +51,7 @@ def test_skipped_iterations_consume_their_samples(tmp_path):
     assert [r["iteration"] for r in records] == [1, 4]
     ran = records[0]["run"]  # what `plan.py calibrate --from` reads; said once
     assert (ran["world_size"], ran["device"]) == (1, "cpu") and ran["threads"] >= 1 and "run" not in records[1]
-    assert arguments_of(ran["settings"], 1).training.iterations_to_skip == [2, 3] and ran["padded_vocab_size"] > 0
+    assert from_values(ran["settings"], 1).training.iterations_to_skip == [2, 3] and ran["padded_vocab_size"] > 0
     assert records[1]["consumed_samples"] == 16
     # the schedule does not advance with them
     assert records[1]["learning_rate"] == pytest.approx(records[0]["learning_rate"], rel=0.2)

@@ -5,8 +5,8 @@ from moe_trainer.errors import InputError
 MOST_IN_A_ROW = 3
 
 
-class FailedSaves:
-    """The saves of a run that have failed since the last one that succeeded; the same on every rank.
+class SaveHistory:
+    """Which saves of a run succeeded, and how many have failed since the last one that did; the same on every rank.
 
     in_a_row: how many. last: the error of the last one. saved: the iterations of those that succeeded.
     """
