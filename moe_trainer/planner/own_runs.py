@@ -126,6 +126,9 @@ def _measured(name: str, run: Mapping[str, object], seconds: Sequence[float], ha
     if type(world_size) is not int or not 0 < world_size < MAX_RANKS or type(rows) is not int or not 0 < rows < MAX_VOCABULARY or not isinstance(settings, dict):
         raise PlanError(f"{where}: `run` lacks world_size, padded_vocab_size or settings")
     try:
+        for flag, most in MAX_LISTED.items():
+            if isinstance(settings.get(flag), int) and settings[flag] > most:
+                raise PlanError(f"{flag}: {settings[flag]} is more than {most}, which no measured run has")
         args = from_values(settings | {"padded_vocab_size": rows}, world_size)
         plan = make_plan(args, world_size, hardware)
     except (TypeError, ValueError, ArithmeticError, AssertionError, AttributeError, LookupError) as error:
