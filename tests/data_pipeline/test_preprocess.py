@@ -230,17 +230,14 @@ def test_errors_of_the_command(tmp_path, flags, message):
 
 
 def test_a_stopped_command_leaves_nothing(tmp_path):
-    os.mkfifo(tmp_path / "in.jsonl")
+    (tmp_path / "in.jsonl").write_text('{"text": "1"}\n' * 4_000_000)  # many seconds of work
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--workers", "2"]
     arguments = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "x"), *flags]
     process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), *arguments])
-    with open(tmp_path / "in.jsonl", "w") as feed:
-        feed.write('{"text": "1"}\n')
-        feed.flush()
-        deadline = time.monotonic() + 300
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert len(list(tmp_path.iterdir())) == 2, "the temporary file never appeared"
-        process.terminate()
-        assert process.wait(300) == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 300
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(list(tmp_path.iterdir())) == 2, "the temporary file never appeared"
+    process.terminate()
+    assert process.wait(300) == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
