@@ -244,6 +244,20 @@ class ModelArgs:
     init_model_with_meta_device: bool = False
     """Build the model without storage first, and materialise it when it is sharded."""
 
+    # ---- maximal update parametrization
+    use_mup: bool = False
+    """Scale initial weights, logits and learning rates with the width (muP), so that rates found at one width serve another."""
+    mup_base_hidden_size: int | None = None
+    """muP: the width at which nothing is scaled. Unset: --hidden-size."""
+    mup_embedding_mult: float = 1.0
+    """muP: multiply the embedding's output by this."""
+    mup_output_mult: float = 1.0
+    """muP: multiply the logits by this. 1: base width / width."""
+    mup_base_head_dim: float | None = None
+    """muP: multiply attention scores by the root of this. Unset: 1."""
+    mup_attn_scale_power: float = 1.0
+    """muP: divide attention scores by the head size to this power (without muP 0.5)."""
+
     # ---- loss and fused kernels
     cross_entropy_loss_fusion: bool = False
     """Use a fused cross-entropy kernel."""
@@ -273,6 +287,19 @@ class ModelArgs:
     """Run dense feed-forward layers through the grouped product."""
     deprecated_use_mcore_models: bool = flag(False, "--use-mcore-models")
     """Use Megatron-Core's models (there is no other kind left)."""
+
+    @property
+    def width_mult(self) -> float:
+        """Width / base width under muP (arXiv 2203.03466), else 1."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """Factor of attention scores under muP. None: 1 / the root of the key size, as latent attention has it in any case."""
+        if not self.use_mup or self.multi_latent_attention:
+            return None
+        base = 1.0 if self.mup_base_head_dim is None else self.mup_base_head_dim**0.5
+        return base / self.kv_channels**self.mup_attn_scale_power
 
     @property
     def query_groups(self) -> int:

@@ -75,6 +75,8 @@ class OptimizerArgs:
     """Another learning rate for embedding and output layer."""
     decoupled_min_lr: float | None = None
     """Smallest learning rate for embedding and output layer."""
+    mup_width_mult: float = 1.0
+    """muP: what learning rates, and Adam's epsilon, are scaled by, parameter by parameter. Always --hidden-size / --mup-base-hidden-size."""
     override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler", "--override-opt-param-scheduler")
     """Use this command line's schedule, not the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(

@@ -137,14 +137,6 @@ PRODUCTS = (
         """,
     ),
     Product(
-        "maximal update parametrisation",
-        "its multipliers and learning rates per parameter are not built; set --lr, --decoupled-lr and --init-method-std for this width",
-        """
-        --use-mup --mup-width-mult=1 --mup-base-hidden-size=1 --mup-embedding-mult=1 --mup-output-mult=1
-        --mup-base-head-dim=1 --mup-attn-scale-power=1
-        """,
-    ),
-    Product(
         "hyper-connections",
         "this program has one residual stream",
         """

@@ -204,6 +204,7 @@ NEEDS = (
     (("use_torch_fsdp2",), "torch_fsdp2_reshard_after_forward"),
     (("use_megatron_fsdp",), "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype"),
     (("fp16",), "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
+    (("use_mup",), "mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power"),
     (("decoupled_lr",), "decoupled_min_lr"),
     (("optimizer_cpu_offload",), "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads"),
     (("optimizer_cpu_offload", "chunked_optimizer_state_offload"), "pin_cpu_params"),

@@ -16,6 +16,7 @@ from arguments.rules import (
     graphs,
     kernels,
     kinder,
+    mup,
     numbers,
     optimizer,
     overlap,
@@ -36,7 +37,7 @@ from arguments.settings import Settings, Violation
 __all__ = ["AREAS", "check", "derived", "resolve"]
 
 AREAS = (
-    numbers, finermoe, sizes, attention, sparse_attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs,
+    numbers, finermoe, sizes, mup, attention, sparse_attention, parallel, pipeline, router, dispatcher, optimizer, precision, recompute, overlap, graphs,
     graph_limits, kernels,
     training, data, checkpoint,
 )  # fmt: skip

@@ -101,6 +101,8 @@ def write_config(flags: Mapping[str, Any], rows: int, kind: str | None = None) -
     """
     if kind is not None and kind not in FAMILIES:
         raise CheckpointError(f"the model type {kind!r} cannot be written; there are {', '.join(FAMILIES)}")
+    if flags.get("use_mup"):
+        raise CheckpointError("the model is trained with --use-mup: no Hugging Face model type has its multipliers of embeddings, logits and scores")
     refusals = []
     for family in FAMILIES.values() if kind is None else (FAMILIES[kind],):
         try:

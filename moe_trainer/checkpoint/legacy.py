@@ -29,16 +29,16 @@ from moe_trainer.checkpoint.legacy_names import (
     buffer_places,
     copies_of,
     cut_of,
-    decays,
     global_name,
-    has_own_rate,
+    kind_of,
     layers_of,
     shared_names,
 )
 from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
-from moe_trainer.checkpoint.optimizer_record import is_decoupled
+from moe_trainer.checkpoint.optimizer_record import is_decoupled, param_group
 from moe_trainer.checkpoint.sharding import KeyScheme, object_key
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, plain
+from moe_trainer.shape.mup import width_mult
 
 FORMAT = "torch"
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
@@ -346,11 +346,14 @@ def bucketing(record: Mapping[str, Any], sizes: Sizes, pp: int, chunk: int, expe
 
 def _belongs(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any], experts_apart: bool) -> bool:
     """Whether a parameter is in a group of the optimizer, by what the group says of itself."""
-    if (group.get("wd_mult", 1.0) != 0.0) != decays(name, value.dim(), record):
+    kind = kind_of(name, value.dim(), record)
+    if (group.get("wd_mult", 1.0) != 0.0) != kind.decayed:
         return False
     if bool(group.get("is_expert_parallel")) != (experts_apart and EXPERT in name):
         return False
-    return record.get("decoupled_lr") is None or is_decoupled(group) == has_own_rate(name)
+    if width_mult(record) != 1.0:
+        return group.get("max_lr") == param_group(record, **kind._asdict(), experts=False)["max_lr"]
+    return record.get("decoupled_lr") is None or is_decoupled(group) == kind.decoupled
 
 
 def _chunks(file: RankFile, content: Mapping) -> list[Mapping[str, Any]]:

@@ -9,10 +9,11 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.layer_spec import FUSED, fused_norms, has_engine_names
+from moe_trainer.shape.mup import DECOUPLED, is_scaled, width_mult
 
 MODEL_FILE = "model_optim_rng.pt"
 STATE_FILE = "distrib_optim.pt"
@@ -163,9 +164,19 @@ def decays(name: str, ndim: int, record: Mapping[str, Any]) -> bool:
     return ndim > 1 and not name.endswith(".bias")
 
 
-def has_own_rate(name: str) -> bool:
-    """Whether --decoupled-lr is the parameter's."""
-    return name.endswith(("word_embeddings.weight", "output_layer.weight"))
+class Kind(NamedTuple):
+    """A parameter group: with weight decay, with the rate of --decoupled-lr, with a rate that muP scales."""
+
+    decayed: bool
+    decoupled: bool
+    scaled: bool = False
+
+
+def kind_of(name: str, ndim: int, record: Mapping[str, Any]) -> Kind:
+    """The group of a parameter."""
+    decoupled = record.get("decoupled_lr") is not None
+    scaled = width_mult(record) != 1.0 and is_scaled(name, ndim, record["optimizer"], decoupled)
+    return Kind(decays(name, ndim, record), decoupled and name.endswith(DECOUPLED), scaled)
 
 
 def copies_of(names: Collection[str], record: Mapping[str, Any], pp: int) -> frozenset[str]:

@@ -25,23 +25,24 @@ from moe_trainer.checkpoint.legacy_names import (
     LATENT_DOWN,
     MODEL_FILE,
     STATE_FILE,
+    Kind,
     Sizes,
     buffer_places,
     cut_of,
-    decays,
-    has_own_rate,
+    kind_of,
     layer_of,
     local_name,
     order_of,
     spelled,
 )
-from moe_trainer.checkpoint.optimizer_record import grad_scaler, param_group
+from moe_trainer.checkpoint.optimizer_record import grad_scaler, param_group, place_among
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.reading import fill
 from moe_trainer.checkpoint.sharding import KeyScheme, Piece, pieces
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.shape.mup import width_mult
 
 _EXTRA = re.compile(r"(^|\.)(linear_\w+|eh_proj|output_layer)\.weight\d*$")
 _HALF = (torch.bfloat16, torch.float16)
@@ -181,23 +182,30 @@ def _optimizer(chunks: list[list[Entry]], record: Mapping[str, Any], scalars: Ma
     """The state dict of one of Megatron's optimizers over all chunks."""
     entries = [entry for chunk in chunks for entry in chunk]
     step, groups, state, mains = float(scalars.get("step", 0)), [], {}, []
-    apart = record.get("decoupled_lr") is not None
-    # as upstream's, a group is there if a parameter of any rank belongs to it: experts without biases all decay, embeddings do
-    without_decay = ((False, False),) if not experts or record.get("add_bias_linear", True) else ()
-    for decayed, own_rate in ((True, False), *without_decay, *(((True, True),) if apart and not experts else ())):
-        mine = [entry for entry in entries if decays(entry.name, entry.value.dim(), record) is decayed
-                and (not apart or has_own_rate(entry.name) is own_rate)]
+    for kind in _kinds(record, scalars, experts):
+        mine = [entry for entry in entries if kind_of(entry.name, entry.value.dim(), record) == kind]
         mine.sort(key=lambda entry: entry.value.dtype == torch.float32)
         numbers = list(range(len(state), len(state) + len(mine)))
         state |= {number: {"step": torch.tensor(step), **{name: value for name, value in entry.states.items() if name != "fp32_param"}}
                   for number, entry in zip(numbers, mine, strict=True)}
         mains.append([entry.states["fp32_param"] for entry in mine if entry.value.dtype in _HALF])
-        groups.append(param_group(record, decayed=decayed, decoupled=own_rate, experts=experts, step=int(step)) | {"params": numbers})
+        groups.append(param_group(record, **kind._asdict(), experts=experts, step=int(step)) | {"params": numbers})
     scaler = grad_scaler(scalars)
     if record.get("use_distributed_optimizer"):
         return {"optimizer": {"param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups]}, **scaler}
     inner = {"state": state, "param_groups": groups}
     return {"optimizer": inner, "fp32_from_fp16_params": mains, **scaler} if any(mains) else inner
+
+
+def _kinds(record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool) -> list[Kind]:
+    """The groups of one of Megatron's optimizers. As there, a group is there if a parameter of any rank belongs to it."""
+    if width_mult(record) != 1.0:
+        found = [Kind(group["wd_mult"] != 0.0, group["is_decoupled_lr"], group["lr_mult"] != 1.0) for group in scalars["param_groups"]
+                 if group["is_expert_parallel"] is experts]
+        return sorted(found, key=lambda kind: place_among(record, param_group(record, **kind._asdict(), experts=experts)))
+    # experts without biases all decay, embeddings do
+    without_decay = [Kind(False, False)] if not experts or record.get("add_bias_linear", True) else []
+    return [Kind(True, False), *without_decay, *([Kind(True, True)] if record.get("decoupled_lr") is not None and not experts else [])]
 
 
 def _buffers(chunks: list[list[Entry]], record: Mapping[str, Any], sizes: Sizes, pp: int, experts: bool) -> dict:

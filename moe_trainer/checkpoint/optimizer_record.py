@@ -14,20 +14,27 @@ from typing import Any
 import torch
 
 from moe_trainer.checkpoint.layer_spec import has_engine_names
+from moe_trainer.shape.mup import rate_mult, width_mult
 
 FULLY_RESHARDABLE = "fully_reshardable"
 
 
-def param_group(record: Mapping[str, Any], *, decayed: bool, decoupled: bool, experts: bool, step: int | None = None) -> dict[str, Any]:
+def param_group(record: Mapping[str, Any], *, decayed: bool, decoupled: bool, experts: bool, step: int | None = None,
+                scaled: bool = False) -> dict[str, Any]:
     """What a parameter group says of itself, but for its parameters.
 
     record: the flags by destination. decoupled: its learning rate is that of --decoupled-lr. experts: its parameters are spread over
-    expert-parallel ranks. step: the number of steps, where the group keeps it.
+    expert-parallel ranks. step: the number of steps, where the group keeps it. scaled: its learning rate is (shape/mup.py).
     """
     max_lr = record.get("decoupled_lr") if decoupled else record.get("lr")
     own_min = record.get("decoupled_min_lr") if decoupled else None
     min_lr = record.get("min_lr") if own_min is None else own_min
-    found = {"is_expert_parallel": experts, "default_config": not decoupled, "wd_mult": float(decayed), "lr_mult": 1.0,
+    eps = record.get("adam_eps")
+    if scaled:
+        factor = rate_mult(record["optimizer"], width_mult(record))
+        max_lr, min_lr = max_lr * factor, min_lr * factor
+        eps = eps * factor if record["optimizer"] == "adam" else eps
+    found = {"is_expert_parallel": experts, "default_config": not decoupled and not scaled, "wd_mult": float(decayed), "lr_mult": 1.0,
              # since core_v0.16 only max_lr tells a group with --decoupled-lr from the others
              "is_decoupled_lr": False, "max_lr": max_lr, "min_lr": min_lr, "lr": max_lr,
              "weight_decay": float(record.get("weight_decay") or 0.0) * decayed,
@@ -36,13 +43,20 @@ def param_group(record: Mapping[str, Any], *, decayed: bool, decoupled: bool, ex
         found["step"] = step
     if record.get("optimizer") == "sgd":
         return found | {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False}
-    return found | {"betas": (record.get("adam_beta1"), record.get("adam_beta2")), "eps": record.get("adam_eps"), "amsgrad": False,
+    return found | {"betas": (record.get("adam_beta1"), record.get("adam_beta2")), "eps": eps, "amsgrad": False,
                     "capturable": False, "decoupled_weight_decay": True, "bias_correction": True}
 
 
 def is_decoupled(group: Mapping[str, Any]) -> bool:
     """Whether a group of a checkpoint, of whichever release, has the learning rate of --decoupled-lr."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
+
+
+def place_among(record: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[bool, list[tuple[str, float]]]:
+    """Megatron-LM orders the groups of an optimizer by what sets them apart from the flags, and pairs those of a checkpoint with its own in order."""
+    usual = {"max_lr": record.get("lr"), "min_lr": record.get("min_lr"), "eps": record.get("adam_eps"), "wd_mult": 1.0}
+    apart = sorted((key, group[key]) for key, value in usual.items() if group.get(key, value) != value)
+    return bool(apart), apart
 
 
 def chained(groups: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -67,7 +81,10 @@ def _of_one(record: Mapping[str, Any], scalars: Mapping[str, Any], groups: list[
     step, distributed = int(scalars["step"]), bool(record.get("use_distributed_optimizer"))
     in_groups = distributed or has_engine_names(record)
     described = [param_group(record, decayed=group["wd_mult"] != 0.0, decoupled=group["is_decoupled_lr"],
-                             experts=group["is_expert_parallel"], step=step if in_groups else None) for group in groups]
+                             experts=group["is_expert_parallel"], step=step if in_groups else None,
+                             scaled=group.get("lr_mult", 1.0) != 1.0) for group in groups]
+    if width_mult(record) != 1.0:
+        described.sort(key=lambda group: place_among(record, group))
     if distributed:
         return {"optimizer": {"param_groups": described}, **grad_scaler(scalars), "param_state_sharding_type": FULLY_RESHARDABLE}
     inner = {"state": {} if in_groups else {"common_step": torch.tensor(float(step))}, "param_groups": described}

@@ -97,8 +97,9 @@ class SelfAttention(nn.Module):
             info_of(self.linear_qkv.weight), row_blocks=(*(queries,) * (1 + self.gated), self.head_dim, self.head_dim))
         self.q_layernorm = self._qk_norm(model, kit, f"{name}.q_layernorm")
         self.k_layernorm = self._qk_norm(model, kit, f"{name}.k_layernorm")
-        self.core_attention = kit.core_attention(model, layer_number, head_dim=self.head_dim)
-        self.logits = LogitPeaks(model, layer_number, self.head_dim**-0.5, ps.cp)
+        scale = self.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
+        self.core_attention = kit.core_attention(model, layer_number, head_dim=self.head_dim, scale=model.softmax_scale)
+        self.logits = LogitPeaks(model, layer_number, scale, ps.cp)
         self.softmax_offset = make_sinks(model, name, tp)
         self.linear_proj = kit.row_linear(
             heads * self.head_dim, model.hidden_size, name=f"{name}.linear_proj", group=tp, init=residual_init(model),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from arguments.model import ModelArgs
-from moe_trainer.layers.init import make_parameter
+from moe_trainer.layers.init import hidden_std, make_parameter
 from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops.attention import attention, pads_values, sliding_window_mask
 from moe_trainer.ops.block_attention import Documents, Rule
@@ -47,7 +47,7 @@ def make_sinks(model: ModelArgs, name: str, tp: Group) -> Parameter | None:
         return None
     return make_parameter((model.num_attention_heads // tp.size,), ParamInfo(
         (f"{name}.core_attention.softmax_offset",), sharded_dim=0, shard_rank=tp.rank, shard_count=tp.size, init="normal",
-        init_std=model.init_method_std))
+        init_std=hidden_std(model)))
 
 
 class CoreAttention(nn.Module):

@@ -18,24 +18,34 @@ class Init(NamedTuple):
 
 
 def hidden_init(model: ModelArgs) -> Init:
-    """Every weight that reads the hidden state: qkv, fc1, router, output head."""
+    """Every weight that reads the hidden state: qkv, fc1, router, output head (but see output_init)."""
     if model.init_method_xavier_uniform:
         return Init("xavier_uniform")
-    return Init("normal", model.init_method_std)
+    return Init("normal", hidden_std(model))
+
+
+def hidden_std(model: ModelArgs) -> float:
+    """The deviation of a weight that reads the hidden state; under muP it shrinks with the root of the width."""
+    return model.init_method_std / math.sqrt(model.width_mult)
 
 
 def residual_init(model: ModelArgs) -> Init:
     """Every weight that writes to the residual stream (attention output, fc2): std / sqrt(2 * num_layers)."""
     if model.init_method_xavier_uniform:
         return Init("xavier_uniform")
-    return Init("normal", model.init_method_std / math.sqrt(2.0 * model.num_layers))
+    return Init("normal", hidden_std(model) / math.sqrt(2.0 * model.num_layers))
 
 
 def embedding_init(model: ModelArgs) -> Init:
-    """Token and position embeddings."""
+    """Token and position embeddings, whatever the width."""
     if model.embedding_init_method_std is not None and model.embedding_init_method_std != model.init_method_std:
         return Init("normal", model.embedding_init_method_std)
-    return hidden_init(model)
+    return Init("xavier_uniform") if model.init_method_xavier_uniform else Init("normal", model.init_method_std)
+
+
+def output_init(model: ModelArgs) -> Init:
+    """An output layer with a weight of its own; muP takes it for an embedding, and scales its logits."""
+    return embedding_init(model) if model.use_mup else hidden_init(model)
 
 
 def make_parameter(shape: tuple[int, ...], info: ParamInfo) -> Parameter:

@@ -174,14 +174,16 @@ class OutputHead(nn.Module):
 
     The weight is an argument of both methods when it is the embedding's (tied head). Both get this rank's rows when
     sequence_parallel. steps: what runs on the logits. queue: see layers/linear.py; a tied weight's gradient never waits, for its other part does not.
-    logit_dtype: of the logits; None: the weight's. quantize: see layers/linear.py.
+    logit_dtype: of the logits; None: the weight's. quantize: see layers/linear.py. multiplier: of the logits (muP).
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, *, name: str, group: Group, init: Init, tied: bool,
                  sequence_parallel: bool = False, queue: WeightGradQueue | None = None, steps: LossSteps = PLAIN,
-                 logit_dtype: torch.dtype | None = None, quantize: Callable[..., QuantizedProducts] | None = None):
+                 logit_dtype: torch.dtype | None = None, quantize: Callable[..., QuantizedProducts] | None = None,
+                 multiplier: float = 1.0):
         super().__init__()
-        self.steps = steps
+        self.multiplier = multiplier
+        self.steps = steps if multiplier == 1.0 else steps.of_multiple(multiplier)
         self.quantized = None if quantize is None else quantize(name, cut=True)
         self.products = LogitProducts(logit_dtype, self.quantized)
         self.group, self.queue = group, None if tied else queue
@@ -213,4 +215,6 @@ class OutputHead(nn.Module):
         """Unnormalized log-probabilities of the whole vocabulary, in the dtype of the logits, on every rank."""
         weight = self.weight if tied_weight is None else tied_weight
         logits_SBV = column(x_SBH, weight, self.group, sequence_parallel=self.sequence_parallel, products=self.products)
+        if self.multiplier != 1.0:
+            logits_SBV = logits_SBV * self.multiplier
         return gather_last_dim_replicated(logits_SBV.transpose(0, 1).contiguous(), self.group)

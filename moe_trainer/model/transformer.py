@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from arguments import Arguments
 from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.dropout import Dropout
-from moe_trainer.layers.init import embedding_init, hidden_init
+from moe_trainer.layers.init import embedding_init, output_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.precision import LowPrecision, find_quantized, scaling_state
 from moe_trainer.layers.rotary import Tables, make_rotary
@@ -54,6 +54,7 @@ class Embedding(nn.Module):
         model, sp = args.model, args.parallel.sequence_parallel
         self.dropout = Dropout(model.hidden_dropout, kit.stream if sp else None)
         self.fp32_residual = model.fp32_residual_connection
+        self.multiplier = model.mup_embedding_mult if model.use_mup else 1.0
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size, model.hidden_size, name="embedding.word_embeddings", group=ps.tp,
             init=embedding_init(model), tied=tied, copy=copy, sequence_parallel=sp)
@@ -68,6 +69,8 @@ class Embedding(nn.Module):
         x_SBH = self.word_embeddings(tokens_BS.t())
         if self.position_embeddings is not None:
             x_SBH = x_SBH + self.position_embeddings(position_ids_BS.t())
+        if self.multiplier != 1.0:
+            x_SBH = x_SBH * self.multiplier
         if self.fp32_residual:
             x_SBH = x_SBH.float()
         return self.dropout(x_SBH)
@@ -135,9 +138,10 @@ class Transformer(nn.Module):
         self.output_layer = None
         if layout.has_loss:
             self.output_layer = OutputHead(
-                model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=hidden_init(model),
+                model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=output_init(model),
                 tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=queue, steps=kit.kernels.loss_steps,
-                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype), quantize=kit.for_head())
+                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype), quantize=kit.for_head(),
+                multiplier=model.mup_output_mult if model.use_mup else 1.0)
         self.quantized = find_quantized(self)
 
     def generators(self) -> dict[str, torch.Generator]:

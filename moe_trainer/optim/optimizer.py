@@ -31,7 +31,7 @@ from moe_trainer.optim.flat import Slot
 from moe_trainer.optim.flat_state import FlatState
 from moe_trainer.optim.kept_state import KeptState
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
-from moe_trainer.optim.param_groups import ParamGroup
+from moe_trainer.optim.param_groups import ParamGroup, adam_eps
 from moe_trainer.optim.state_plan import rule_of
 from moe_trainer.optim.stored_state import stored_states
 from moe_trainer.optim.update import Updater
@@ -115,7 +115,7 @@ class Optimizer:
         found = {piece.group for state in self._states for piece in state.pieces}
         # a stage without experts, or without a decoupled learning rate, still has the groups that the others have
         self._groups = sorted(set().union(*collectives.all_gather_object(found, ps.world)),
-                              key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr))
+                              key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr, g.lr_mult))
         self.step_count = 0
         self._early = 0
         if self._stored:
@@ -154,8 +154,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None, norm: float | None = None,
-             rows: Mapping[Parameter, Tensor] = MappingProxyType({})) -> StepOutcome:
-        """Update the parameters from the reduced main gradients. norm: of grad_norm(), if that was asked before.
+             rows: Mapping[Parameter, Tensor] = MappingProxyType({}), scaled_lr: float | None = None) -> StepOutcome:
+        """Update the parameters from the reduced main gradients. norm: of grad_norm(), if that was asked before. scaled_lr: see ParamGroup.rates.
 
         rows: parameters, as far as this rank has them without the data-parallel cut, and what every row of theirs is multiplied by after the
         update; the same on all ranks that hold a parameter.
@@ -186,7 +186,7 @@ class Optimizer:
         with self._timer("optimizer-inner-step"):
             self.step_count += 1
             early = self._early if not rows else 0  # rows are scaled between the update and the gather
-            self._updater.step(lambda group: group.rates(lr, weight_decay, decoupled_lr), factor, self.step_count,
+            self._updater.step(lambda group: group.rates(lr, weight_decay, decoupled_lr, scaled_lr), factor, self.step_count,
                                first_done=lambda: self._gather.start(early) if early else None)
             for state in self._states if rows else ():
                 state.scale_rows(rows)
@@ -284,7 +284,7 @@ class Optimizer:
     def _describe_group(self, group: ParamGroup) -> dict:
         settings = self._settings
         own = {
-            "adam": {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps, "bias_correction": True},
+            "adam": {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": adam_eps(settings, group), "bias_correction": True},
             "lion": {"betas": (settings.lion_beta1, settings.lion_beta2)},
             "sgd": {"momentum": settings.sgd_momentum},
         }[rule_of(settings)]

@@ -52,9 +52,9 @@ class LrSchedule:
         if self.style == "WSD" and not self.wsd_samples:
             raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
 
-    def lr(self, samples: int) -> float:
-        """The learning rate of the iteration that begins after `samples`."""
-        return self._rate(samples, self.max_lr, self.min_lr)
+    def lr(self, samples: int, multiplier: float = 1.0) -> float:
+        """The learning rate of the iteration that begins after `samples`. multiplier: of its range; the warmup starts where it does for all."""
+        return self._rate(samples, self.max_lr * multiplier, self.min_lr * multiplier)
 
     def decoupled_lr(self, samples: int) -> float | None:
         """The rate of embedding and output layer with --decoupled-lr, else None."""

@@ -20,7 +20,7 @@ from moe_trainer.optim.flat_state import FlatState
 from moe_trainer.optim.host_copies import HostLane
 from moe_trainer.optim.kept_state import KeptState, Stretch
 from moe_trainer.optim.muon import Muon
-from moe_trainer.optim.param_groups import ParamGroup
+from moe_trainer.optim.param_groups import ParamGroup, adam_eps
 from moe_trainer.optim.state_plan import StatePlan, rule_of
 from moe_trainer.parallel.state import ParallelState
 
@@ -87,19 +87,21 @@ class Updater:
         """Returns: what the model must become."""
         opened = [stretch.open() for stretch in stretches]
         params, moments = [param for param, _ in opened], [moment for _, moment in opened]
-        {"adam": self._adam, "sgd": self._sgd, "lion": self._lion}[self._rule](params, grads, moments, *rates, step_count)
+        if self._rule == "adam":
+            self._adam(params, grads, moments, *rates, step_count, adam_eps(self._settings, stretches[0].group))
+        else:
+            {"sgd": self._sgd, "lion": self._lion}[self._rule](params, grads, moments, *rates)
         return [stretch.close(param, moment) for stretch, (param, moment) in zip(stretches, opened)]
 
     def _adam(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float,
-              step_count: int) -> None:
+              step_count: int, eps: float) -> None:
         # the fused kernel reads one step counter per tensor; it does not advance them
         steps = [torch.tensor(float(step_count), device=params[0].device)] * len(params)
         torch._fused_adamw_(params, grads, [moment["exp_avg"] for moment in moments], [moment["exp_avg_sq"] for moment in moments], [],
                             steps, lr=lr, beta1=self._settings.adam_beta1, beta2=self._settings.adam_beta2, weight_decay=weight_decay,
-                            eps=self._settings.adam_eps, amsgrad=False, maximize=False)
+                            eps=eps, amsgrad=False, maximize=False)
 
-    def _sgd(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float,
-             step_count: int) -> None:
+    def _sgd(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float) -> None:
         # a zeroed momentum buffer makes the first step no special case; without momentum the kernel refuses buffers
         buffers = [moment["momentum_buffer"] for moment in moments if self._settings.sgd_momentum]
         if params[0].device.type == "cpu":
@@ -114,8 +116,7 @@ class Updater:
         torch._fused_sgd_(params, grads, buffers, weight_decay=weight_decay, momentum=self._settings.sgd_momentum, lr=lr, dampening=0.0,
                           nesterov=False, maximize=False, is_first_step=False)
 
-    def _lion(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float,
-              step_count: int) -> None:
+    def _lion(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float) -> None:
         """Along the sign of a mean of the gradient and the momentum, which follows more slowly (arXiv 2302.06675)."""
         averages, beta1, beta2 = [moment["exp_avg"] for moment in moments], self._settings.lion_beta1, self._settings.lion_beta2
         signs = [average.sign_() for average in torch._foreach_lerp(averages, grads, 1.0 - beta1)]

@@ -19,7 +19,7 @@ _REPLACED = frozenset(
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
     "max_position_embeddings make_vocab_size_divisible_by window_size q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
     "v_head_dim mtp_num_layers init_method_std embedding_init_method_std hidden_dropout attention_dropout num_experts moe_layer_freq "
-    "moe_latent_size finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion finermoe_output_expansion "
+    "mup_base_hidden_size moe_latent_size finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion finermoe_output_expansion "
     "moe_use_upcycling moe_upcycling_granularity moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk "
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "expert_tensor_parallel_size sequence_parallel decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "

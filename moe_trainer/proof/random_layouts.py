@@ -52,6 +52,7 @@ def draw(dice: random.Random, mapping: Mapping) -> Case | None:
     values |= _eight_bits(dice, mapping, values)
     values |= _memory(dice, values)
     values |= _optimizer_state(random.Random(repr(sorted(values.items()))), values)  # the same
+    values |= _scaled_widths(random.Random(repr(sorted(values.items()))), values)  # the same
     try:
         return make_case(mapping, {dest: value for dest, value in values.items() if value is not None}, bool(values.get("bf16")))
     except ShrinkError:
@@ -233,6 +234,15 @@ def _optimizer_state(dice: random.Random, values: dict[str, object]) -> dict[str
         share = "optimizer_offload_fraction" if place == "optimizer_cpu_offload" else "optimizer_state_offload_fraction"
         found |= {place: True, share: dice.choice((0.5, 1.0))}
     return found
+
+
+def _scaled_widths(dice: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Now and then maximal update parametrization, from a narrower or a wider base."""
+    if not _chance(dice, 0.15):
+        return {}
+    return {"use_mup": True, "mup_base_hidden_size": int(str(values["hidden_size"])) * 2 // dice.choice((1, 4, 5)),
+            "mup_embedding_mult": dice.choice((1.0, 3.0)), "mup_output_mult": dice.choice((1.0, 0.7)),
+            "mup_base_head_dim": dice.choice((None, 4.0)), "mup_attn_scale_power": dice.choice((1.0, 0.5))}
 
 
 def _batch(dice: random.Random, mapping: Mapping) -> dict[str, object]:

@@ -113,6 +113,8 @@ def attention(s: Settings, new: Mapping) -> dict[str, object]:
     if s.kv_channels and s.kv_channels * s.num_attention_heads != s.hidden_size and not s.multi_latent_attention:
         hidden += 2 * HEAD
     values |= {"num_attention_heads": heads, "hidden_size": hidden, "kv_channels": HEAD}
+    if s.use_mup:
+        values["mup_base_hidden_size"] = max(1, round(hidden / s.mup_width_mult))
     if s.multi_latent_attention:
         values |= {"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
         values |= {"v_head_dim": 8 if s.v_head_dim == s.qk_head_dim else 6}

@@ -31,6 +31,7 @@ from moe_trainer.pipeline.feed import MicrobatchFeed
 from moe_trainer.pipeline.schedule import Work
 from moe_trainer.report.timers import Timers
 from moe_trainer.run import Run, TrainState
+from moe_trainer.shape.mup import rate_mult
 from moe_trainer.training.dumps import StepDumps
 from moe_trainer.training.judgement import Attempt, forget_books, injected, judge, remember, rewind, rules_of
 
@@ -114,6 +115,7 @@ def train_step(run: Run, state: TrainState, num_microbatches: int, witness: Step
         outcome = run.optimizer.step(
             lr=run.learning_rate.lr(state.scheduled_samples),
             decoupled_lr=run.learning_rate.decoupled_lr(state.scheduled_samples),
+            scaled_lr=run.learning_rate.lr(state.scheduled_samples, rate_mult(args.optimizer.optimizer, args.optimizer.mup_width_mult)),
             weight_decay=run.weight_decay.weight_decay(state.scheduled_samples),
             norm=result.norm,
             rows=clipped_rows(peaks, ps, args.model.qk_clip_threshold, args.model.qk_clip_alpha) if clip else {},

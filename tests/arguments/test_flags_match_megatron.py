@@ -17,6 +17,7 @@ OWN = {
     "lion_beta1", "lion_beta2",  # recorded, though not as relevant to MoE, as are:
     "fim_data", "fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token", "fim_middle_token",
     "fim_suffix_token", "fim_pad_token", "fim_eod_token",
+    "use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim", "mup_attn_scale_power",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip
 
@@ -55,7 +56,7 @@ def test_no_spelling_is_in_two_tables():
     assert not set(products.BY_SPELLING) & set(retired.BY_SPELLING)
 
 
-RELEVANT = [record for record in FLAGS if record["moe_relevant"] or record["dest"].startswith("fim_")]
+RELEVANT = [record for record in FLAGS if record["moe_relevant"] or record["dest"].startswith(("fim_", "mup_", "use_mup"))]
 
 
 @pytest.mark.parametrize("record", RELEVANT, ids=[record["flags"][0] for record in RELEVANT])

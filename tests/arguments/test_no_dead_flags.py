@@ -13,9 +13,10 @@ READ_BY_ARGUMENTS = {
     "flight_recorder_dump_path", "flight_recorder_trace_buffer_size", "flight_recorder_dump_on_timeout", "flight_recorder_include_stack_trace",
     "finermoe_intermediate_granularity", "finermoe_output_granularity", "finermoe_intermediate_expansion", "finermoe_output_expansion",
     "moe_upcycling_granularity", "flight_recorder_include_only_active", "flight_recorder_extra_dump_on_exec",
+    "mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power",
 }  # fmt: skip
 """Read while the command line is understood (parse.py, verdict.py, checkpoint_args.py, report.py), when the environment is set
-(machine.py), or through a property of a section (query_groups, finermoe), or
+(machine.py), or through a property of a section (query_groups, finermoe, width_mult, softmax_scale), or
 for the width of experts (rules/sizes.py)."""
 READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path"}
 """Read as f"{split}_data_path" in moe_trainer/data/build.py."""

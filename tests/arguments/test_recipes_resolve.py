@@ -32,34 +32,27 @@ def test_recorded_recipes(recipe):
     judge(recipe, recipe["argv"], recipe["world_size"])
 
 
-EXCEPTIONS = {"gpt3_mcore_te_tp1_pp1_mup": "-mup"}
-"""Recorded recipes that are refused -> a part of every flag that is named. Maximal update parametrization is not built."""
-
-
 def test_all_recipes(shared):
-    """Nothing that runs upstream is refused, but for what is listed above."""
-    recipes, refused, met = json.loads((shared / "reference" / "recipes.json").read_text()), {}, set()
+    """Nothing that runs upstream is refused."""
+    recipes, refused = json.loads((shared / "reference" / "recipes.json").read_text()), {}
     assert len(recipes) > 140
     for recipe in recipes:
         fragment = recipe["world_size"] is None  # a few flags of a guide, to be added to a line
         argv, world_size = (base_line() + recipe["argv"], 8) if fragment else (recipe["argv"], recipe["world_size"])
         judge(recipe, argv, world_size)
         flags = {flag for violation in understand(argv, world_size)[1] for flag in violation.flags}
-        name = recipe["name"].rpartition("/")[2]
-        part = EXCEPTIONS.get(name)
-        met |= {name} if flags else set()
-        if flags and (part is None or not all(part in flag for flag in flags)):
+        if flags:
             refused[recipe["name"]] = flags
-    assert refused == {} and met == set(EXCEPTIONS)
+    assert refused == {}
 
 
 def test_only_other_products_are_refused_for_good(shared):
-    """Fill-in-the-middle data and maximal update parametrisation belong to dense research models."""
+    """Fill-in-the-middle data belong to dense research models."""
     refused = set()
     for recipe in json.loads((shared / "reference" / "recipes.json").read_text()):
         _, violations = findings(recipe["argv"], recipe["world_size"])
         refused |= {flag for v in violations if v.kind == "product" for flag in v.flags}
-    assert {flag.split("-")[2] for flag in refused} <= {"fim", "use", "mup"}, refused
+    assert {flag.split("-")[2] for flag in refused} <= {"fim"}, refused
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe[0])

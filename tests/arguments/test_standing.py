@@ -96,9 +96,7 @@ def test_values_that_ask_for_nothing_pass(argv):
     parse(*argv)
 
 
-def test_scaled_widths_are_refused_with_what_to_do_instead():
-    scaled, = violations("--use-mup", "--mup-base-hidden-size", "64")[:1]
-    assert scaled.kind == "product" and "--init-method-std" in scaled.message
+def test_flags_of_other_programs_are_refused_by_product():
     for flag, product in (("--dino-warmup-teacher-temp", "vision"), ("--ft-num-warmup-iters", "cluster services")):
         assert any(product in violation.message for violation in violations(flag, "1"))
 

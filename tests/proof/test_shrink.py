@@ -368,12 +368,6 @@ def test_recorded_recipes_have_a_small_form(recipe):
     assert shrink(recipe["argv"], recipe["world_size"]).cases
 
 
-# what the trainer itself refuses in public recipes: other products, and lines whose model stands in another file
-REFUSED = {
-    "gpt3_mcore_te_tp1_pp1_mup": "--use-mup",
-}
-
-
 def test_every_public_recipe_has_a_small_form(shared):
     recipes = json.loads((shared / "reference" / "recipes.json").read_text())
     missing = []
@@ -386,5 +380,4 @@ def test_every_public_recipe_has_a_small_form(shared):
             assert cases and all(case.world_size <= 8 for case in cases), recipe["name"]
     incomplete = [name for name, reason in missing if "--num-layers is missing" in reason]
     assert len(incomplete) == 2, "two recorded lines hold no model at all"
-    rest = {name: reason for name, reason in missing if name not in incomplete}
-    assert rest.keys() == REFUSED.keys() and all(rest[name].startswith(flag) for name, flag in REFUSED.items())
+    assert [name for name, _ in missing if name not in incomplete] == []
