@@ -74,7 +74,7 @@ def machinery(model, *, parallel=None, precision=None, ps=None, per_token_loss=F
     return grads, built
 
 
-def one_step(model, grads, optimizer, seeds, lr=0.1, weight_decay=0.1, decoupled_lr=None):
+def one_step(model, grads, optimizer, seeds, lr=0.1, weight_decay=0.1, decoupled_lr=None, **rates):
     optimizer.zero_grad()
     for index, seed in enumerate(seeds):
         loss = loss_of(model, seed) * (optimizer.loss_scale / len(seeds))
@@ -84,4 +84,4 @@ def one_step(model, grads, optimizer, seeds, lr=0.1, weight_decay=0.1, decoupled
         else:
             loss.backward()
     grads.finish()
-    return optimizer.step(lr, weight_decay, decoupled_lr)
+    return optimizer.step(lr, weight_decay, decoupled_lr, **rates)
