@@ -517,6 +517,12 @@ def test_temperatures_without_effect_do_not_keep_a_model_from_leaving():
     assert "unsupported operand" not in str(error.value)
 
 
+def test_multipliers_have_no_place_in_a_folder():
+    flags = read_config(make("deepseek_v3").config.to_dict())[1]
+    with pytest.raises(CheckpointError, match="--use-mup"):
+        write_config(flags | {"use_mup": True}, 96)
+
+
 def test_dropout_follows_the_folder_where_the_command_line_is_silent(tmp_path):
     make("mixtral").save_pretrained(tmp_path / "hf")
     record = read_saved_args(tmp_path / "hf")

@@ -40,6 +40,25 @@ def test_a_group_is_identified_as_in_megatron():
     assert is_decoupled(own) and is_decoupled({"is_decoupled_lr": True}) and not is_decoupled({}) and not is_decoupled(ADAMW)
 
 
+def test_groups_with_scaled_rates_are_those_of_megatron():
+    """As Megatron-LM saves them with --use-mup (recorded from d98e8a64), in its order."""
+    record = RECORD | {"use_mup": True, "hidden_size": 64, "mup_base_hidden_size": 16, "mup_width_mult": 1.0, "adam_eps": 1e-3}
+    kinds = [{"wd_mult": 0.0, "lr_mult": 1.0}, {"wd_mult": 1.0, "lr_mult": 0.25}, {"wd_mult": 1.0, "lr_mult": 1.0}]
+    both = scalars() | {"param_groups": [kind | {"is_decoupled_lr": False, "is_expert_parallel": False} for kind in kinds]}
+    usual = {"max_lr": 1e-3, "min_lr": 1e-4, "eps": 1e-3, "default_config": True, "wd_mult": 1.0, "lr_mult": 1.0}
+    scaled = {"max_lr": 2.5e-4, "min_lr": 2.5e-5, "eps": 2.5e-4, "default_config": False, "wd_mult": 1.0, "lr_mult": 1.0}
+
+    def told(record, both):
+        return [{key: group[key] for key in usual if key in group} for group in optimizer_entry(record, both)["param_groups"]]
+
+    assert told(record, both) == [usual, scaled, usual | {"wd_mult": 0.0}]
+    sgd = [{"wd_mult": 0.0, "lr_mult": 4.0}, {"wd_mult": 1.0, "lr_mult": 4.0}, {"wd_mult": 1.0, "lr_mult": 1.0}]
+    both["param_groups"] = [kind | {"is_decoupled_lr": False, "is_expert_parallel": False} for kind in sgd]
+    usual.pop("eps")
+    own = usual | {"max_lr": 4e-3, "min_lr": 4e-4, "default_config": False}
+    assert told(record | {"optimizer": "sgd"}, both) == [usual, own, own | {"wd_mult": 0.0}]
+
+
 def test_the_entry_of_every_kind_of_optimizer():
     both = scalars((1.0, False), (0.0, False))
     entry = optimizer_entry(RECORD, both)

@@ -210,6 +210,7 @@ def test_the_scale_of_pieces_is_shared_by_the_weights_of_an_expert(flags, root):
 def test_the_bias_of_pieces_is_divided_by_the_sum_of_weights_alone():
     whole = torch.arange(4.0)
     assert torch.equal(Form.of(FORM).fc2_bias_of(0, whole), whole)  # cut in two, weights add up to 1
+    assert Form.of(FORM | {"use_mup": True, "hidden_size": 64, "mup_base_hidden_size": 16}).std == FORM["init_method_std"] / 2
     early = Form.of(FORM | {"moe_router_pre_softmax": True})
     torch.testing.assert_close(early.fc2_bias_of(0, whole), 2.0 * whole)  # 2 of 4 equal weights are chosen
     # scores of a sigmoid are divided by their sum, whatever the softmax would do
