@@ -32,7 +32,7 @@ from moe_trainer.checkpoint.legacy_names import (
     cut_of,
     decays,
     global_name,
-    has_own_rate,
+    kind_of,
     order_of,
     shared_names,
     spelled,
@@ -244,7 +244,7 @@ def test_how_tensors_are_cut_among_two_ranks(name, shape, expected):
 
 def test_whose_rate_and_decay_are_their_own():
     assert [name for name in ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight",
-                              "decoder.final_layernorm.weight") if has_own_rate(name)] == ["embedding.word_embeddings.weight", "output_layer.weight"]
+                              "decoder.final_layernorm.weight") if kind_of(name, 2, {"decoupled_lr": 1e-4}).decoupled] == ["embedding.word_embeddings.weight", "output_layer.weight"]
     norm = "decoder.layers.0.self_attention.q_layernorm.weight"
     assert not decays(norm, 1, {}) and decays(norm, 1, {"apply_wd_to_qk_layernorm": True})
     assert not decays("decoder.layers.0.input_layernorm.weight", 1, {"apply_wd_to_qk_layernorm": True})
