@@ -112,6 +112,8 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
     names += tuple(dest for dest in not_given if not settings.given(dest))
     if settings.evaluates_only:
         names += _for_evaluation(settings, recorded)
+    if _repads(settings, recorded):
+        names = tuple(dest for dest in names if dest != "padded_vocab_size")
     for dest in names:
         value = recorded.get(dest)
         if dest not in OPTIONS or dest not in recorded or value == settings.values[dest]:
@@ -120,6 +122,13 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
             settings.note(f"{settings.shown(dest)} gives way to the checkpoint's {value} (--use-checkpoint-args)")
         settings.forget(dest)
         settings.set_derived(dest, value, "from the checkpoint")
+
+
+def _repads(settings: Settings, recorded: Mapping[str, object]) -> bool:
+    """Whether the tensor-parallel size here needs another padding of the vocabulary than the checkpoint's."""
+    rows, ranks = recorded.get("padded_vocab_size"), settings.tensor_model_parallel_size
+    apart = settings.use_mp_args_from_checkpoint_args or "padded_vocab_size" in settings.typed
+    return not apart and isinstance(rows, int) and isinstance(ranks, int) and ranks > 0 and rows % ranks != 0
 
 
 def _for_evaluation(settings: Settings, recorded: Mapping[str, object]) -> tuple[str, ...]:

@@ -198,14 +198,14 @@ def _optimizer(chunks: list[list[Entry]], record: Mapping[str, Any], scalars: Ma
 
 
 def _kinds(record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool) -> list[Kind]:
-    """The groups of one of Megatron's optimizers. As there, a group is there if a parameter of any rank belongs to it."""
+    """The groups of one of Megatron's optimizers, in its order. As there, a group is there if a parameter of any rank belongs to it."""
     if width_mult(record) != 1.0:
         found = [Kind(group["wd_mult"] != 0.0, group["is_decoupled_lr"], group["lr_mult"] != 1.0) for group in scalars["param_groups"]
                  if group["is_expert_parallel"] is experts]
-        return sorted(found, key=lambda kind: place_among(record, param_group(record, **kind._asdict(), experts=experts)))
-    # experts without biases all decay, embeddings do
-    without_decay = [Kind(False, False)] if not experts or record.get("add_bias_linear", True) else []
-    return [Kind(True, False), *without_decay, *([Kind(True, True)] if record.get("decoupled_lr") is not None and not experts else [])]
+    else:  # experts without biases all decay, embeddings do
+        found = [Kind(True, False), *([Kind(False, False)] if not experts or record.get("add_bias_linear", True) else []),
+                 *([Kind(True, True)] if record.get("decoupled_lr") is not None and not experts else [])]
+    return sorted(found, key=lambda kind: place_among(record, param_group(record, **kind._asdict(), experts=experts)))
 
 
 def _buffers(chunks: list[list[Entry]], record: Mapping[str, Any], sizes: Sizes, pp: int, experts: bool) -> dict:

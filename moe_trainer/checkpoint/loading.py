@@ -42,8 +42,8 @@ _INDEXER = ".core_attention.indexer."
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type")
-# flags of the architecture that say how it runs, not what it is
-_OTHER_STORAGE = frozenset({"moe_grouped_gemm"})
+# flags of the architecture that say how it runs, not what it is; another padding is told where it is met
+_OTHER_STORAGE = frozenset({"moe_grouped_gemm", "padded_vocab_size"})
 
 
 class Loader:

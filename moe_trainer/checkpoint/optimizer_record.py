@@ -43,6 +43,8 @@ def param_group(record: Mapping[str, Any], *, decayed: bool, decoupled: bool, ex
         found["step"] = step
     if record.get("optimizer") == "sgd":
         return found | {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False}
+    if record.get("optimizer") == "lion":
+        return found | {"betas": (record.get("lion_beta1"), record.get("lion_beta2"))}
     return found | {"betas": (record.get("adam_beta1"), record.get("adam_beta2")), "eps": eps, "amsgrad": False,
                     "capturable": False, "decoupled_weight_decay": True, "bias_correction": True}
 

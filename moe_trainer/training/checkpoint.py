@@ -83,7 +83,7 @@ def content_of(run: Run, state: TrainState) -> CheckpointState:
     """All but the tensors of a checkpoint of this moment."""
     return CheckpointState(
         iteration=state.iteration,
-        args=run.args.as_dict(),
+        args=run.args.as_dict() | _facts(run),
         consumed_train_samples=state.consumed_train_samples,
         consumed_valid_samples=state.consumed_valid_samples,
         skipped_train_samples=state.skipped_train_samples,
@@ -91,6 +91,16 @@ def content_of(run: Run, state: TrainState) -> CheckpointState:
         scheduler=schedule_record(run.learning_rate, run.weight_decay, state.scheduled_samples),
         extra=history_of(state) | ({"fingerprint": state.fingerprint} if state.fingerprint else {}),
     )
+
+
+def _facts(run: Run) -> dict[str, object]:
+    """What Megatron-LM records as flags beside those of the command line, and its loader compares or goes by."""
+    return {
+        "padded_vocab_size": run.padded_vocab_size,
+        "world_size": run.ps.world.size,
+        "data_parallel_size": run.ps.dp.size,
+        "async_strategy": "mcore",  # read by torch's own reader; what the other strategy saves needs a package that this did not use
+    }
 
 
 def finish_save(run: Run) -> None:

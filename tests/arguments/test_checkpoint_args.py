@@ -44,6 +44,12 @@ def test_the_checkpoint_wins_and_it_is_said():
     assert not any("--hidden-size" in line for line in args.notes)
 
 
+@pytest.mark.parametrize("rows, taken", [(384, 384), (129, None)])
+def test_a_padding_that_the_ranks_do_not_divide_is_left(rows, taken):
+    line = [*LINE, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--disable-bias-linear"]
+    assert parse_args(line, 2, checkpoint={"padded_vocab_size": rows}).data.padded_vocab_size == taken
+
+
 def test_the_tokenizer_comes_along_unless_it_must_not():
     recorded = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "t.model"}
     assert parse_args(LINE, 1, checkpoint=recorded).data.tokenizer_model == "t.model"

@@ -164,6 +164,13 @@ def test_what_a_layout_writes_another_reads(tmp_path, layout):
     assert_same((None, model, optimizer), (None, expected, theirs))
 
 
+def test_groups_with_a_rate_of_their_own_stand_before_those_without_decay(tmp_path):
+    """As Megatron-LM main sorts them; its loader takes the parameters of a group for those of its own group in the same place."""
+    saved(tmp_path, lr=1e-3, min_lr=0.0, decoupled_lr=1e-4)
+    groups = open_file(tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt")["optimizer"]["param_groups"]
+    assert [(group["wd_mult"], group["max_lr"], group["params"][0]) for group in groups] == [(1.0, 1e-3, 0), (1.0, 1e-4, 38), (0.0, 1e-3, 40)]
+
+
 def test_main_parameters_with_attributes_are_read(tmp_path):
     """Megatron-LM marks its main parameters (tensor_model_parallel, ...), which makes them objects of another kind in the pickle."""
     saved(tmp_path, main_params=True, dtype=torch.bfloat16)
@@ -313,7 +320,7 @@ def test_a_group_says_what_is_its_own(tmp_path):
     saved(tmp_path / "sgd", optimizer="sgd", sgd_momentum=0.7)
     adam, sgd = (open_file(tmp_path / name / "iter_0000005/mp_rank_00/model_optim_rng.pt")["optimizer"]["param_groups"] for name in ("adam", "sgd"))
     found = [tuple(group[name] for name in ("wd_mult", "default_config", "lr", "max_lr", "min_lr", "weight_decay")) for group in adam]
-    assert found == [(1.0, True, 1e-3, 1e-3, 1e-4, 0.1), (0.0, True, 1e-3, 1e-3, 1e-4, 0.0), (1.0, False, 5e-4, 5e-4, 5e-5, 0.1)]
+    assert found == [(1.0, True, 1e-3, 1e-3, 1e-4, 0.1), (1.0, False, 5e-4, 5e-4, 5e-5, 0.1), (0.0, True, 1e-3, 1e-3, 1e-4, 0.0)]
     assert not any(group["is_decoupled_lr"] for group in adam)  # part of the identity of a group, and always off since core_v0.16
     assert all(group["momentum"] == 0.7 and "betas" not in group for group in sgd)
 

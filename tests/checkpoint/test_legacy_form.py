@@ -7,6 +7,9 @@ import pytest
 from checkpoint.legacy_form import forms_of
 from train.forked import pretrain
 
+from moe_trainer.checkpoint.archive import load_mapped
+from moe_trainer.checkpoint.legacy_names import MODEL_FILE
+
 FORMS = json.loads((Path(__file__).parents[1] / "data/legacy_forms.json").read_text())
 # what this program writes besides: Megatron-LM passes over it
 OURS = frozenset({"bias_correction", "step", "moe_trainer_streams", "decoupled_weight_decay"})
@@ -40,3 +43,7 @@ def test_files_have_the_form_of_megatrons(case, tmp_path):
     assert mine.keys() == recorded["files"].keys()
     for file, theirs in recorded["files"].items():
         compare(theirs, mine[file], f"{case}/{file}")
+    # what is no flag of the command line, and Megatron-LM compares or goes by
+    args = load_mapped(tmp_path / "saved/iter_0000001" / next(file for file in mine if file.endswith(MODEL_FILE)))["args"]
+    assert args.padded_vocab_size == 512 and args.world_size == recorded["ranks"] and args.async_strategy == "mcore"
+    assert args.data_parallel_size * args.tensor_model_parallel_size * args.pipeline_model_parallel_size == recorded["ranks"]

@@ -44,6 +44,14 @@ def test_every_value_of_a_golden_checkpoint(shared):
     assert torch.equal(torch.get_rng_state(), legacy["rng_state"][0]["torch_rng_state"])
 
 
+def test_rows_that_no_flag_asks_for_are_no_difference(shared, caplog):
+    """Megatron-LM records its padded vocabulary; that the command line leaves it open is not worth a warning."""
+    assert read_saved_args(shared / "golden/ckpt/a2_torch_dist")["padded_vocab_size"] == 512
+    model = FakeModel(seed=1)
+    load(shared / "golden/ckpt/a2_torch_dist", [model], FakeOptimizer(model, SINGLE), SINGLE, LoadOptions(RECORD | {"padded_vocab_size": None}))
+    assert "padded_vocab_size" not in caplog.text
+
+
 def test_every_moment_of_a_golden_checkpoint(shared):
     model = FakeModel(seed=1)
     optimizer = FakeOptimizer(model, SINGLE, seed=1)

@@ -59,6 +59,12 @@ def test_groups_with_scaled_rates_are_those_of_megatron():
     assert told(record | {"optimizer": "sgd"}, both) == [usual, own, own | {"wd_mult": 0.0}]
 
 
+def test_a_group_has_the_averages_of_its_own_optimizer():
+    """Megatron-LM goes on with those of the checkpoint."""
+    lion = param_group(RECORD | {"optimizer": "lion", "lion_beta1": 0.91, "lion_beta2": 0.98}, decayed=True, decoupled=False, experts=False)
+    assert lion["betas"] == (0.91, 0.98) and "eps" not in lion
+
+
 def test_the_entry_of_every_kind_of_optimizer():
     both = scalars((1.0, False), (0.0, False))
     entry = optimizer_entry(RECORD, both)
