@@ -233,6 +233,7 @@ LINEAR = {"linear_num_key_heads": "8", "linear_num_value_heads": "64", "linear_k
           "linear_conv_kernel_dim": "3"}
 INDEXERS = [dest for dest in OPTIONS if dest.startswith("dsa_indexer_")]
 BESIDE = {
+    "mup_base_hidden_size": "--use-mup",
     **dict.fromkeys((*INDEXERS, "dsa_kernel_backend"), SPARSE),
     "dsa_attention_form": f"{SPARSE} --dsa-indexer-use-sparse-loss --attention-dropout 0",
     **dict.fromkeys(LINEAR, DELTA), "linear_attention_freq": "--experimental-attention-variant gdn",
