@@ -27,6 +27,7 @@ KEY = "common_state/shard_0_1"
 OLD_FILE = "common.pt"
 _OURS = "moe_trainer"
 _STEPS = ("common_step", "step")
+_WITHOUT_STEPS = ("sgd", "lion")  # optimizers of Megatron-LM that do not count theirs
 # counters that Megatron keeps in its args
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
@@ -129,7 +130,8 @@ def parse(common: Mapping[str, Any]) -> tuple[CheckpointState, dict[str, Any], b
         **counters,
     }
     assert set(values) == {item.name for item in fields(CheckpointState)}
-    scalars = ours.get("optimizer", {}) if ours else _megatron_scalars(common.get("optimizer"))
+    uncounted = {"step": values["iteration"]} if args.get("optimizer") in _WITHOUT_STEPS else {}
+    scalars = ours.get("optimizer", {}) if ours else uncounted | _megatron_scalars(common.get("optimizer"))
     return CheckpointState(**values), scalars, ours is None
 
 

@@ -168,3 +168,10 @@ def test_the_step_of_an_optimizer_is_the_one_it_counts():
     args = common_state.argparse.Namespace()
     for entry, step in ((inner, 8), ({"optimizer": inner}, 8), ({0: inner, 1: inner}, 8), ({"optimizer": {"param_groups": [{"step": 3.0}]}}, 3)):
         assert common_state.parse({"args": args, "optimizer": entry})[1] == {"step": step}
+
+
+def test_an_optimizer_that_counts_no_steps_has_made_one_an_iteration():
+    """Megatron-LM's SGD and Lion say nothing of it."""
+    sgd = {"state": {}, "param_groups": [{"momentum": 0.9, "weight_decay": 0.1}]}
+    args = common_state.argparse.Namespace(optimizer="sgd")
+    assert common_state.parse({"args": args, "iteration": 7, "optimizer": sgd})[1] == {"step": 7}
