@@ -137,7 +137,7 @@ def _fingerprints(run: Run, value: Callable[[Parameter], Tensor]) -> dict[str, l
     for param, position, name in _named(run):
         tensor = value(param).detach().double()
         flat = (tensor[position] if info_of(param).stacked else tensor).flatten()
-        ramp = torch.cos(torch.arange(len(flat), dtype=torch.float64))
+        ramp = torch.cos(torch.arange(len(flat), dtype=torch.float64, device=flat.device))
         found[name] = [(flat.norm().item(), flat.sum().item(), (flat * ramp).sum().item())]
     return found
 
