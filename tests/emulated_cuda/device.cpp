@@ -29,6 +29,9 @@
 
 extern "C" {  // of the interpreter, whose headers may be missing
 int Py_IsInitialized();
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
 int PyGILState_Ensure();
 void PyGILState_Release(int);
 void PyErr_Fetch(void**, void**, void**);
@@ -49,7 +52,26 @@ namespace {
 const Device HOST(DeviceType::CPU);
 constexpr int MAX_DEVICES = 16;
 
-std::recursive_mutex state_lock;
+std::recursive_mutex state_mutex;
+
+// Python may be called under the lock, and a tensor may die in a thread that holds the interpreter: such a one lets the interpreter go
+// as long as it waits.
+struct Lock {
+  Lock() { lock(); }
+  ~Lock() { if (held) unlock(); }
+  Lock(const Lock&) = delete;
+  void lock() {
+    const bool python = Py_IsInitialized() && PyGILState_Check();
+    while (!(python ? state_mutex.try_lock() : (state_mutex.lock(), true))) {
+      void* state = PyEval_SaveThread();
+      usleep(100);
+      PyEval_RestoreThread(state);
+    }
+    held = true;
+  }
+  void unlock() { state_mutex.unlock(); held = false; }
+  bool held = false;
+};
 int num_devices = 1;
 pid_t hidden_in = 0;  // the process that forks ranks has no device, so that its autograd engine starts no threads
 thread_local DeviceIndex current_device = 0;
@@ -117,7 +139,10 @@ void arrive(const Clock& clock, const char* begin = nullptr, const char* end = n
   for (auto& copy : under_way) {
     bool there = begin == nullptr || (copy.to < end && begin < copy.to + copy.bytes.size());
     if (there && at_index(clock, copy.stream) >= copy.time) std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
-    else *keep++ = std::move(copy);
+    else {
+      if (&*keep != &copy) *keep = std::move(copy);
+      ++keep;
+    }
   }
   under_way.erase(keep, under_way.end());
 }
@@ -130,7 +155,12 @@ void host_waits_for(const Clock& clock) {
 struct Graph {
   std::vector<std::function<void()>> steps;
   std::set<const void*> generators;
-  std::set<void*> made;  // blocks of its pool
+  std::set<const void*> made;                      // blocks of its pool, which live as long as it does
+  std::map<void*, std::vector<char>> before;       // what other memory held: a capture executes nothing
+  std::map<const void*, std::pair<at::Generator, Tensor>> states;
+  std::map<const void*, int64_t> used;             // blocks that are not its own, by number
+  std::map<void*, c10::Storage> kept;
+  std::vector<c10::DataPtr> parked;
 };
 Graph* capturing = nullptr;
 
@@ -159,10 +189,14 @@ struct Access {
 struct Block {  // a storage of the device
   size_t size, bytes;  // asked for, and as a caching allocator rounds it
   DeviceIndex device;
+  int64_t number;
   int stream;
   std::set<int> recorded;  // streams of record_stream
   std::vector<Access> accesses;
+  Graph* graph = nullptr;  // whose pool it is of
+  bool empty = false;      // made by a capture that no replay has followed
 };
+int64_t next_block = 1;
 std::unordered_map<const void*, Block> blocks;
 int64_t allocated[MAX_DEVICES] = {}, peak[MAX_DEVICES] = {};
 std::string pending_error;  // of a deleter, which must not throw
@@ -180,9 +214,9 @@ std::string place(const Access& a) {
 }
 
 void* new_block(void* data, size_t bytes, DeviceIndex device) {
-  std::lock_guard<std::recursive_mutex> guard(state_lock);
+  Lock guard;
   size_t rounded = (bytes + 511) / 512 * 512;
-  blocks[data] = Block{bytes, rounded, device, index_of(device, current_streams[device]), {}, {}};
+  blocks[data] = Block{bytes, rounded, device, next_block++, index_of(device, current_streams[device]), {}, {}, capturing, capturing != nullptr};
   allocated[device] += rounded;
   peak[device] = std::max(peak[device], allocated[device]);
   if (capturing) capturing->made.insert(data);
@@ -190,11 +224,11 @@ void* new_block(void* data, size_t bytes, DeviceIndex device) {
   return data;
 }
 void free_block(void* data) {
-  std::lock_guard<std::recursive_mutex> guard(state_lock);
+  Lock guard;
   auto found = blocks.find(data);
   if (found == blocks.end()) return;
   Block& block = found->second;
-  if (capturing) capturing->made.erase(data);
+  if (block.graph) block.graph->made.erase(data);
   allocated[block.device] -= block.bytes;
   tell(FREE, std::to_string((uintptr_t)data), block.bytes);
   if (check_races)
@@ -242,6 +276,20 @@ void touch(const Tensor& t, bool write, const std::string& what, int64_t line) {
   accesses.erase(keep, accesses.end());
   accesses.push_back(std::move(now));
 }
+// Memory of a capture holds numbers here, and none on a device before the first replay.
+void check_filled(const Tensor& t, bool write, const std::string& what) {
+  if (!t.defined() || !t.is_cuda() || !t.numel()) return;
+  auto found = blocks.find(t.storage().data());
+  if (found == blocks.end() || !found->second.empty) return;
+  TORCH_CHECK(write, what, " reads memory that a capture has made and no replay has filled");
+  found->second.empty = false;
+}
+void check_alive(const Graph& graph) {
+  for (auto& [data, number] : graph.used) {
+    auto found = blocks.find(data);
+    TORCH_CHECK(found != blocks.end() && found->second.number == number, "CUDA error: a graph is replayed whose inputs have been freed");
+  }
+}
 thread_local int nested = 0;  // inside an operator that is one kernel on a device and is computed from several here
 int64_t launch(const std::string& what, int64_t bytes) {
   int index = current_index();
@@ -275,12 +323,12 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     permit("allocation of pinned memory");
     void* data = c10::GetCPUAllocator()->raw_allocate(std::max<size_t>(n, 1));
-    std::lock_guard<std::recursive_mutex> guard(state_lock);
+    Lock guard;
     pinned[(const char*)data] = std::max<size_t>(n, 1);
     return {data, data, &release, HOST};
   }
   static void release(void* data) {
-    std::lock_guard<std::recursive_mutex> guard(state_lock);
+    Lock guard;
     auto begin = (char*)data, end = begin + pinned[begin];
     under_way.erase(std::remove_if(under_way.begin(), under_way.end(), [&](const UnderWay& c) { return c.to >= begin && c.to < end; }), under_way.end());
     pinned.erase(begin);
@@ -292,11 +340,16 @@ struct PinnedAllocator final : c10::Allocator {
 PinnedAllocator pinned_allocator;
 
 bool is_pinned(const void* data) {
-  std::lock_guard<std::recursive_mutex> guard(state_lock);
+  Lock guard;
   auto after = pinned.upper_bound((const char*)data);
   if (after == pinned.begin()) return false;
   auto block = std::prev(after);
   return (const char*)data < block->first + block->second;
+}
+
+void retire(c10::DataPtr old) {
+  auto found = blocks.find(old.get());
+  if (found != blocks.end() && found->second.graph) found->second.graph->parked.push_back(std::move(old));
 }
 
 // ---------------------------------------------------------------- the same bytes, seen from the host
@@ -367,7 +420,7 @@ struct Aliases {
   void follow(const Tensor& x, const Tensor& t) {
     auto* impl = t.unsafeGetTensorImpl();
     if (x.storage().data() != t.storage().data() || x.storage().nbytes() != t.storage().nbytes()) {
-      t.storage().set_data_ptr_noswap(adopt(x.storage()));
+      retire(t.storage().set_data_ptr(adopt(x.storage())));
       t.storage().set_nbytes(x.storage().sym_nbytes());
     }
     if (x.sizes() != t.sizes() || x.strides() != t.strides()) impl->set_sizes_and_strides(x.sizes(), x.strides());
@@ -468,48 +521,66 @@ void run_on_host(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex de
 
 int64_t bytes_of(const Tensor& t) { return t.defined() ? t.numel() * t.itemsize() : 0; }
 
-// Captured: what the operator writes is put back, since a capture executes nothing; a replay executes it on the same addresses.
+// The same addresses and shapes, whatever becomes of the tensor later.
+Tensor frozen(const Tensor& t) {
+  if (!t.defined()) return t;
+  if (!t.is_cuda()) return t.dim() == 0 ? t.clone() : t;  // a number is one of the capture
+  void* data = t.storage().mutable_data();
+  auto found = blocks.find(data);
+  if (found != blocks.end() && found->second.graph == nullptr) capturing->used.emplace(data, found->second.number);
+  else if (found != blocks.end()) found->second.graph->kept.emplace(data, t.storage());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), t.storage().sym_nbytes(),
+                       c10::DataPtr(data, nullptr, &c10::detail::deleteNothing, t.device()), &device_allocator, true);
+  Tensor x = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), DispatchKeySet(DispatchKey::CUDA), t.dtype());
+  x.unsafeGetTensorImpl()->set_storage_offset(t.storage_offset());
+  x.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
+  if (t.unsafeGetTensorImpl()->is_wrapped_number()) x.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return x;
+}
+// What a capture writes holds its numbers until the capture ends, so that indices computed in it are valid.
+void save_before(const Tensor& t) {
+  if (!t.defined() || !t.is_cuda() || !t.numel()) return;
+  void* data = t.storage().mutable_data();
+  if (capturing->made.count(data) || capturing->before.count(data)) return;
+  capturing->before.emplace(data, std::vector<char>((char*)data, (char*)data + t.storage().nbytes()));
+}
+void copy_result(const std::string& name, const Tensor& from, const Tensor& to) {
+  if (!from.defined() || !to.defined() || !to.numel() || from.storage().data() == to.storage().data()) return;
+  TORCH_CHECK(from.sizes() == to.sizes() && from.strides() == to.strides(), name, ": a replay computes another shape than the capture");
+  auto [begin, end] = span(from);
+  std::memcpy((void*)span(to).first, begin, end - begin);
+}
+
 void capture(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex device, torch::jit::Stack* stack) {
   const size_t n = op.schema().arguments().size(), begin = stack->size() - n;
   std::vector<IValue> arguments(stack->begin() + begin, stack->end());
   if (plan.generator >= 0) {
-    IValue& given = arguments[plan.generator];
-    const void* used = given.isNone() ? generator_of(device).unsafeGetGeneratorImpl() : given.toGenerator().unsafeGetGeneratorImpl();
+    const IValue& given = arguments[plan.generator];
+    at::Generator generator = given.isNone() ? generator_of(device) : given.toGenerator();
+    const void* used = generator.unsafeGetGeneratorImpl();
     TORCH_CHECK(used == generator_of(device).unsafeGetGeneratorImpl() || capturing->generators.count(used),
                 "CUDA error: a random operator (", plan.name, ") is captured with a generator that is not registered with the graph");
+    if (!capturing->states.count(used)) capturing->states.emplace(used, std::make_pair(generator, generator.get_state()));
   }
-  std::vector<std::pair<Tensor, std::vector<char>>> before;
-  auto save = [&](const Tensor& t) {
-    if (!t.is_cuda() || !t.numel() || capturing->made.count(t.storage().mutable_data())) return;
-    auto [from, to] = span(t);
-    before.emplace_back(t, std::vector<char>(from, to));
-  };
-  for (size_t i = 0; i < n; i++) if (plan.written[i]) each_tensor(arguments[i], save);
-  at::Generator* random = plan.generator >= 0 ? (arguments[plan.generator].isNone() ? &generator_of(device) : nullptr) : nullptr;
-  at::Generator drawn = random ? *random : plan.generator >= 0 ? arguments[plan.generator].toGenerator() : at::Generator();
-  Tensor generator_state = plan.generator >= 0 ? drawn.get_state() : Tensor();
+  for (size_t i = 0; i < n; i++) {
+    if (plan.written[i]) each_tensor(arguments[i], save_before);
+    arguments[i] = map_tensors(arguments[i], frozen);
+  }
   run_on_host(op, plan, device, stack);
-  if (plan.generator >= 0) drawn.set_state(generator_state);
-  for (auto& [t, bytes] : before) std::memcpy((void*)span(t).first, bytes.data(), bytes.size());
   const size_t m = op.schema().returns().size(), first = stack->size() - m;
-  std::vector<IValue> results(stack->begin() + first, stack->end());
-  capturing->steps.push_back([op, plan = &plan, device, arguments, results] {
+  std::vector<Tensor> kept;
+  for (size_t i = 0; i < m; i++) each_tensor((*stack)[first + i], [&](const Tensor& t) { kept.push_back(frozen(t)); });
+  capturing->steps.push_back([op, plan = &plan, device, arguments, kept] {
     torch::jit::Stack again(arguments);
     run_on_host(op, *plan, device, &again);
-    std::vector<Tensor> computed, kept;
+    std::vector<Tensor> computed;
     for (auto& value : again) each_tensor(value, [&](const Tensor& t) { computed.push_back(t); });
-    for (auto& value : results) each_tensor(value, [&](const Tensor& t) { kept.push_back(t); });
-    for (size_t i = 0; i < kept.size(); i++) {
-      if (!computed[i].defined() || computed[i].storage().data() == kept[i].storage().data() || !kept[i].numel()) continue;
-      TORCH_CHECK(computed[i].sizes() == kept[i].sizes(), plan->name, ": a replay computes another shape than the capture");
-      auto [from, to] = span(computed[i]);
-      std::memcpy((void*)span(kept[i]).first, from, to - from);
-    }
+    for (size_t i = 0; i < kept.size(); i++) copy_result(plan->name, computed[i], kept[i]);
   });
 }
 
 void by_cpu(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-  std::unique_lock<std::recursive_mutex> guard(state_lock);
+  Lock guard;
   raise_pending();
   const Plan& plan = plan_of(op);
   const size_t n = op.schema().arguments().size(), begin = stack->size() - n;
@@ -544,6 +615,8 @@ void by_cpu(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* st
     if (plan.name == "aten::repeat_interleave.Tensor" && (*stack)[begin + 1].isNone()) waited = "aten::repeat_interleave without output_size";
   }
   if (!waited.empty()) permit(waited);
+  if (plan.kernel && !capturing)
+    for (size_t i = 0; i < n; i++) each_tensor((*stack)[begin + i], [&](const Tensor& t) { check_filled(t, plan.written[i], plan.name); });
   if (capturing && plan.kernel) capture(op, plan, device, stack);
   else {
     guard.unlock();  // a collective may wait for other threads
@@ -567,7 +640,7 @@ void copy_bytes(Tensor& to, const Tensor& from) {
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  std::lock_guard<std::recursive_mutex> guard(state_lock);
+  Lock guard;
   raise_pending();
   const bool out = self.is_cuda(), in = source.is_cuda();
   if (!self.numel()) return self;
@@ -584,15 +657,23 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     arrive(clocks[current_index()], begin, end);
   }
   if (capturing) {
-    capturing->steps.push_back([self, source]() mutable { copy_bytes(self, source); });
+    if (out) save_before(self);
+    Tensor to = frozen(self), from = frozen(source);
+    capturing->steps.push_back([to, from]() mutable { copy_bytes(to, from); });
+    copy_bytes(self, source);
     return self;
   }
+  check_filled(source, false, what);
+  check_filled(self, true, what);
   if (!out && in && fast && self.is_contiguous()) {
     Tensor arrives = at::empty(self.sizes(), at::TensorOptions().dtype(self.dtype()).device(HOST));
     copy_bytes(arrives, source);
     auto [begin, end] = span(self);
     const char* bytes = (const char*)arrives.storage().data();
     int index = current_index();
+    for (auto& copy : under_way)  // an earlier copy to the same place arrives earlier
+      if (copy.to < end && begin < copy.to + copy.bytes.size()) copy.time = 0;
+    arrive(clocks[index], begin, end);
     under_way.push_back({(char*)begin, std::vector<char>(bytes, bytes + (end - begin)), index, clocks[index][index]});
     std::memset((void*)begin, 0x7b, end - begin);  // a large number in every type
     return self;
@@ -622,7 +703,7 @@ struct EmulatedGuard final : DeviceGuardImplInterface {
   }
   Stream getDefaultStream(Device d) const override { return Stream(Stream::DEFAULT, d); }
   Stream getNewStream(Device d, int) const override {
-    std::lock_guard<std::recursive_mutex> guard(state_lock);
+    Lock guard;
     int64_t id = next_stream++;
     index_of(d.index(), id);
     return Stream(Stream::UNSAFE, d, id);
@@ -635,30 +716,30 @@ struct EmulatedGuard final : DeviceGuardImplInterface {
   }
   DeviceIndex deviceCount() const noexcept override { return hidden_in == getpid() ? 0 : (DeviceIndex)num_devices; }
   void record(void** event, const Stream& stream, const DeviceIndex, const EventFlag) const override {
-    std::lock_guard<std::recursive_mutex> guard(state_lock);
+    Lock guard;
     if (*event == nullptr) *event = (void*)(intptr_t)next_event++;
     events[(intptr_t)*event] = clocks[index_of(stream.device().index(), stream.id())];
   }
   void block(void* event, const Stream& stream) const override {
-    std::lock_guard<std::recursive_mutex> guard(state_lock);
+    Lock guard;
     join(clocks[index_of(stream.device().index(), stream.id())], events[(intptr_t)event]);
   }
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
-    std::lock_guard<std::recursive_mutex> guard(state_lock);
+    Lock guard;
     events.erase((intptr_t)event);
   }
   bool queryStream(const Stream&) const override { return true; }
   void synchronizeStream(const Stream& s) const override {
-    std::lock_guard<std::recursive_mutex> guard(state_lock);
+    Lock guard;
     host_wait("Stream.synchronize", clocks[index_of(s.device().index(), s.id())]);
   }
   void synchronizeEvent(void* event) const override {
-    std::lock_guard<std::recursive_mutex> guard(state_lock);
+    Lock guard;
     host_wait("Event.synchronize", events[(intptr_t)event]);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override {
-    std::lock_guard<std::recursive_mutex> guard(state_lock);
+    Lock guard;
     auto found = blocks.find(data.get());
     if (found != blocks.end()) found->second.recorded.insert(index_of(s.device().index(), s.id()));
   }
@@ -666,6 +747,26 @@ struct EmulatedGuard final : DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(CUDA, EmulatedGuard)
 }  // namespace c10::impl
 
+// The bytes of a device's tensor as a tensor of the host, for kernels that are written in Python.
+Tensor host_alias(const Tensor& t) {
+  Aliases aliases{t.device().index()};
+  return aliases.down(t);
+}
+// A kernel written in Python touches, and may write, all of these.
+void touch_all(at::TensorList tensors, const std::string& what) {
+  Lock guard;
+  int64_t bytes = 0;
+  for (const Tensor& t : tensors) bytes += bytes_of(t);
+  const int64_t line = launch(what, bytes);
+  for (const Tensor& t : tensors) {
+    if (capturing) { save_before(t); frozen(t); }
+    else { check_filled(t, true, what); if (check_races) touch(t, true, what, line); }
+  }
+}
+TORCH_LIBRARY(emulated_cuda, m) {
+  m.def("host_alias(Tensor x) -> Tensor", [](const Tensor& t) { return host_alias(t); });
+  m.def("touch_all(Tensor[] x, str what) -> ()", [](at::TensorList x, std::string what) { touch_all(x, what); });
+}
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_cpu>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", &copy_);
@@ -705,7 +806,7 @@ REGISTER_CUDA_HOOKS(CUDAHooks);
 }  // namespace at
 
 // ---------------------------------------------------------------- what Python calls
-#define LOCKED std::lock_guard<std::recursive_mutex> guard(state_lock)
+#define LOCKED Lock guard
 extern "C" {
 void ec_devices(int count) {
   num_devices = count;
@@ -773,34 +874,47 @@ void ec_reset_peak(int device) { peak[device] = allocated[device]; }
 void ec_resize(void* storage, size_t n) {
   auto* impl = static_cast<c10::StorageImpl*>(storage);
   if (!n) {
-    impl->set_data_ptr_noswap(c10::DataPtr(nullptr, impl->device()));
+    retire(impl->set_data_ptr(c10::DataPtr(nullptr, impl->device())));
   } else {
     DeviceIndex before = current_device;
     current_device = impl->device().index();
     c10::DataPtr fresh = device_allocator.allocate(n);
     current_device = before;
     if (impl->nbytes()) std::memcpy(fresh.get(), impl->data(), std::min<size_t>(n, impl->nbytes()));
-    impl->set_data_ptr_noswap(std::move(fresh));
+    retire(impl->set_data_ptr(std::move(fresh)));
   }
   impl->set_nbytes(n);
 }
 void* ec_graph_new() { return new Graph; }
-void ec_graph_delete(void* graph) { LOCKED; if (capturing == graph) capturing = nullptr; delete static_cast<Graph*>(graph); }
+void ec_graph_delete(void* graph) {
+  LOCKED;
+  if (capturing == graph) capturing = nullptr;
+  auto* old = static_cast<Graph*>(graph);
+  for (auto& [data, block] : blocks) if (block.graph == old) block.graph = nullptr;
+  delete old;
+}
 int ec_graph_begin(void* graph) { LOCKED; if (capturing) return 1; capturing = static_cast<Graph*>(graph); return 0; }
 void ec_graph_end() {
   LOCKED;
-  // a capture executes nothing: whoever reads a result before the first replay reads no number
-  for (void* data : capturing->made) std::memset(data, 0xff, blocks[data].size);
-  capturing->made.clear();
+  Graph& graph = *capturing;
   capturing = nullptr;
+  for (auto& [data, bytes] : graph.before)
+    if (blocks.count(data)) std::memcpy(data, bytes.data(), std::min(bytes.size(), blocks[data].size));
+  for (auto& [impl, state] : graph.states) state.first.set_state(state.second);
+  graph.before.clear();
+  graph.states.clear();
 }
 int ec_is_capturing() { return capturing != nullptr; }
+void ec_graph_call(void (*call)(int64_t), int64_t number) { LOCKED; capturing->steps.push_back([call, number] { call(number); }); }
 int ec_graph_steps(void* graph) { return (int)static_cast<Graph*>(graph)->steps.size(); }
 int ec_graph_replay(void* graph, char* error, int size) {
   LOCKED;
   launch("graph replay", 0);
-  try { for (auto& step : static_cast<Graph*>(graph)->steps) step(); }
-  catch (const std::exception& e) { std::strncpy(error, e.what(), size - 1); return 1; }
+  try {
+    check_alive(*static_cast<Graph*>(graph));
+    for (auto& step : static_cast<Graph*>(graph)->steps) step();
+    for (const void* data : static_cast<Graph*>(graph)->made) blocks[data].empty = false;
+  } catch (const std::exception& e) { std::strncpy(error, e.what(), size - 1); return 1; }
   return 0;
 }
 void ec_graph_register(void* graph, const void* generator) { LOCKED; static_cast<Graph*>(graph)->generators.insert(generator); }

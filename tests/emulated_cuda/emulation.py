@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,7 +54,7 @@ class Device:
             "ec_kernel_begin": [ctypes.c_char_p, ctypes.c_int64], "ec_host_wait": [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64], "ec_is_complete": [ctypes.c_int64],
             "ec_record_stream": [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64], "ec_resize": [ctypes.c_void_p, ctypes.c_size_t],
             "ec_share_generator": [ctypes.c_int, ctypes.c_void_p], "ec_graph_begin": [ctypes.c_void_p], "ec_graph_delete": [ctypes.c_void_p], "ec_graph_steps": [ctypes.c_void_p],
-            "ec_graph_replay": [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int], "ec_graph_register": [ctypes.c_void_p, ctypes.c_void_p],
+            "ec_graph_replay": [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int], "ec_graph_register": [ctypes.c_void_p, ctypes.c_void_p], "ec_graph_call": [ctypes.CFUNCTYPE(None, ctypes.c_int64), ctypes.c_int64],
         }.items():
             getattr(lib, name).argtypes = types
         lib.ec_graph_new.restype = ctypes.c_void_p
@@ -62,6 +63,8 @@ class Device:
         self.ledger: Ledger | None = None
         self.libraries: list[torch.library.Library] = []
         self._lines: dict[str, int] = {}
+        self._replay = ctypes.CFUNCTYPE(None, ctypes.c_int64)(lambda number: self.captured[number]())
+        self.captured: dict[int, Callable[[], None]] = {}
         self._callbacks = (_EVENT(self._event), _DESCRIBE(self._describe))
         self.watch(False)
 
@@ -81,6 +84,16 @@ class Device:
         text = next((line for line, known in self._lines.items() if known == number), "?")
         data = text.encode()[: size - 1] + b"\0"
         ctypes.memmove(out, data, len(data))
+
+    def kernel(self, what: str, tensors: Sequence[torch.Tensor], run: Callable[..., None]) -> None:
+        """Launch a kernel that is written in Python: `run` takes the same bytes as tensors of the host."""
+        torch.ops.emulated_cuda.touch_all(tensors, what)
+        aliases = [torch.ops.emulated_cuda.host_alias(x) for x in tensors]
+        run(*aliases)
+        if self.lib.ec_is_capturing():
+            number = len(self.captured)
+            self.captured[number] = functools.partial(run, *aliases)
+            self.lib.ec_graph_call(self._replay, number)
 
     def wait(self, what: str, device: int, stream: int = -1, event: int = 0) -> None:
         """The host waits for an event, a stream, or all (-1)."""

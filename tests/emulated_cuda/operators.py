@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 from emulation import Device
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
-aten = torch.ops.aten
+aten, host_alias = torch.ops.aten, torch.ops.emulated_cuda.host_alias
 
 
 def _repeat_heads(x_BHSD: Tensor, heads: int) -> Tensor:
@@ -63,7 +64,87 @@ def softmax_backward(log: bool):
     return backward
 
 
+BLOCKS = {kind.value: size for kind, size in {
+    ScalingType.RowWise: (1, None), ScalingType.BlockWise1x16: (1, 16), ScalingType.BlockWise1x32: (1, 32), ScalingType.BlockWise1x128: (1, 128),
+    ScalingType.BlockWise128x128: (128, 128)}.items()}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _refuse(condition: bool, what: str) -> None:
+    if condition:
+        raise RuntimeError(what)
+
+
+def _untiled(flat: Tensor, rows: int, cols: int) -> Tensor:
+    """Scales out of tiles of 128 rows by 4 columns, of which row 32 q + l and column k stand at 16 l + 4 q + k."""
+    filled = -(-rows // 128), -(-cols // 4)
+    _refuse(flat.numel() != filled[0] * filled[1] * 512 or not flat.is_contiguous(), f"scales in tiles: {flat.shape} for {rows} x {cols}")
+    return flat.float().view(*filled, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(filled[0] * 128, filled[1] * 4)[:rows, :cols]
+
+
+def _numbers(values: Tensor, scales: list[Tensor], kinds: list[int]) -> Tensor:
+    """An operand [R, K] of a scaled product, by its definition."""
+    if values.dtype == torch.float4_e2m1fn_x2:
+        codes = values.view(torch.uint8)
+        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()
+        numbers = torch.tensor([*E2M1, *(-value for value in E2M1)], device=values.device)[codes]
+    else:
+        numbers = values.float()
+    height, width = numbers.shape
+    for scale, kind in zip(scales, kinds, strict=True):
+        if kind == ScalingType.TensorWise.value:
+            _refuse(scale.numel() != 1 or scale.dtype != torch.float32, "a scale of a tensor is one fp32 number")
+            numbers = numbers * scale.reshape(())
+            continue
+        rows, cols = BLOCKS[kind]
+        cols = cols or width
+        if cols < 128 and cols != width:
+            dtype = torch.float8_e8m0fnu if cols == 32 else torch.float8_e4m3fn
+            _refuse(scale.dtype != dtype, f"scales of 1 x {cols} are {dtype}, not {scale.dtype}")
+            grid = _untiled(scale.flatten(), height, width // cols)
+        elif rows == 1:
+            grid = scale.reshape(height, -1)
+            _refuse(scale.dtype != torch.float32 or cols == 128 and width > 128 and scale.stride() != (1, height), "scales of rows: fp32, by columns")
+        else:
+            blocks = -(-width // 128)
+            _refuse(scale.shape != (-(-blocks // 4) * 4, -(-height // 128)) or scale.stride(0) != 1, f"scales of 128 x 128 blocks: {scale.shape}")
+            grid = scale.t()[:, :blocks]
+        numbers = numbers * grid.repeat_interleave(rows, 0)[:height].repeat_interleave(cols, 1)[:, :width]
+    return numbers
+
+
+def scaled_mm(a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, out_dtype, contraction_dim=(), use_fast_accum=False):
+    _refuse(not a.is_contiguous() or not b.t().is_contiguous(), "scaled_mm takes a row-major and a column-major matrix")
+    _refuse(bool(a.shape[1] % 16 or b.shape[1] % 16), f"scaled_mm takes sizes that 16 divides, not {tuple(a.shape)} and {tuple(b.shape)}")
+    y = _numbers(a, scale_a, recipe_a) @ _numbers(b.t(), scale_b, recipe_b).t()
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def scaled_grouped_mm(a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, offs=None, bias=None, out_dtype=None, contraction_dim=(),
+                      use_fast_accum=False):
+    _refuse(offs is None or offs.dtype != torch.int32 or not offs.is_cuda, "offsets of groups: int32, on the device")
+    stops = host_alias(offs).tolist()
+    tiled = recipe_a[0] == ScalingType.BlockWise1x32.value
+    pieces, start, first = [], 0, 0
+    for expert, stop in enumerate(stops):
+        rows = stop - start
+        if tiled:
+            held = -(-rows // 128) * 128
+            blocks = scale_a[0].flatten()
+            wide = -(-a.shape[1] // 128) * 4
+            of_rows = blocks[first * wide:(first + held) * wide]
+            first += held
+        else:
+            of_rows = scale_a[0][start:stop]
+        left = _numbers(a[start:stop], [of_rows], recipe_a)
+        pieces.append(left @ _numbers(b[expert].t(), [scale_b[0][expert]], recipe_b).t())
+        start = stop
+    return torch.cat(pieces).to(out_dtype)
+
+
 KERNELS = {
+    "_scaled_mm_v2": scaled_mm,
+    "_scaled_grouped_mm_v2": scaled_grouped_mm,
     "_scaled_dot_product_flash_attention": flash_attention,
     "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
     "mm.dtype": mm_dtype,

@@ -5,6 +5,9 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def exact_products(monkeypatch):
+def exact_products():
     """fp32 products in fp32, as long as a test runs."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    # not by monkeypatch: the settings are no attributes of an object, so that it could not take them back
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before

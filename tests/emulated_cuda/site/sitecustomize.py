@@ -10,5 +10,10 @@ if os.environ.get("EMULATED_CUDA"):
     import process_groups
 
     major, minor = os.environ.get("EMULATED_CUDA_CAPABILITY", "9.0").split(".")
-    operators.register(emulation.start(int(os.environ["EMULATED_CUDA"]), (int(major), int(minor))))
+    device = emulation.start(int(os.environ["EMULATED_CUDA"]), (int(major), int(minor)))
+    operators.register(device)
     process_groups.use_gloo()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import triton_kernels
+
+        triton_kernels.use_interpreter(device)
