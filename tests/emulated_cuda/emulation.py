@@ -38,7 +38,8 @@ import torch  # noqa: E402
 LAUNCH, WAIT, ALLOCATE, FREE = range(4)
 _EVENT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)
 _DESCRIBE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.POINTER(ctypes.c_char), ctypes.c_int)
-_HERE = str(Path(__file__).parent)
+_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("emulation", "operators", "process_groups", "triton_kernels", "run"))
+_PRODUCT = f"{Path(__file__).parents[2] / 'moe_trainer'}{os.sep}"
 
 
 class Device:
@@ -155,9 +156,9 @@ def source_line() -> str:
     fallback = "?"
     while frame is not None:
         name = frame.f_code.co_filename
-        if "moe_trainer" in name and "site-packages" not in name:
-            return f"{name.rpartition('moe_trainer/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
-        if fallback == "?" and not name.startswith((_HERE, "<")) and "/torch/" not in name and "importlib" not in name:
+        if name.startswith(_PRODUCT):
+            return f"{name.removeprefix(_PRODUCT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        if fallback == "?" and not name.startswith((*_OWN, "<")) and "/torch/" not in name and "importlib" not in name:
             fallback = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     node = torch._C._current_autograd_node() if fallback == "?" else None

@@ -1,0 +1,105 @@
+"""Run functions of test modules on emulated CUDA devices.
+
+    def work(x): ...                                   # of a test module; imports torch as it likes
+    result = on_device(work, 3)                        # in a process that has one device
+    results = on_device(train, "plain", ranks=2, devices=2)   # train(rank, world_size, "plain") on ranks with a device each
+
+One server process for each test process has loaded the device; it forks the processes that run the functions. Arguments and results are
+pickled; what a function raises comes back with its traceback.
+"""
+
+import atexit
+import functools
+import importlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+MAX_DEVICES = 8
+
+
+def environment(devices: int) -> dict[str, str]:
+    """What a Python process needs to have devices. Skips the test where the device cannot be built."""
+    from emulated_cuda import build
+
+    try:
+        library = build.library()
+    except build.CannotBuild as error:
+        pytest.skip(str(error))
+    path = [str(HERE / "site"), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "EMULATED_CUDA": str(devices), "EMULATED_CUDA_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+
+
+def on_device(function: Callable, *args: Any, devices: int = 1, ranks: int = 1) -> Any:
+    """Call function(*args) in a process with devices, or function(rank, ranks, *args) on several ranks, rank r on device r % devices.
+
+    Returns: what it returns; a list by rank where there are several.
+    Raises: AssertionError with the tracebacks.
+    """
+    channel = _server()
+    channel.send((function.__module__, function.__qualname__, pickle.dumps(args), devices, ranks))
+    succeeded, outcome = channel.recv()
+    assert succeeded, outcome
+    results = [pickle.loads(result) for result in outcome]
+    return results[0] if ranks == 1 else results
+
+
+@functools.cache
+def _server() -> Connection:
+    ours, theirs = socket.socketpair()
+    env = environment(MAX_DEVICES)
+    process = subprocess.Popen([sys.executable, str(HERE / "run.py"), str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
+    theirs.close()
+    channel, here = Connection(ours.detach()), os.getpid()
+
+    def stop() -> None:
+        if os.getpid() == here:
+            channel.close()
+            process.wait()
+
+    atexit.register(stop)
+    return channel
+
+
+def _call(rank: int, world_size: int, module: str, name: str, args: bytes, devices: int) -> bytes:
+    import emulation
+    import torch
+
+    emulation.DEVICE().lib.ec_devices(devices)
+    torch.cuda.set_device(rank % devices)
+    function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    given = pickle.loads(args)
+    return pickle.dumps(function(*given) if world_size == 1 else function(rank, world_size, *given))
+
+
+def _serve(channel: Connection) -> None:
+    import emulation
+    from harness import RanksFailed, run_ranks
+
+    # a process that forks must have started no thread of autograd: it has no device
+    emulation.DEVICE().lib.ec_hide_from_this_process()
+    import moe_trainer.proof.observe  # noqa: F401 - here once, instead of in every process
+
+    while True:
+        try:
+            module, name, args, devices, ranks = channel.recv()
+        except EOFError:
+            return
+        try:
+            channel.send((True, run_ranks(_call, ranks, module, name, args, devices)))
+        except RanksFailed as error:
+            channel.send((False, str(error)))
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
