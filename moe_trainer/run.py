@@ -56,7 +56,8 @@ from moe_trainer.optim.schedules import (
     build_weight_decay_schedule,
 )
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.fsdp import FSDPPassState, FullSharding, reduce_after_weight_grads
+from moe_trainer.parallel.fsdp import FullSharding
+from moe_trainer.parallel.fsdp_overlap import FSDPPassState, reduce_after_weight_grads
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import Schedule, choose
@@ -135,6 +136,11 @@ class Run:
         """Wait until the parameters hold what the last update made of them."""
         if self.optimizer is not None:
             self.optimizer.wait_params()
+
+    @property
+    def saves(self) -> bool:
+        """Are checkpoints saved?"""
+        return self.args.output.save is not None and not self.args.keeps_weights
 
     @property
     def per_token(self) -> bool:

@@ -125,7 +125,7 @@ def run_job(args: Arguments, runtime: Runtime, watchdog: Watchdog, started: floa
         run.metrics.end(why_ended(run, state, leaving), run.save_history.saved)
     close_metrics(run)
     run.save_history.settle()
-    if args.output.save is not None and runtime.place.rank == 0 and not args.evaluates_only:
+    if run.saves and runtime.place.rank == 0:
         release(Path(args.output.save))
     run.watches.close()
     close_groups(runtime.ps)
@@ -209,7 +209,7 @@ def train(run: Run, state: TrainState, started: float, patience: Patience, exit_
         if run.saver.under_way and not agreed.saving:
             with patience.longer():
                 finish_save(run)
-        if run.args.output.save is not None and (save_is_due(run, state) or agreed.reason is not None):
+        if run.saves and (save_is_due(run, state) or agreed.reason is not None):
             with patience.longer():
                 save_checkpoint(run, state)
         if agreed.reason is not None:
@@ -241,6 +241,8 @@ def train_iteration(run: Run, state: TrainState) -> None:
         state.scheduled_samples += samples
     seq_length = run.args.data.seq_length
     flops = training_flops(run.args, samples, seq_length, run.padded_vocab_size)
+    if run.args.keeps_weights:
+        flops /= 3  # the forward alone; the backward is twice that
     state.total_flops += flops
     trace = run.profiler.after(number)
     if trace is not None:
@@ -310,7 +312,7 @@ def finish(run: Run, state: TrainState) -> None:
     """What follows the last iteration: save, validate, test."""
     output, training = run.args.output, run.args.training
     unsaved = not save_is_due(run, state) or run.save_history.in_a_row > 0
-    if output.save is not None and state.iteration > 0 and unsaved and not training.skip_train:
+    if run.saves and state.iteration > 0 and unsaved and not training.skip_train:
         save_checkpoint(run, state)
     if can_validate(run):
         validate(run, state, f"iteration {state.iteration} on validation set")

@@ -45,16 +45,9 @@ def frozen_layers_need_no_optimizer(s: Settings, _f: Facts) -> None:
     """As in Megatron-LM: training batches run forward only; the model alone is loaded, and nothing is saved."""
     if not s.freeze_all_layers:
         return
-    why = "from --freeze-all-layers"
-    for dest in ("use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce"):
-        if getattr(s, dest):
-            s.note(f"{s.flag(dest)} has no effect with {s.flag('freeze_all_layers')}: there are no gradients and no updates.")
-            s.set_derived(dest, False, why)
-    if s.save is not None:
-        s.note(f"{s.flag('save')} has no effect with {s.flag('freeze_all_layers')}: the weights stay as they are, and nothing is saved.")
-        s.set_derived("save", None, why)
+    s.note(f"{s.flag('freeze_all_layers')}: there are no gradients and no updates, and no checkpoints are saved.")
     if s.load is not None and not s.finetune:
-        s.set_derived("finetune", True, why)
+        s.set_derived("finetune", True, "from --freeze-all-layers")
 
 
 def one_checkpoint_format(s: Settings, _f: Facts) -> None:
@@ -86,6 +79,16 @@ def weight_decay_of_qk_norm(s: Settings, _f: Facts) -> None:
 def learning_rate_is_given(s: Settings, _f: Facts) -> Iterator[Violation]:
     if s.lr is None and not s.evaluates_only and not s.freeze_all_layers:
         yield broken(s, f"{s.flag('lr')} is missing; there is no default for it.", "lr")
+
+
+def a_record_needs_an_update(s: Settings, _f: Facts) -> Iterator[Violation]:
+    if s.freeze_all_layers and s.record_step is not None:
+        yield broken(
+            s,
+            f"{s.flag('record_step')} records an update, and {s.flag('freeze_all_layers')} makes none.",
+            "record_step",
+            "freeze_all_layers",
+        )
 
 
 def learning_rates_are_ordered(s: Settings, _f: Facts) -> Iterator[Violation]:
@@ -248,6 +251,7 @@ RESOLVE = (
 )
 CHECKS = (
     learning_rate_is_given,
+    a_record_needs_an_update,
     learning_rates_are_ordered,
     warmup_start_below_peak,
     weight_decay_schedule,

@@ -43,7 +43,7 @@ class PassState(Protocol):
 class Baton:
     """What the two passes of a rank share. Outside `run` passing it does nothing.
 
-    pass_state: what changes hands with it (parallel/fsdp.py), if anything does.
+    pass_state: what changes hands with it (parallel/fsdp_overlap.py), if anything does.
     """
 
     def __init__(self) -> None:

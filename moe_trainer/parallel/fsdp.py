@@ -17,22 +17,20 @@ gradients back until the last microbatch (it takes the memory that sharding save
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of
 from moe_trainer.parallel.state import Group, ParallelState
-from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 
 class FullSharding:
@@ -81,85 +79,6 @@ class FullSharding:
         module.set_custom_reduce_scatter(_ReduceScatter(inner))
         if outer.size > 1:
             module.set_all_reduce_hook(functools.partial(collectives.all_reduce, group=outer))
-
-
-class FSDPPassState:
-    """What fully_shard keeps of a pass, for two passes that take turns (baton.PassState): forward of one microbatch, backward of another.
-
-    torch's units are in one state each (forward, backward, idle), and a unit is sharded again when a pass leaves it. Here every pass has
-    states of its own, and a unit stays gathered while the other pass is inside it. Both passes run in one order on all ranks, so the
-    collectives do too.
-    """
-
-    def __init__(self, chunks: Iterable[nn.Module]):
-        self._states = [module._get_fsdp_state() for chunk in chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
-        self._groups = [group for state in self._states for group in _param_groups(state)]
-        self._waiting: _Saved | None = None
-        for index, group in enumerate(self._groups):
-            group.reshard = functools.partial(self._reshard, index, group.reshard)
-
-    def begin(self) -> None:
-        idle = TrainingState.IDLE
-        self._waiting = _Saved([idle] * len(self._states), [idle] * len(self._groups), [None] * len(self._states))
-
-    def switch(self) -> None:
-        saved = _Saved([state._training_state for state in self._states], [group._training_state for group in self._groups],
-                       [state._state_ctx.iter_forward_root for state in self._states])
-        for state, training_state, root in zip(self._states, self._waiting.states, self._waiting.roots, strict=True):
-            state._training_state, state._state_ctx.iter_forward_root = training_state, root
-        for group, training_state in zip(self._groups, self._waiting.groups, strict=True):
-            group._training_state = training_state
-        self._waiting = saved
-
-    def end(self) -> None:
-        self._waiting = None
-
-    def _reshard(self, index: int, reshard: Callable[[], None]) -> None:
-        if self._waiting is None or self._waiting.groups[index] not in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
-            reshard()
-
-
-def reduce_after_weight_grads(chunk: nn.Module, queue: WeightGradQueue) -> None:
-    """Let the units of a chunk wait, where weight gradients are put off, until these are there: then they are reduced, and the unit is
-    sharded again."""
-    for module in chunk.modules():
-        for group in _param_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
-            group.post_backward = _PostBackward(group, queue)
-
-
-class _PostBackward:
-    """The post_backward of a parameter group, which waits for the weight gradients in a queue. torch calls it once or twice a backward."""
-
-    def __init__(self, group: Any, queue: WeightGradQueue):
-        self._group, self._queue, self._post_backward, self._waits = group, queue, group.post_backward, False
-
-    def __call__(self, *unused: Any) -> None:
-        params = [param.unsharded_param for param in self._group.fsdp_params if hasattr(param, "_unsharded_param")]
-        self._waits = self._waits or self._queue.call_after(params, self._late)
-        if not self._waits:
-            self._post_backward()
-
-    def _late(self) -> None:
-        self._waits = False
-        in_backward = self._group._training_state == TrainingState.PRE_BACKWARD
-        self._post_backward()
-        if not in_backward:  # torch has waited for the reductions of this backward already
-            self._group.finalize_backward()
-            self._group._training_state = TrainingState.IDLE
-
-
-class _Saved(NamedTuple):
-    """The state of the units, of their parameter groups, and the module that the pass began with, by unit."""
-
-    states: list[TrainingState]
-    groups: list[TrainingState]
-    roots: list[Any]
-
-
-def _param_groups(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):  # since torch 2.12
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def expert_modules(unit: nn.Module) -> Iterator[nn.Module]:

@@ -52,8 +52,11 @@ class WeightGradQueue:
         assert self.active, "gradients are deferred only while the queue is active"
         self._pending.parts.setdefault(param, []).append(compute)
 
-    def call_after(self, params: Iterable[Parameter], call: Callable[[], None]) -> bool:
-        """If a gradient of one of these parameters waits, call `call` when all that wait are computed. Returns: whether one does."""
+    def run_after_pending(self, params: Iterable[Parameter], call: Callable[[], None]) -> bool:
+        """Call `call` once everything that waits is computed, if a gradient of one of these parameters is part of it.
+
+        Returns: whether one is; if not, nothing is called.
+        """
         waits = any(param in self._pending.parts for param in params)
         if waits:
             self._pending.afterwards.append(call)

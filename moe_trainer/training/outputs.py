@@ -31,7 +31,7 @@ def check_outputs(run: Run, state: TrainState) -> None:
 def warn_of_newer_checkpoints(run: Run, state: TrainState) -> None:
     """Say so when the save folder's newest checkpoint is ahead of this run, which is going to move the tracker back."""
     save = run.args.output.save
-    if save is None or run.args.evaluates_only or run.args.output.load == save or run.runtime.place.rank != 0:
+    if not run.saves or run.args.output.load == save or run.runtime.place.rank != 0:
         return
     newest = latest_iteration(save)
     if newest is not None and newest > state.iteration:

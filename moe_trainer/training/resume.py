@@ -56,7 +56,7 @@ def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
     """Load the checkpoint that `--load` names, if there is one; returns where the run goes on, and with which schedules."""
     output = run.args.output
     state = TrainState()
-    if output.save is not None and not run.args.evaluates_only:
+    if run.saves:
         with user_input("--save"):
             options = replace(run.save_options, file_system=check_writable(output.save, run.ps))
         run = replace(run, save_options=options)
