@@ -310,7 +310,7 @@ def evaluation_is_due(run: Run, state: TrainState) -> bool:
 
 def finish(run: Run, state: TrainState) -> None:
     """What follows the last iteration: save, validate, test."""
-    output, training = run.args.output, run.args.training
+    training = run.args.training
     unsaved = not save_is_due(run, state) or run.save_history.in_a_row > 0
     if run.saves and state.iteration > 0 and unsaved and not training.skip_train:
         save_checkpoint(run, state)

@@ -220,8 +220,9 @@ def _flags(record: dict[str, object], folder: Path | None):
              "--global-batch-size", "1", "--train-iters", "1", "--lr", "1e-5", "--mock-data", "--eval-iters", "0", "--transformer-impl", "local",
              "--hidden-dropout", "0", "--attention-dropout", "0", "--no-rope-fusion", "--no-use-tokenizer-model-from-checkpoint-args",
              "--tokenizer-type", "NullTokenizer", "--on-missing-backend", "fallback"]
-    # a run whose tokenizer knows the vocabulary records the padded size alone
-    vocabulary = {"vocab_size": record.get("vocab_size") or record.get("padded_vocab_size")}
+    # where a tokenizer knew the vocabulary, the recorded --vocab-size may be absent or a preset's
+    sizes = [size for size in (record.get("vocab_size"), record.get("padded_vocab_size")) if isinstance(size, int)]
+    vocabulary = {"vocab_size": min(sizes, default=None)}
     return arguments.parse_args(words, world_size=1, checkpoint={**record, **vocabulary})
 
 

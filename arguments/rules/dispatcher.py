@@ -5,6 +5,8 @@ spellings included; shared experts, biases and projections of the experts; clone
 Megatron-LM's demands (commit d98e8a64, validate_args and TransformerConfig).
 """
 
+import math
+
 from collections.abc import Iterator
 
 from arguments.rules.facts import Facts, as_list, balancing_types, broken, positive, say
@@ -21,7 +23,7 @@ DEEPEP_SMS = 20
 
 
 def negative_capacity(s: Settings, _f: Facts) -> None:
-    if s.moe_expert_capacity_factor is not None and s.moe_expert_capacity_factor < 0:
+    if s.moe_expert_capacity_factor is not None and -math.inf < s.moe_expert_capacity_factor < 0:
         s.note(f"{s.shown('moe_expert_capacity_factor')}: negative means no capacity limit, no token is dropped.")
         s.set_derived("moe_expert_capacity_factor", None, "negative means no capacity limit")
 

@@ -1,5 +1,7 @@
 """Maximal update parametrization: the width multiplier and what follows from it."""
 
+import math
+
 from arguments.rules.facts import Facts, positive
 from arguments.settings import Settings
 
@@ -7,6 +9,8 @@ from arguments.settings import Settings
 def width_multiplier(s: Settings, _f: Facts) -> None:
     """As in Megatron-LM the width multiplier is never taken from its flag, and a multiplier of 1 for the logits means none was chosen."""
     asked = s.mup_width_mult if s.given("mup_width_mult") else None
+    if asked is not None and not 0 < asked < math.inf:
+        return  # refused by the rules on numbers
     if not s.use_mup:
         s.set_derived("mup_width_mult", 1.0, "no --use-mup")
         return

@@ -27,7 +27,7 @@ POSITIVE = (
     "min_loss_scale", "loss_scale_window", "hysteresis", "seed", "moe_upcycling_granularity", "moe_expert_rank_capacity_factor",
     "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", "activation_func_clamp_value", "yarn_beta_fast",
     "yarn_beta_slow", "qk_clip_threshold", "muon_extra_scale_factor", "muon_num_ns_steps",
-    "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim",
+    "mup_base_hidden_size", "mup_width_mult", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim",
     # workers of a device or a host
     "moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_hybridep_num_blocks_permute",
     "moe_hybridep_num_blocks_unpermute", "moe_hybridep_num_sms_preprocessing", "num_dataset_builder_threads", "dist_ckpt_workers",
@@ -40,7 +40,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "train_iters", "train_samples", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "lr_decay_samples",
     "lr_warmup_samples", "lr_wsd_decay_samples", "eval_iters", "manual_gc_interval", "exit_duration_in_mins",
-    "num_workers", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init", "adam_eps", "clip_grad",
+    "num_workers", "mup_attn_scale_power", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init", "adam_eps", "clip_grad",
     "weight_decay", "init_method_std", "embedding_init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff",
     "moe_input_jitter_eps", "moe_router_bias_update_rate", "mtp_loss_scaling_factor", "mtp_num_layers", "ckpt_step",
     "profile_step_start", "profile_step_end", "dsa_indexer_loss_coeff", "wgrad_deferral_limit",
