@@ -6,7 +6,6 @@ Megatron-LM's demands (commit d98e8a64, validate_args and TransformerConfig).
 """
 
 import math
-
 from collections.abc import Iterator
 
 from arguments.rules.facts import Facts, as_list, balancing_types, broken, positive, say

@@ -205,6 +205,7 @@ BROKEN = (
     ("--fp8-format e4m3 --moe-router-padding-for-quantization --moe-token-dispatcher-type allgather", "",
      "--moe-token-dispatcher-type"),
     # overlap
+    ("--freeze-all-layers --record-step 2 --save ckpt --save-interval 2", "", "--record-step"),
     ("--overlap-moe-expert-parallel-comm", "", "--expert-model-parallel-size"),
     ("--overlap-moe-expert-parallel-comm --expert-model-parallel-size 8 --moe-shared-expert-overlap "
      "--moe-shared-expert-intermediate-size 512", "", "--moe-shared-expert-overlap"),
