@@ -33,6 +33,9 @@ SHAPE = (
 )  # fmt: skip
 """The flags that say what model the weights belong to."""
 
+MUP = ("use_mup", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim", "mup_attn_scale_power")
+"""Part of the model too; Megatron-LM takes them from the command line only. Taken for --skip-train where that does not say."""
+
 WHERE_NOT_GIVEN = ("seq_length",)
 """Taken only if the command line (or recipe) does not say: a run may train on with longer sequences."""
 
@@ -94,7 +97,7 @@ def suppliable(settings: Settings) -> frozenset[str]:
     names = SHAPE + WHERE_NOT_GIVEN + DROPOUT + CONVERSION
     names += TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ()
     names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
-    names += EVALUATION + CAPACITY + DATA + ("global_batch_size", "eval_global_batch_size") if settings.evaluates_only else ()
+    names += MUP + EVALUATION + CAPACITY + DATA + ("global_batch_size", "eval_global_batch_size") if settings.evaluates_only else ()
     return frozenset(names)
 
 
@@ -133,7 +136,7 @@ def _repads(settings: Settings, recorded: Mapping[str, object]) -> bool:
 
 def _for_evaluation(settings: Settings, recorded: Mapping[str, object]) -> tuple[str, ...]:
     """What an evaluation takes from the checkpoint besides the architecture; sets its batch size, which a run may record under another name."""
-    names = [dest for dest in EVALUATION if not settings.given(dest)]
+    names = [dest for dest in MUP + EVALUATION if not settings.given(dest)]
     if recorded.get("moe_expert_capacity_factor") is not None:
         names += [dest for dest in CAPACITY if not settings.given(dest)]
     if settings.bf16 or settings.fp16:

@@ -63,7 +63,7 @@ def run_validate_only(
     params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
     if model is not None:
         params |= count_params(model)
-    trains = model is not None and not violations and not settings.evaluates_only  # an evaluation has no optimizer
+    trains = model is not None and not violations and not model.keeps_weights
     state_lines = describe_state(model, world_size) if trains else []
     print("\n".join(summary(settings, violations, params, world_size, state_lines)))
     if files is not None and files.lines:

@@ -147,14 +147,13 @@ def fim_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
                      f"{', '.join(FIM_TOKENIZERS)}, not {s.tokenizer_type}.", dest, "tokenizer_type")  # fmt: skip
     for rate in ("fim_rate", "fim_spm_rate"):
         if getattr(s, rate) == 0:
-            yield broken(s, f"{say(s, rate)} is a probability: it must be above 0.", rate)
+            yield broken(s, f"{say(s, rate)} must be above 0, as in Megatron-LM: without {s.flag(dest)} no sample is rearranged.", rate)
     if s.fim_split_sample and s.fim_fragment_rate is None:
         yield broken(s, f"{say(s, 'fim_split_sample')} needs --fim-fragment-rate: how often a fragment is rearranged.", "fim_fragment_rate",
                      "fim_split_sample")  # fmt: skip
 
 
 FIM_TOKENS = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_pad_token")
-FIM_SETTINGS = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", *FIM_TOKENS, "fim_eod_token")
 
 
 def fim_tokens_differ(s: Settings, _f: Facts) -> Iterator[Violation]:
@@ -166,18 +165,10 @@ def fim_tokens_differ(s: Settings, _f: Facts) -> Iterator[Violation]:
             yield broken(s, f"{say(s, dest)} is also {s.flag(other)}: the parts of a sample need tokens of their own.", dest, other)
 
 
-def fim_settings_without_effect(s: Settings, _f: Facts) -> None:
-    idle = [s.flag(dest) for dest in FIM_SETTINGS if s.given(dest)]
-    if idle and not s.fim_data:
-        s.note(f"{', '.join(idle)} without --fim-data: no effect, no sample is rearranged.")
-    elif s.fim_data and s.fim_fragment_rate is not None and s.fim_split_sample is None:
-        s.note(f"{s.flag('fim_fragment_rate')} without --fim-split-sample: no effect, samples are not split into fragments.")
-
-
 def fim_samples_are_one_document(s: Settings, _f: Facts) -> None:
     if s.fim_data and s.dataloader_inter_document_masking:
         s.note(f"{s.flag('dataloader_inter_document_masking')} with {s.flag('fim_data')}: a rearranged sample counts as one document.")
 
 
-RESOLVE = (legacy_split, tokenizer_and_loader, fim_samples_are_one_document, fim_settings_without_effect)
+RESOLVE = (legacy_split, tokenizer_and_loader, fim_samples_are_one_document)
 CHECKS = (one_source, evaluation_has_data, split_is_readable, split_needs_one_corpus, blends_are_readable, null_tokenizer_has_a_size, validation_names_fit, fim_fits, fim_tokens_differ)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from arguments.checkpoint_args import SHAPE
+from arguments.checkpoint_args import MUP, SHAPE
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -41,7 +41,7 @@ _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _INDEXER = ".core_attention.indexer."
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
-_MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type")
+_MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "use_mup")
 # flags of the architecture that say how it runs, not what it is; another padding is told where it is met
 _OTHER_STORAGE = frozenset({"moe_grouped_gemm", "padded_vocab_size"})
 
@@ -304,7 +304,7 @@ class Loader:
     def _differing_flags(self) -> dict[str, str]:
         here = self._options.args
         found = {}
-        for name in (dest for dest in SHAPE if dest not in _OTHER_STORAGE):
+        for name in (dest for dest in SHAPE + MUP if dest not in _OTHER_STORAGE):
             if name in here and name in self._saved_args and _value(here[name]) != _value(self._saved_args[name]):
                 flag = OPTIONS[name].spellings[0] if name in OPTIONS else name
                 found[name] = f"{flag} ({name}): {self._saved_args[name]!r} in the checkpoint, {here[name]!r} here"

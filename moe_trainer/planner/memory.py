@@ -267,6 +267,9 @@ def _stage(args: Arguments, stage: int, chunks: Sequence[ChunkLayout], params: L
             else:
                 modules[module] += number * count
     dispatch, working = _buffers(args, chunks, params, sizes)
+    if args.keeps_weights:  # forward only: a layer's tensors are let go behind it
+        kinds = {sizes.pattern[number] for chunk in chunks for number in chunk.layers}
+        return StageMemory(stage, held, state.weights, 0.0, 0.0, {}, (0,) * len(chunks), dispatch, max(map(sizes.layer, kinds), default=0.0), state.host)
     return StageMemory(stage, held, state.weights, state.gradients, state.main_params + state.moments - state.host, dict(modules), counts,
                        dispatch, working + graph_bytes(args, chunks, counts, sizes), host)
 

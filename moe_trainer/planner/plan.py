@@ -128,8 +128,11 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
     sizes = args.parallel
     replicas = max(1, world_size // (sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size))
     batch = count * replicas * args.training.micro_batch_size
-    return Plan(args, world_size, hardware, count_parameters(args, rows), memory, time,
-                training_flops(args, batch, args.data.seq_length, rows), count, batch, rows, note)
+    flops = training_flops(args, batch, args.data.seq_length, rows)
+    if args.keeps_weights:
+        forward = "the weights are not updated: memory is that of a forward pass; the time is still that of a training step, and a forward pass takes about a third"
+        note = "; ".join(filter(None, (note, forward)))
+    return Plan(args, world_size, hardware, count_parameters(args, rows), memory, time, flops, count, batch, rows, note)
 
 
 def nearest(plan: Plan) -> Nearest:

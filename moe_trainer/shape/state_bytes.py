@@ -56,6 +56,12 @@ def state_bytes(args: Arguments, world_size: int, kind: Literal["dense", "expert
 
     Raises: ValueError for an optimizer whose state is not known.
     """
+    found = _trained(args, world_size, kind, stored, table)
+    return StateBytes(found.weights, 0.0, 0.0, 0.0, 0.0) if args.keeps_weights else found
+
+
+def _trained(args: Arguments, world_size: int, kind: str, stored: bool, table: bool) -> StateBytes:
+    """As state_bytes, of a parameter that is updated."""
     optimizer, precision, parallel = args.optimizer, args.precision, args.parallel
     if not is_known(args):
         raise ValueError(f"the state of --optimizer {optimizer.optimizer} is not known")

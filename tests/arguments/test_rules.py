@@ -193,9 +193,6 @@ def test_notes_tell_kinder_outcomes():
      "--async-save, --exit-interval, --iterations-to-skip with --skip-train: no effect"),
     ("--skip-train --load l --eval-iters 0", "--eval-iters 0 with --skip-train: nothing is evaluated"),
     ("--skip-train --eval-iters 1", "--skip-train without --load: the weights that are evaluated are initial ones"),
-    ("--fim-rate 0.3 --fim-prefix-token <x>", "--fim-rate, --fim-prefix-token without --fim-data: no effect"),
-    ("--fim-data --fim-fragment-rate 0.3 --data-path a --tokenizer-type HuggingFaceTokenizer --tokenizer-model t",
-     "--fim-fragment-rate without --fim-split-sample: no effect"),
 ])  # fmt: skip
 def test_flags_of_what_a_run_does_not_do_are_noted(words, told):
     given = words.split()

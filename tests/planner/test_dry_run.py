@@ -76,3 +76,12 @@ def test_a_small_device(tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text("like: h100\nnum_sms: 16\n")
     assert run_dry_run([*LINE, "--dry-run", "--hardware", str(path), "--overlap-moe-expert-parallel-comm"]) == 0
+
+
+@pytest.mark.parametrize("flags", ["--skip-train", "--freeze-all-layers"])
+def test_weights_that_stay_need_no_optimizer(tmp_path, flags):
+    path = tmp_path / "report.json"
+    assert run_dry_run([*LINE, "--dry-run", "--report", str(path), *flags.split()]) == 0
+    report = json.loads(path.read_text())
+    memory = report["memory"]
+    assert memory["grads_gb"] == memory["optimizer_gb"] == 0 < memory["weights_gb"]
