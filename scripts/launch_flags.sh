@@ -375,10 +375,24 @@ output_flags() {
     esac
 }
 
+# The flags of a preset or recipe file, a line each: "--flag: value", whichever of its two tables holds them (--flag in MODEL_ARGS, a name
+# with underscores in ARGS).
+recipe_lines() {
+    [ -f "$1" ] || return 0
+    awk '
+        /^[^ #]/ { inside = /^["\047]?(MODEL_ARGS|ARGS)["\047]? *:/; next }
+        inside && match($0, /^ +["\047]?[A-Za-z_-][A-Za-z0-9_-]*["\047]? *:/) {
+            key = substr($0, 1, RLENGTH - 1); value = substr($0, RLENGTH + 1)
+            gsub(/[ "\047]/, "", key); sub(/^--/, "", key); gsub(/_/, "-", key)
+            sub(/^ +/, "", value)
+            print "--" key ": " value
+        }' "$1"
+}
+
 # recipe_value FLAG: what the preset or recipe file says of it; 0: nothing
 recipe_value() {
-    local value=
-    [ ! -f "$RECIPE_FILE" ] || value=$(sed -n "s/^ *[\"']\{0,1\}$1[\"']\{0,1\} *: *\([^ #]*\).*/\1/p" "$RECIPE_FILE" | tail -n 1)
+    local value
+    value=$(recipe_lines "$RECIPE_FILE" | sed -n "s/^$1: *\([^ #]*\).*/\1/p" | tail -n 1)
     case $value in '$'*) value=0 ;; esac
     echo "${value:-0}"
 }
@@ -420,7 +434,7 @@ export_recipe_variables() {
             '${'*'}') name=${value:2:-1} && [ -z "${known[$name]:-}" ] || value=${!name:-} ;;
         esac
         [ -z "$value" ] || [ "$value" = false ] || RECIPE_FLAGS+=("$flag")
-    done < <(sed -n "s/^ *[\"']\{0,1\}\(--[a-z0-9-]*\)[\"']\{0,1\} *: */\1:/p" "$RECIPE")
+    done < <(recipe_lines "$RECIPE")
 }
 
 # What LAYERS_PER_VP is for VPP, for a recipe file that asks.

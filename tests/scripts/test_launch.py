@@ -294,6 +294,15 @@ def test_lists_may_stand_on_several_lines_and_the_recipe_in_another_folder(tmp_p
         assert wanted in text, wanted
 
 
+def test_a_recipe_in_megatrons_shape_is_read_too(tmp_path):
+    """ARGS, and names with underscores."""
+    (tmp_path / "own.yaml").write_text("ENV_VARS:\n  data_path: not a flag\nARGS:\n  num_layers: 4\n  max_position_embeddings: 4096\n"
+                                       "  'data_path': somewhere  # else\n  moe_grouped_gemm: true\n")
+    done = dry("launch.sh", tmp_path, TRAINING_PARAMS_PATH="own.yaml", VALIDATE="0", SEQ_LEN="512", MOE_GROUPED_GEMM="false", PP="2")
+    assert "--mock-data" not in done.stdout and "--max-position-embeddings" not in done.stdout
+    assert "MOE_GROUPED_GEMM=false has no effect" in done.stdout
+
+
 def test_other_variables_of_the_zoo_act(tmp_path):
     def flags_of(script="sbatch_train.sh", **variables):
         done = dry(script, tmp_path, VALIDATE="0", **{"MODEL": "qwen3_30b_a3b", **variables})
