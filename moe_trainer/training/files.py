@@ -230,12 +230,12 @@ class _Check:
         output, training = self.args.output, self.args.training
         stat = os.statvfs(there)
         free = stat.f_bavail * stat.f_frsize
+        if free == 0:
+            self._wrong("--save", f"--save {output.save}: the file system of {there} has no space that can be written")
+            return
         size = None if rows is None else checkpoint_bytes(self.args, rows)
         if size is None:
-            if free == 0:
-                self._wrong("--save", f"--save {output.save}: 0 B are free there")
-            else:
-                self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free")
+            self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free")
             return
         count = -(-training.train_iters // output.save_interval) if training.train_iters and output.save_interval else 1
         kept = f"{count} {'is' if count == 1 else 'are'} planned" + (", fewer are kept (--save-retain-interval)" if output.save_retain_interval else "")
