@@ -164,7 +164,7 @@ def _is_value(dest: str, value: object) -> bool:
 
 
 def _text(value: object) -> str:
-    """A value as it would stand on a command line."""
+    """Return what follows a flag's name on a command line: nothing for a switch, a list separated by spaces."""
     if isinstance(value, bool):
         return ""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

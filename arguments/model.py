@@ -7,6 +7,7 @@ it the help text. How a field becomes an option stands in schema.py.
 from dataclasses import dataclass
 from typing import Literal
 
+from arguments.mup import width_mult
 from arguments.schema import flag, int_pair, layer_pattern
 
 
@@ -291,7 +292,7 @@ class ModelArgs:
     @property
     def width_mult(self) -> float:
         """Width / base width under muP (arXiv 2203.03466), else 1."""
-        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
+        return width_mult(self.use_mup, self.hidden_size, self.mup_base_hidden_size)
 
     @property
     def softmax_scale(self) -> float | None:

@@ -69,7 +69,7 @@ from moe_trainer.shape import deferral
 from moe_trainer.shape.batch_sizes import sizes_that_wait
 from moe_trainer.shape.full_sharding import keeps_gathered, shards_parameters, strategy_of
 from moe_trainer.shape.stored_weights import keeps_8_bits
-from moe_trainer.shape.vocab import kept_vocab_rows, vocab_rows
+from moe_trainer.shape.vocab import rows_to_build, vocab_rows
 from moe_trainer.training.watches import Watches
 
 logger = logging.getLogger(__name__)
@@ -324,20 +324,15 @@ def as_rank_0_sees_it(look: Callable[[], Any], ps: ParallelState) -> Any:
 
 def padded_vocabulary(args: Arguments, ps: ParallelState, vocab_size: int) -> int:
     """Rows of the embedding and the head: those of the checkpoint that is going to be loaded, else what the flags say. Collective."""
-    rows = vocab_rows(args, vocab_size)
-    folders = [folder for folder in (args.output.load, args.output.pretrained_checkpoint) if folder is not None]
-    if not folders or "padded_vocab_size" in args.typed:
-        return rows
-    for folder in folders:
+
+    def saved_rows(folder: str) -> int | None:
         with user_input(f"--load {folder}"):
-            saved = as_rank_0_sees_it(lambda: saved_vocab_rows(folder, args.output.ckpt_step), ps)
-        if saved is None:
-            continue
-        kept = kept_vocab_rows(args, vocab_size, saved)
-        if kept != rows:
-            logger.info("the checkpoint's vocabulary is padded to %d rows, these flags would pad it to %d: the checkpoint's is kept "
-                        "(--padded-vocab-size decides otherwise)", saved, rows)
-        return kept
+            return as_rank_0_sees_it(lambda: saved_vocab_rows(folder, args.output.ckpt_step), ps)
+
+    rows, from_flags = rows_to_build(args, vocab_size, saved_rows), vocab_rows(args, vocab_size)
+    if rows != from_flags:
+        logger.info("the checkpoint's vocabulary is padded to %d rows, these flags would pad it to %d: the checkpoint's is kept "
+                    "(--padded-vocab-size decides otherwise)", rows, from_flags)
     return rows
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+from arguments.mup import width_mult
 from arguments.rules.facts import Facts, positive
 from arguments.settings import Settings
 
@@ -18,7 +19,7 @@ def width_multiplier(s: Settings, _f: Facts) -> None:
         s.set_derived("mup_base_hidden_size", s.hidden_size, "as --hidden-size")
     if not positive(s.hidden_size) or not positive(s.mup_base_hidden_size):
         return
-    width = s.hidden_size / s.mup_base_hidden_size
+    width = width_mult(s.use_mup, s.hidden_size, s.mup_base_hidden_size)
     if asked not in (None, width):
         s.note(f"{s.flag('mup_width_mult')} {asked}: {width:g} instead, --hidden-size {s.hidden_size} / --mup-base-hidden-size {s.mup_base_hidden_size}.")
     s.set_derived("mup_width_mult", width, "hidden size / --mup-base-hidden-size")
@@ -27,7 +28,7 @@ def width_multiplier(s: Settings, _f: Facts) -> None:
 
 
 def limits_of_scaling(s: Settings, _f: Facts) -> None:
-    """Say where muP leaves something as it is."""
+    """Note what --use-mup does not scale: a decoupled rate, Muon's spectral scale, Xavier draws, the scores of latent attention."""
     if not s.use_mup:
         return
     if s.decoupled_lr is not None:

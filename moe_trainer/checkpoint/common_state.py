@@ -73,7 +73,7 @@ def read(folder: Path, index: Metadata) -> dict[str, Any]:
     Raises: CheckpointError when it is missing or damaged.
     """
     if isinstance(index, MadeIndex) and index.common:
-        _judge(folder, index.common)
+        check_types(folder, index.common)
         return index.common
     if KEY in index.state_dict_metadata:
         value = read_object(folder, index, KEY)
@@ -86,11 +86,11 @@ def read(folder: Path, index: Metadata) -> dict[str, Any]:
         raise CheckpointError(f"{folder} has no common state: neither the entry {KEY} nor the file {OLD_FILE}")
     if not isinstance(value, dict) or "args" not in value:
         raise CheckpointError(f"{folder}: the common state holds no args")
-    _judge(folder, value)
+    check_types(folder, value)
     return value
 
 
-def _judge(folder: Path, common: Mapping[str, Any]) -> None:
+def check_types(folder: Path, common: Mapping[str, Any]) -> None:
     """Raises: DamagedError when the values are not of the types that a run goes on from."""
     try:
         state, scalars, _ = parse(common)

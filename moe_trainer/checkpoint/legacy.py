@@ -38,7 +38,7 @@ from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.optimizer_record import is_decoupled, param_group
 from moe_trainer.checkpoint.sharding import KeyScheme, object_key
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, plain
-from moe_trainer.shape.mup import width_mult
+from moe_trainer.shape.mup import recorded_width_mult
 
 FORMAT = "torch"
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
@@ -351,7 +351,7 @@ def _belongs(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any]
         return False
     if bool(group.get("is_expert_parallel")) != (experts_apart and EXPERT in name):
         return False
-    if width_mult(record) != 1.0:
+    if recorded_width_mult(record) != 1.0:
         return group.get("max_lr") == param_group(record, **kind._asdict(), experts=False)["max_lr"]
     return record.get("decoupled_lr") is None or is_decoupled(group) == kind.decoupled
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.layer_spec import FUSED, fused_norms, has_engine_names
-from moe_trainer.shape.mup import DECOUPLED, is_scaled, width_mult
+from moe_trainer.shape.mup import DECOUPLED, is_scaled, recorded_width_mult
 
 MODEL_FILE = "model_optim_rng.pt"
 STATE_FILE = "distrib_optim.pt"
@@ -175,7 +175,7 @@ class Kind(NamedTuple):
 def kind_of(name: str, ndim: int, record: Mapping[str, Any]) -> Kind:
     """The group of a parameter."""
     decoupled = record.get("decoupled_lr") is not None
-    scaled = width_mult(record) != 1.0 and is_scaled(name, ndim, record["optimizer"], decoupled)
+    scaled = recorded_width_mult(record) != 1.0 and is_scaled(name, ndim, record["optimizer"], decoupled)
     return Kind(decays(name, ndim, record), decoupled and name.endswith(DECOUPLED), scaled)
 
 

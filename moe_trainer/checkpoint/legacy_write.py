@@ -42,7 +42,7 @@ from moe_trainer.checkpoint.sharding import KeyScheme, Piece, pieces
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of, unique_params
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.shape.mup import width_mult
+from moe_trainer.shape.mup import recorded_width_mult
 
 _EXTRA = re.compile(r"(^|\.)(linear_\w+|eh_proj|output_layer)\.weight\d*$")
 _HALF = (torch.bfloat16, torch.float16)
@@ -199,7 +199,7 @@ def _optimizer(chunks: list[list[Entry]], record: Mapping[str, Any], scalars: Ma
 
 def _kinds(record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool) -> list[Kind]:
     """The groups of one of Megatron's optimizers, in its order. As there, a group is there if a parameter of any rank belongs to it."""
-    if width_mult(record) != 1.0:
+    if recorded_width_mult(record) != 1.0:
         found = [Kind(group["wd_mult"] != 0.0, group["is_decoupled_lr"], group["lr_mult"] != 1.0) for group in scalars["param_groups"]
                  if group["is_expert_parallel"] is experts]
     else:  # experts without biases all decay, embeddings do

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moe_trainer.checkpoint.layer_spec import has_engine_names
-from moe_trainer.shape.mup import rate_mult, width_mult
+from moe_trainer.shape.mup import rate_mult, recorded_width_mult
 
 FULLY_RESHARDABLE = "fully_reshardable"
 
@@ -31,7 +31,7 @@ def param_group(record: Mapping[str, Any], *, decayed: bool, decoupled: bool, ex
     min_lr = record.get("min_lr") if own_min is None else own_min
     eps = record.get("adam_eps")
     if scaled:
-        factor = rate_mult(record["optimizer"], width_mult(record))
+        factor = rate_mult(record["optimizer"], recorded_width_mult(record))
         max_lr, min_lr = max_lr * factor, min_lr * factor
         eps = eps * factor if record["optimizer"] == "adam" else eps
     found = {"is_expert_parallel": experts, "default_config": not decoupled and not scaled, "wd_mult": float(decayed), "lr_mult": 1.0,
@@ -85,7 +85,7 @@ def _of_one(record: Mapping[str, Any], scalars: Mapping[str, Any], groups: list[
     described = [param_group(record, decayed=group["wd_mult"] != 0.0, decoupled=group["is_decoupled_lr"],
                              experts=group["is_expert_parallel"], step=step if in_groups else None,
                              scaled=group.get("lr_mult", 1.0) != 1.0) for group in groups]
-    if width_mult(record) != 1.0:
+    if recorded_width_mult(record) != 1.0:
         described.sort(key=lambda group: place_among(record, group))
     if distributed:
         return {"optimizer": {"param_groups": described}, **grad_scaler(scalars), "param_state_sharding_type": FULLY_RESHARDABLE}

@@ -40,7 +40,7 @@ from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.parallel.rng import named_generator
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
-from moe_trainer.shape.mup import width_mult
+from moe_trainer.shape.mup import recorded_width_mult
 
 # no parameter of the model: optimizer states, scales of delayed scaling
 _OTHERS = ("optimizer.", "chained_", "fp8.")
@@ -95,7 +95,7 @@ class Form:
         before = args["moe_router_pre_softmax"] and args["moe_router_score_function"] == "softmax"
         scale = experts / pieces * pieces**2 / topk if before else float(pieces)
         each = scale ** (1 / 3 if gated or args["squared_relu"] else 1 / 2)
-        std = None if args["init_method_xavier_uniform"] else args["init_method_std"] / math.sqrt(width_mult(args))
+        std = None if args["init_method_xavier_uniform"] else args["init_method_std"] / math.sqrt(recorded_width_mult(args))
         return cls(experts, pieces, None, gated, each, each, scale / pieces, std, seed)
 
     def fc1_of(self, expert: int, whole: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class _Plan:
             split_matrix=None if split is None else parse_split(split),
             cache_path=data.data_cache_path,
             memory_map=data.mmap_bin_files,
-            fim=FillInTheMiddle.of(data, tokenizer),
+            fim=FillInTheMiddle.from_args(data, tokenizer),
         )
 
     def datasets(self, sizes) -> Datasets:

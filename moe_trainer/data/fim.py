@@ -25,6 +25,7 @@ class TextTokenizer(Protocol):
 
     def tokenize(self, text: str) -> list[int]: ...
     def plain_text(self, ids: list[int]) -> str: ...
+    def token_id(self, token: str) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class FillInTheMiddle:
     no_prefix: str | None = None
 
     @staticmethod
-    def of(data: DataArgs, tokenizer) -> FillInTheMiddle | None:
+    def from_args(data: DataArgs, tokenizer: TextTokenizer) -> FillInTheMiddle | None:
         """What the flags ask for; None without --fim-data.
 
         Raises: ValueError naming a token that the vocabulary does not have.
@@ -96,7 +97,7 @@ class FillInTheMiddle:
         return np.array([self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle], dtype=np.int64)
 
 
-def _id_of(tokenizer, flag: str, token: str) -> int:
+def _id_of(tokenizer: TextTokenizer, flag: str, token: str) -> int:
     found = tokenizer.token_id(token)
     if found is None:
         raise ValueError(f"{flag} {token}: the tokenizer's vocabulary has no such token; name one that it has, or add it with "

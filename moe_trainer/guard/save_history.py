@@ -17,8 +17,8 @@ class SaveHistory:
         self.saved: list[int] = []
         self._iteration = 0
 
-    def begun(self, iteration: int) -> None:
-        """The save of an iteration begins."""
+    def begin(self, iteration: int) -> None:
+        """Remember the iteration that a save writes, for `saved`."""
         self._iteration = iteration
 
     def succeeded(self) -> None:

@@ -183,7 +183,7 @@ class OutputHead(nn.Module):
                  multiplier: float = 1.0):
         super().__init__()
         self.multiplier = multiplier
-        self.steps = steps if multiplier == 1.0 else steps.of_multiple(multiplier)
+        self.steps = steps if multiplier == 1.0 else steps.scaled_by(multiplier)
         self.quantized = None if quantize is None else quantize(name, cut=True)
         self.products = LogitProducts(logit_dtype, self.quantized)
         self.group, self.queue = group, None if tied else queue

@@ -87,7 +87,7 @@ class LossSteps(NamedTuple):
     softmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = softmax_in_place
     gradient: Callable[..., None] = gradient_in_place
 
-    def of_multiple(self, multiplier: float) -> "LossSteps":
+    def scaled_by(self, multiplier: float) -> "LossSteps":
         """The passes that take logits times a number; what the second one leaves is the gradient of the logits before that."""
         def softmax(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
             return self.softmax(logits_TV.mul_(multiplier), labels_T)

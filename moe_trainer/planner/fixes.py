@@ -34,7 +34,17 @@ if TYPE_CHECKING:
 
 SLOW = 0.05
 """A single change that costs more than this is compared with pairs."""
-MOST_PAIRS, LONGEST_CHAIN = 120, 6
+MOST_PAIRS, ENOUGH_PAIRS, LONGEST_CHAIN = 120, 6, 6
+"""Pairs that are planned, pairs that fit after which no more are planned, and changes that are added one by one."""
+LIKELY, POSSIBLE = 1.1, 1.3
+"""Memory that a pair should need by the savings of its single changes, as a multiple of what there is: up to the first, pairs are planned
+fastest first; up to the second after these, smallest first; above, not at all."""
+LEAST_COST = 0.05
+"""Added to what a change costs when savings are weighed against it, so that a free change that saves little does not win."""
+AS_FAST = 0.0005
+"""A difference in pace that is shown as none."""
+LEAST_SHARD = 2048
+"""Positions of a sequence that context parallelism leaves a rank at least."""
 LEAST_CONTEXT = 8192
 """Positions of a sequence below which context parallelism is not offered."""
 RECOMPUTE = frozenset("recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations checkpoint_activations "
@@ -70,9 +80,9 @@ class Fix:
 
     @property
     def text(self) -> str:
-        """As one line."""
+        """The flags to give, the memory that is then left, the change of pace, and what else they change, in one line."""
         pace = f"{100 * abs(self.slower):.1f} % {'slower' if self.slower > 0 else 'faster'}"
-        if abs(self.slower) < 0.0005:
+        if abs(self.slower) < AS_FAST:
             pace = "as fast"
         notes = "".join(f"; {change.note}" for change in self.changes if change.note)
         return f"{' '.join(self.words)}: fits with {self.plan.margin / GIB:.1f} GiB left, {pace}{notes}"
@@ -104,12 +114,10 @@ def cheapest_fixes(argv: Sequence[str], plan: Plan, headroom: float = 1.0, searc
     if not found and searched:
         more = [Change("devices", ("--world-size", str(plan.world_size * times)), frozenset(("world_size",)), f"{times} times the devices", times)
                 for times in (2, 4, 8)]
-        for change in more:
-            other = _planned(argv, (change,), plan)
-            if other is not None and _fits(other, headroom):
-                found.append(Fix((change,), other, _slower(other, plan)))
+        larger = [(change, other) for change in more if (other := _planned(argv, (change,), plan)) is not None]
+        found = [Fix((change,), other, _slower(other, plan)) for change, other in larger if _fits(other, headroom)]
         if not found:
-            found = _pairs(argv, plan, [*legal, *((change, other) for change in more if (other := _planned(argv, (change,), plan)))], headroom)
+            found = _pairs(argv, plan, [*legal, *larger], headroom)
     return _undominated(found)[:most]
 
 
@@ -153,14 +161,15 @@ def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]]
             continue
         needs = plan.peak.total * (one.peak.total / plan.peak.total) * (two.peak.total / plan.peak.total)
         slower = (1 + _slower(one, plan)) * (1 + _slower(two, plan))
-        if needs <= 1.3 * room:
-            able.append((needs > 1.1 * room, slower if needs <= 1.1 * room else needs, first, second))
+        if needs <= POSSIBLE * room:
+            likely = needs <= LIKELY * room
+            able.append((not likely, slower if likely else needs, first, second))
     found: list[Fix] = []
     for _, _, first, second in sorted(able, key=lambda each: each[:2])[:MOST_PAIRS]:
         other = _planned(argv, (first, second), plan)
         if other is not None and _fits(other, headroom):
             found.append(Fix((first, second), other, _slower(other, plan)))
-            if len(found) >= 6:
+            if len(found) >= ENOUGH_PAIRS:
                 break
     return found
 
@@ -176,7 +185,7 @@ def _chain(argv: Sequence[str], plan: Plan, offered: Sequence[Change], headroom:
         fitting = [Fix((*chosen, change), other, _slower(other, plan)) for change, other in plans if _fits(other, headroom)]
         if fitting or not plans:
             return fitting
-        best, now = max(plans, key=lambda each: math.log(now.peak.total / each[1].peak.total) / (0.05 + max(0.0, _slower(each[1], now))))
+        best, now = max(plans, key=lambda each: math.log(now.peak.total / each[1].peak.total) / (LEAST_COST + max(0.0, _slower(each[1], now))))
         chosen = (*chosen, best)
     return []
 
@@ -217,7 +226,7 @@ def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]
         if times * tp <= min(hardware.domain, MOST_TENSOR):
             etp = ("--expert-tensor-parallel-size", "1") if args.moe.num_experts and parallel.expert_tensor_parallel_size in (None, 1) else ()
             yield Change("TP", ("--tensor-model-parallel-size", str(times * tp), "--sequence-parallel", *etp), frozenset(("tensor_model_parallel_size",)))
-        if args.data.seq_length >= LEAST_CONTEXT and args.data.seq_length // (times * cp) >= 2048:
+        if args.data.seq_length >= LEAST_CONTEXT and args.data.seq_length // (times * cp) >= LEAST_SHARD:
             yield Change("CP", ("--context-parallel-size", str(times * cp)), frozenset(("context_parallel_size",)))
     vpp = len(chunk_layouts(args.model, parallel)[0])
     for stages in (pp, 2 * pp, 4 * pp):

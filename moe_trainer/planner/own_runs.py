@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from arguments.container import from_values
 from arguments.regular_file import regular_file
@@ -26,9 +25,6 @@ from moe_trainer.planner.hardware import KNOWN, Constants, Hardware, OwnRun, kno
 from moe_trainer.planner.plan import Plan, PlanError, make_plan
 from moe_trainer.planner.step_time import plan_step
 from moe_trainer.planner.uncertainty import features, sizes_of
-
-if TYPE_CHECKING:
-    pass
 
 WARM_UP, LEAST = 3, 5
 """Iterations of a start that are left out, and that are needed after these."""
@@ -237,12 +233,11 @@ def hardware_yaml(hardware: Hardware, like: str) -> str:
 
 def calibration_table(hardware: Hardware, before: Hardware) -> list[str]:
     """Runs and constants as lines for a terminal."""
-    lines = ["run                                       measured    before   fitted   error   fitted to the others   error"]
     runs = hardware.calibration
+    lines = [f"{'run':40s}   measured     fitted   error   " + ("fitted to the others   error" if len(runs) > 1 else "")]
     for run in runs:
         left_out = "" if run.left_out is None else f"{run.left_out:18.3f} s {100 * (run.left_out / run.seconds - 1):+6.1f} %"
         lines.append(f"{run.name[-40:]:40s} {run.seconds:8.3f} s {run.predicted:8.3f} s {100 * (run.predicted / run.seconds - 1):+6.1f} % {left_out}")
-    lines[0] = f"{'run':40s}   measured     fitted   error   " + ("fitted to the others   error" if len(runs) > 1 else "")
     changed = [f"{each.name} {getattr(before.constants, each.name):.3g} -> {getattr(hardware.constants, each.name):.3g}" for each in fields(Constants)
                if not math.isclose(getattr(before.constants, each.name), getattr(hardware.constants, each.name), rel_tol=0.01)]
     return [*lines, "constants: " + (", ".join(changed) or "as they were")]

@@ -55,6 +55,10 @@ if TYPE_CHECKING:
     from arguments import Arguments
     from moe_trainer.planner.hardware import Hardware
 
+ALWAYS_TIED = 0.02
+"""Difference of two predicted times, in logarithms, below which no comparison tells them apart."""
+EQUAL_BARS = 0.005
+"""Error bars that differ by less support their times equally well."""
 HEADROOM = 1.2
 """Load of a rank, as a multiple of an even share, that must fit unless the caller says otherwise: routing is never even, and what the
 allocator loses is counted nowhere."""
@@ -214,7 +218,7 @@ def ranked(found: Sequence[Found], best: int) -> list[Found]:
     while left and len(order) < best:
         tied = [each for each in left if ties(left[0].plan, each.plan)]
         # what another one, as well supported, clearly beats is no candidate, though it ties with the uncertain fastest
-        tied = [each for each in tied if not any(other.plan.time.step < each.plan.time.step and other.bar.relative < each.bar.relative + 0.005
+        tied = [each for each in tied if not any(other.plan.time.step < each.plan.time.step and other.bar.relative < each.bar.relative + EQUAL_BARS
                                                  and not ties(other.plan, each.plan) for other in (*tied, *order))]
         # bars that differ by less than a percent support equally
         first = min(tied or left[:1], key=lambda each: (round(each.bar.relative, 2), each.mapping.num_features, round(nearest(each.plan).apart, 1), each.plan.time.step))
@@ -226,7 +230,7 @@ def ranked(found: Sequence[Found], best: int) -> list[Found]:
 def ties(first: Plan, second: Plan) -> bool:
     """True if the predicted times of two plans differ by less than their comparison can tell."""
     difference = abs(math.log(second.time.step / first.time.step))
-    return difference < 0.02 or difference < comparison_bar(first, second)
+    return difference < ALWAYS_TIED or difference < comparison_bar(first, second)
 
 
 def _nothing_fits(outcome: Outcome, estimator: Estimator, least: Estimate | None, headroom: float) -> Outcome:

@@ -137,7 +137,7 @@ class ErrorBar:
 
     @property
     def percent(self) -> str:
-        """As text."""
+        """The error to both sides as text, as in "12 %"."""
         return f"{100 * self.relative:.0f} %"
 
 

@@ -8,13 +8,15 @@ What Muon itself updates, and what follows --decoupled-lr, is left alone.
 from collections.abc import Mapping
 from typing import Any
 
+from arguments.mup import width_mult
+
 EMBEDDINGS = ("embeddings.weight", "output_layer.weight")
 DECOUPLED = ("word_embeddings.weight", "output_layer.weight")
 
 
-def width_mult(record: Mapping[str, Any]) -> float:
+def recorded_width_mult(record: Mapping[str, Any]) -> float:
     """Width / base width. record: the flags by destination, as either program saves them."""
-    return record["hidden_size"] / (record.get("mup_base_hidden_size") or record["hidden_size"]) if record.get("use_mup") else 1.0
+    return width_mult(bool(record.get("use_mup")), record.get("hidden_size"), record.get("mup_base_hidden_size"))
 
 
 def rate_mult(optimizer: str, width: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from arguments.vocabulary import padded_vocab_size
@@ -22,15 +23,21 @@ def vocab_rows_from_flags(args: Arguments) -> int | None:
     return vocab_rows(args, args.data.vocab_size)
 
 
-def kept_vocab_rows(args: Arguments, vocab_size: int, saved: int) -> int:
-    """Return the rows to build where the checkpoint to load has `saved`: its rows where they hold the tokenizer's vocabulary and divide.
+def rows_to_build(args: Arguments, vocab_size: int, saved_rows: Callable[[str], int | None]) -> int:
+    """Return the rows to build: those of the checkpoint to load where they hold the tokenizer's vocabulary and divide, else what the flags say.
 
     The padding depends on the tensor-parallel size and takes part in the softmax: a run resumed under another mapping would jump by the
-    logarithm of its growth. --padded-vocab-size decides where it is typed.
+    logarithm of its growth. --padded-vocab-size decides where it is typed. saved_rows: the rows of a checkpoint folder, None where it
+    has none.
     """
-    if "padded_vocab_size" in args.typed or saved < vocab_size or saved % args.parallel.tensor_model_parallel_size:
-        return vocab_rows(args, vocab_size)
-    return saved
+    rows = vocab_rows(args, vocab_size)
+    if "padded_vocab_size" in args.typed:
+        return rows
+    for folder in (args.output.load, args.output.pretrained_checkpoint):
+        saved = None if folder is None else saved_rows(folder)
+        if saved is not None:
+            return rows if saved < vocab_size or saved % args.parallel.tensor_model_parallel_size else saved
+    return rows
 
 
 def vocab_rows(args: Arguments, vocab_size: int) -> int:

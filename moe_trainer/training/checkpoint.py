@@ -44,7 +44,7 @@ def save_checkpoint(run: Run, state: TrainState) -> None:
     finish_save(run)
     with run.timers("save-checkpoint"), user_input(f"--save {output.save}"), _counting_failures(run):
         run.wait_params()
-        run.save_history.begun(state.iteration)
+        run.save_history.begin(state.iteration)
         if output.async_save:
             run.saver.start(output.save, content, run.chunks, run.optimizer, run.ps, run.save_options)
         else:

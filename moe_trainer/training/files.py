@@ -24,7 +24,7 @@ from moe_trainer.data.sources import blend_of_all, blends_per_split, requested_s
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.shape.counts import count_parameters
 from moe_trainer.shape.state_bytes import MOMENTS
-from moe_trainer.shape.vocab import kept_vocab_rows, vocab_rows
+from moe_trainer.shape.vocab import rows_to_build
 
 _LOOKED_AT = 2**18
 """Tokens at the beginning of each file whose ids are compared with the vocabulary."""
@@ -68,19 +68,17 @@ class _Check:
 
     def _rows_to_build(self, size: int) -> int:
         """Rows of the embedding as the run will have them: a checkpoint's padding is kept."""
-        output = self.args.output
-        for folder in (output.load, output.pretrained_checkpoint):
-            if folder is None or not os.path.exists(folder):
-                continue
+        def saved_rows(folder: str) -> int | None:
+            if not os.path.exists(folder):
+                return None
             from moe_trainer.checkpoint.find import saved_vocab_rows
 
             try:
-                saved = saved_vocab_rows(folder, output.ckpt_step)
+                return saved_vocab_rows(folder, self.args.output.ckpt_step)
             except (ValueError, OSError):  # `loaded` says so
-                break
-            if saved is not None:
-                return kept_vocab_rows(self.args, size, saved)
-        return vocab_rows(self.args, size)
+                return None
+
+        return rows_to_build(self.args, size, saved_rows)
 
     def data(self, rows: int | None) -> None:
         """Open the index of every prefix in every split, and count."""

@@ -202,3 +202,10 @@ def test_flags_of_what_a_run_does_not_do_are_noted(words, told):
     ordinary, _ = understand([*TINY, *MOCK, "--train-iters", "10"], 1)
     assert any(told in " ".join(note.split()) for note in settings.notes), settings.notes
     assert not any("no effect" in note or "--skip-train" in note for note in ordinary.notes)
+
+
+def test_a_flag_of_fim_without_fim_data_is_noted_once():
+    settings, _ = understand([*TINY, *MOCK, "--train-iters", "10", "--fim-rate", "0.3", "--fim-fragment-rate", "0.3"], 1)
+    for flag, needed in (("--fim-rate", "--fim-data"), ("--fim-fragment-rate", "--fim-split-sample")):
+        line, = (line for line in settings.lines() if flag in line)
+        assert f"no effect without {needed}" in line

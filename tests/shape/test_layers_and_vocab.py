@@ -2,8 +2,10 @@
 
 import pytest
 
+from arguments import parse_args
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
-from moe_trainer.shape.vocab import padded_vocab_size
+from moe_trainer.shape.vocab import padded_vocab_size, rows_to_build
+from tests.arguments.test_tokens import TOY
 
 
 def test_frequency_as_an_integer():
@@ -50,3 +52,12 @@ def test_padding(vocab, divisible_by, tp, padded):
 def test_padding_refuses_nonsense():
     with pytest.raises(ValueError, match="positive"):
         padded_vocab_size(10, 0)
+
+
+@pytest.mark.parametrize(("saved", "flags", "rows"), [
+    ({"a": 384}, "", 384), ({"a": None, "b": 384}, "", 384), ({"a": 99}, "", 128), ({"a": 385}, "--tensor-model-parallel-size 2", 256),
+    ({"a": 384}, "--padded-vocab-size 512", 512), ({}, "", 128),
+])  # fmt: skip
+def test_rows_of_the_checkpoint_are_kept_where_they_fit(saved, flags, rows):
+    line = [*TOY, "--load", "a", "--pretrained-checkpoint", "b", "--disable-bias-linear", *flags.split()]
+    assert rows_to_build(parse_args(line, 2), 100, saved.get) == rows
