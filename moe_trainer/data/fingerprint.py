@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from arguments.data import DataArgs
+from arguments.regular_file import regular_file
 from moe_trainer.data.sources import data_prefixes
 
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 64
@@ -31,14 +32,14 @@ def make_fingerprint(data: DataArgs, tokenizer_files: Iterable[Path]) -> Fingerp
             continue  # its reader says what is wrong with it
     for path in tokenizer_files:
         try:
-            found["tokenizer"][str(path)] = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+            found["tokenizer"][str(path)] = hashlib.blake2b(regular_file(path).read_bytes(), digest_size=8).hexdigest()
         except OSError:
             continue
     return found
 
 
 def _sampled(path: str) -> str:
-    size = os.stat(path).st_size
+    size = os.stat(regular_file(path)).st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
     with open(path, "rb") as file:
         for block in range(_NUM_BLOCKS + 1):

@@ -1,9 +1,13 @@
 """A resumed run says when its data or its tokenizer were replaced since the checkpoint was saved."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 from commands import run
+from structure.source import ROOT
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from train.tiny import TINY
@@ -68,3 +72,13 @@ def test_contents_count_and_not_names(tmp_path):
     content[-1] ^= 1
     (tmp_path / "two.bin").write_bytes(content)
     assert compare_fingerprints(both, fingerprint("one", "two"))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    (tmp_path / "text.bin").write_bytes(b"")
+    os.mkfifo(tmp_path / "text.idx")
+    os.mkfifo(tmp_path / "tokenizer.json")
+    code = ("import sys; from pathlib import Path; from arguments.data import DataArgs; from moe_trainer.data.fingerprint import make_fingerprint; "
+            "print(make_fingerprint(DataArgs(data_path=['text']), [Path('tokenizer.json')]))")
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert found.stdout == "{'data': {}, 'tokenizer': {}}\n", found.stderr
