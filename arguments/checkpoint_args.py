@@ -5,7 +5,7 @@ which checkpoint is meant, before any rule runs; the caller reads its recorded f
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from arguments.container import OPTIONS
@@ -70,6 +70,41 @@ parallelism), which depends on the number of ranks at hand."""
 
 
 @dataclass(frozen=True)
+class Group:
+    """Flags that are taken together. asked: under which flags; recorded: from which checkpoints; overrides: also where the command line says
+    something else."""
+
+    dests: tuple[str, ...]
+    asked: Callable[[Settings], bool] = lambda settings: True
+    recorded: Callable[[Settings, Mapping[str, object]], bool] = lambda settings, recorded: True
+    overrides: bool = False
+
+
+def _evaluates(settings: Settings) -> bool:
+    return settings.evaluates_only
+
+
+def _no_data_given(settings: Settings, _recorded: Mapping[str, object]) -> bool:
+    return not any(settings.given(dest) for dest in DATA)
+
+
+GROUPS = (
+    Group(SHAPE, overrides=True),
+    Group(TOKENIZER, lambda settings: settings.use_tokenizer_model_from_checkpoint_args, overrides=True),
+    Group(MAPPING, lambda settings: settings.use_mp_args_from_checkpoint_args, overrides=True),
+    Group(WHERE_NOT_GIVEN),
+    Group(DROPOUT, recorded=lambda settings, recorded: bool(recorded.get("hf_model_type"))),
+    Group(CONVERSION, lambda settings: settings.ckpt_convert_format is not None),
+    Group(MUP + EVALUATION, _evaluates),
+    Group(CAPACITY, _evaluates, lambda settings, recorded: recorded.get("moe_expert_capacity_factor") is not None),
+    Group(DATA, _evaluates, _no_data_given),
+    # `_for_evaluation` makes one of the other
+    Group(("global_batch_size", "eval_global_batch_size"), _evaluates, lambda settings, recorded: False),
+)
+"""All that a checkpoint may set."""
+
+
+@dataclass(frozen=True)
 class Wanted:
     """The checkpoint whose flags are wanted. own: with --auto-resume the folder whose newest whole checkpoint comes first. folder: else this
     one, None where --auto-resume alone is given. may_come: the run writes to it itself, so its first start finds nothing there."""
@@ -94,11 +129,7 @@ def wanted(settings: Settings) -> Wanted | None:
 
 def suppliable(settings: Settings) -> frozenset[str]:
     """Destinations that a checkpoint may set under these flags."""
-    names = SHAPE + WHERE_NOT_GIVEN + DROPOUT + CONVERSION
-    names += TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ()
-    names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
-    names += MUP + EVALUATION + CAPACITY + DATA + ("global_batch_size", "eval_global_batch_size") if settings.evaluates_only else ()
-    return frozenset(names)
+    return frozenset(dest for group in GROUPS if group.asked(settings) for dest in group.dests)
 
 
 def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
@@ -108,15 +139,14 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
         settings.note("--use-checkpoint-args: there is no checkpoint yet, the command line counts.")
         return
     # the checkpoint of --moe-use-upcycling is of a dense model, whose experts the command line describes
-    shape = tuple(dest for dest in SHAPE if not settings.moe_use_upcycling or not dest.startswith(("num_experts", "moe_", "finermoe_")))
-    names = shape + (TOKENIZER if settings.use_tokenizer_model_from_checkpoint_args else ())
-    names += MAPPING if settings.use_mp_args_from_checkpoint_args else ()
-    not_given = WHERE_NOT_GIVEN + (DROPOUT if recorded.get("hf_model_type") else ()) + (CONVERSION if settings.ckpt_convert_format is not None else ())
-    names += tuple(dest for dest in not_given if not settings.given(dest))
+    names = [dest for group in GROUPS if group.asked(settings) and group.recorded(settings, recorded) for dest in group.dests
+             if group.overrides or not settings.given(dest)]
+    if settings.moe_use_upcycling:
+        names = [dest for dest in names if not dest.startswith(("num_experts", "moe_", "finermoe_"))]
     if settings.evaluates_only:
-        names += _for_evaluation(settings, recorded)
+        names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):
-        names = tuple(dest for dest in names if dest != "padded_vocab_size")
+        names = [dest for dest in names if dest != "padded_vocab_size"]
     for dest in names:
         value = recorded.get(dest)
         if dest not in OPTIONS or dest not in recorded or value == settings.values[dest]:
@@ -134,24 +164,21 @@ def _repads(settings: Settings, recorded: Mapping[str, object]) -> bool:
     return not apart and isinstance(rows, int) and isinstance(ranks, int) and ranks > 0 and rows % ranks != 0
 
 
-def _for_evaluation(settings: Settings, recorded: Mapping[str, object]) -> tuple[str, ...]:
-    """What an evaluation takes from the checkpoint besides the architecture; sets its batch size, which a run may record under another name."""
-    names = [dest for dest in MUP + EVALUATION if not settings.given(dest)]
-    if recorded.get("moe_expert_capacity_factor") is not None:
-        names += [dest for dest in CAPACITY if not settings.given(dest)]
+def _for_evaluation(settings: Settings, recorded: Mapping[str, object], names: list[str]) -> list[str]:
+    """What of these an evaluation takes; sets its batch size, which a run may record under another name."""
     if settings.bf16 or settings.fp16:
         names = [dest for dest in names if dest not in ("bf16", "fp16")]
     size = recorded.get("eval_global_batch_size") or recorded.get("global_batch_size")
     if isinstance(size, int) and size > 0 and not settings.given("global_batch_size") and not settings.given("eval_global_batch_size"):
         settings.set_derived("eval_global_batch_size", size, "from the checkpoint")
     if settings.given("data_path") and not settings.given("split"):
-        names.append("split")
-    if not any(settings.given(dest) for dest in DATA):
-        names += DATA
+        names = [*names, "split"]
+    if _no_data_given(settings, recorded):
         taken = [f"{OPTIONS[dest].spellings[0]} {_text(recorded[dest])}".strip() for dest in DATA if recorded.get(dest) and _is_value(dest, recorded[dest])]
         if taken:
             settings.note(f"no data was given: the evaluation takes the checkpoint's, {', '.join(taken)}")
-    return tuple(dest for dest in names if _is_value(dest, recorded.get(dest)))
+    checked = {*MUP, *EVALUATION, *CAPACITY, *DATA}
+    return [dest for dest in names if dest not in checked or _is_value(dest, recorded.get(dest))]
 
 
 def _is_value(dest: str, value: object) -> bool:
