@@ -311,7 +311,7 @@ def collect_moe_metrics(
         row = table[router.layer_number - 1]
         row[:4] = router.loss_sums
         row[4] = router.dropped
-        row[5] = 1.0
+        row[5].fill_(1.0)  # an assignment would copy a number of the host, and wait for it
         router.loss_sums.zero_()
         router.dropped.zero_()
     # each rank holds its part of the sum over tp_cp (aux, seq) or tp_dp_cp (global); z-loss is a mean of local tokens

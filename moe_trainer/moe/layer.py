@@ -118,10 +118,10 @@ class MoELayer(nn.Module):
             if redirect is not None:
                 probs_TE, routing_TE = redirect.apply(probs_TE, routing_TE)
             own_TH = routed.own_SBH.flatten(0, 1)
-            known = self._known(routed.shape, self.graphs.captures("moe", "layer", "iteration"))
-            hints = Hints(None if redirect is None else redirect.expert_V, known)
+            captured = self.graphs.captures("moe", "layer", "iteration")
+            hints = Hints(None if redirect is None else redirect.expert_V, self._known(routed.shape), captured)
             sent = dispatcher.preprocess(own_TH, probs_TE, routing_TE, hints)
-        sent = dispatcher.start_exchange(sent)
+        sent = dispatcher.start_exchange(sent, self.activations.once)
         if self.overlap_shared:
             shared_SBH = self._run_shared(x_SBH)
         x_RH, probs_R = hand_over(self.baton, self.queue, sent.x_RH, sent.probs_R)
@@ -142,10 +142,10 @@ class MoELayer(nn.Module):
         """The part of the layer that is captured by itself: routing, with what prepares the exchange if that is captured too, and the
         shared experts unless they run beside the exchange. Nothing in it waits for other ranks' rows. drawn_TE: of `draw_logits`."""
         routed = self._routed(x_SBH, grad_scale, drawn_TE)
-        known = self._known(routed.shape, self.graphs.captures("moe_preprocess"))
-        if known is not None:
+        known = self._known(routed.shape)
+        if known is not None and self.graphs.captures("moe_preprocess"):
             own_TH = routed.own_SBH.flatten(0, 1)
-            sent = self.dispatcher.preprocess(own_TH, routed.probs_TE, routed.routing_TE, Hints(known=known))
+            sent = self.dispatcher.preprocess(own_TH, routed.probs_TE, routed.routing_TE, Hints(known=known, captured=True))
             routed = Routed(routed.shape, None, None, None, sent)
         if self.shared_experts is not None and not self.overlap_shared:
             routed = replace(routed, shared_SBH=self._run_shared(x_SBH))
@@ -166,10 +166,10 @@ class MoELayer(nn.Module):
         read_SBH = own_SBH if self.fc1_latent_proj is None else self.fc1_latent_proj(own_SBH)
         return Routed(own_SBH.shape, read_SBH, probs_TE, routing_TE)
 
-    def _known(self, shape: torch.Size, wanted: bool) -> Known | None:
-        """What can be told of the rows beforehand, to dispatchers that use it: captured parts must not ask."""
+    def _known(self, shape: torch.Size) -> Known | None:
+        """What can be told of the rows beforehand, to dispatchers that use it, so that they need not ask."""
         padded = self.row_multiple > 1 and self.dispatcher.takes_padding
-        if not wanted or not self.dispatcher.takes_known or padded or self.hot is not None:
+        if not self.dispatcher.takes_known or padded or self.hot is not None:
             return None
         num_tokens = shape[0] * shape[1]
         if self.capacity is not None:

@@ -53,7 +53,8 @@ def row_offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     """grouped_mm's offsets: int32, the row after the last of each expert."""
     if len(set(counts)) == 1:  # a graph cannot copy from the host
         return torch.arange(1, len(counts) + 1, dtype=torch.int32, device=device) * counts[0]
-    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return (offsets.pin_memory() if device.type == "cuda" else offsets).to(device, non_blocking=True)
 
 
 def grouped_forward(x_RK: Tensor, w_eNK: Tensor, offsets_e: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Updater:
     def _adam(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float,
               step_count: int, eps: float) -> None:
         # the fused kernel reads one step counter per tensor; it does not advance them
-        steps = [torch.tensor(float(step_count), device=params[0].device)] * len(params)
+        steps = [torch.full((), float(step_count), device=params[0].device)] * len(params)
         torch._fused_adamw_(params, grads, [moment["exp_avg"] for moment in moments], [moment["exp_avg_sq"] for moment in moments], [],
                             steps, lr=lr, beta1=self._settings.adam_beta1, beta2=self._settings.adam_beta2, weight_decay=weight_decay,
                             eps=eps, amsgrad=False, maximize=False)

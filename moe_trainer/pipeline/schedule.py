@@ -220,7 +220,8 @@ class _Execution(Generic[Result]):
         work, key = self.work, (action.chunk, action.microbatch)
         edge, (shape, dtype) = self.edges.pop(key)
         if grad is None:
-            grad = torch.as_tensor(work.grad_scale, dtype=dtype, device=self.schedule.device).expand(shape)
+            scale = work.grad_scale
+            grad = (scale.to(dtype) if isinstance(scale, Tensor) else torch.full((), scale, dtype=dtype, device=self.schedule.device)).expand(shape)
         queue = None if self.schedule.queues is None else self.schedule.queues[action.chunk]
         with self._reduction(action):
             with _active(queue):

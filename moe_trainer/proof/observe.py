@@ -67,7 +67,12 @@ def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: in
     """Build a run whose batches need no files; `skip` leaves out those of the first steps. Collective."""
     place = Place(rank, ps.world.size, rank, None, None, "proof")
     run = build_run(args, Runtime(place, torch.device(device), ps), tokenizer(args))
-    return replace(run, train_batches=iter(batches(args, ps, skip, steps, seed)))
+    return replace(run, train_batches=iter(_batches(run, skip, steps, seed)))
+
+
+def _batches(run: Run, first: int, steps: int, seed: int) -> list[Batch]:
+    found = batches(run.args, run.runtime.ps, first, steps, seed)
+    return [batch.pin_memory() for batch in found] if run.runtime.device.type == "cuda" else found
 
 
 def train(
@@ -96,7 +101,7 @@ def train(
         state.iteration += 1
         watch.on = False
     run.optimizer.wait_params()
-    evaluation = _evaluate(run, batches(args, ps, steps, 1, seed))
+    evaluation = _evaluate(run, _batches(run, steps, 1, seed))
     weights = {name: tensor.clone().cpu() for name, tensor in export_named_weights(run.chunks, ps)}
     for name, value in _fingerprints(run, whole).items():
         prints[name] = [*prints.get(name, []), value[0]]

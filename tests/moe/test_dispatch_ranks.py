@@ -205,8 +205,8 @@ def _overlapped(rank, n, layout):
         layer = shard_of(args, ps)
         journeys, start = [], layer.dispatcher.start_exchange
 
-        def start_and_remember(sent, start=start, journeys=journeys):
-            sent = start(sent)
+        def start_and_remember(*given, start=start, journeys=journeys):
+            sent = start(*given)
             journeys.append(sent.handle.work)
             return sent
 

@@ -12,13 +12,15 @@ times etp - 1 more through the gather and the reduce-scatter. Rows may travel in
 Shape letters: T local tokens, E experts, e local experts, S sources (ranks of ep; after the gather of etp and ep), R rows, H hidden.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, Hints, TokenDispatcher
+from moe_trainer.memory.host_read import HostReads
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, Once, TokenDispatcher, at_once
 from moe_trainer.moe.dispatch.eight_bits import EightBits, finish_rows, gather_rows, scatter_rows, start_rows
 from moe_trainer.ops.permute import Permutation, block_order, reorder
 from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all_flat
@@ -30,7 +32,8 @@ class _Trip:
     """What the phases of one dispatch tell each other.
 
     routes: the local sort. arrived_Se: rows that come from each source for each local expert; work: what is under way, these counts
-    first, then the rows. Both None as long as the counts are not exchanged. per_expert: what they all are, if that is known.
+    first, then the rows. Both None as long as the counts are not exchanged. per_expert: what they all are, if that is known. counts: rows
+    that leave for each rank, then arrived_Se, on their way to the host; None where etp > 1, whose ranks tell each other first.
     On the host: send, receive: rows to and from each rank of ep; gathered: rows that each rank of etp has received.
     order_R, inverse_R: between blocks [source][expert] and [expert][source]; None if these are the same.
     """
@@ -39,6 +42,7 @@ class _Trip:
     arrived_Se: Tensor | None = None
     work: Any = None
     per_expert: int | None = None
+    counts: Callable[[], list[int]] | None = None
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
     gathered: tuple[int, ...] = ()
@@ -53,25 +57,32 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def __init__(self, ps: ParallelState, permutation: Permutation, eight_bits: EightBits = EightBits()):
         self.ep, self.etp, self.permutation, self.eight_bits = ps.ep, ps.etp, permutation, eight_bits
+        self._reads = HostReads()
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
-        """Order the local tokens by expert; meanwhile tell every rank how many rows it will get (later, if this rank's number is known:
-        then nothing is under way when this returns). Fused kernels sum a token's rows in the order of the columns."""
+        """Order the local tokens by expert; meanwhile tell every rank how many rows it will get (later, while a graph captures this: then
+        nothing is under way when this returns). Fused kernels sum a token's rows in the order of the columns."""
         order = {"expert_E": hints.expert_E} if hints.expert_E is not None and self.permutation.takes_order else {}
-        if hints.known is not None:
-            x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, num_rows=hints.known.num_rows, **order)
-            return Dispatched(x_RH, probs_R, [], _Trip(routes, per_expert=hints.known.per_expert))
+        known = hints.known
+        if known is not None:
+            order["num_rows"] = known.num_rows
         x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, **order)
-        return Dispatched(x_RH, probs_R, [], self._announced(_Trip(routes)))
+        trip = _Trip(routes, per_expert=None if known is None else known.per_expert)
+        return Dispatched(x_RH, probs_R, [], trip if hints.captured or trip.per_expert is not None else self._announced(trip))
 
     def _announced(self, trip: _Trip) -> _Trip:
         counts_E = trip.routes.counts_E
         arrived_Se = torch.empty_like(counts_E).view(self.ep.size, -1)
-        return replace(trip, arrived_Se=arrived_Se, work=all_to_all_flat(arrived_Se.view(-1), counts_E, self.ep, async_op=True))
+        work = all_to_all_flat(arrived_Se.view(-1), counts_E, self.ep, async_op=True)
+        counts = self._reads.start(self._sizes, counts_E, arrived_Se, work=work) if self.etp.size == 1 else None
+        return replace(trip, arrived_Se=arrived_Se, work=work, counts=counts)
 
-    def start_exchange(self, sent: Dispatched) -> Dispatched:
-        """Send the rows off. The counts reach the host here (one synchronisation on a GPU)."""
-        trip, counts_e = self._counted(sent.handle)
+    def _sizes(self, counts_E: Tensor, arrived_Se: Tensor) -> Tensor:
+        return torch.cat([counts_E.view(self.ep.size, -1).sum(1), arrived_Se.flatten()])
+
+    def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
+        """Send the rows off. The counts reach the host here: the only wait."""
+        trip, counts_e = self._counted(sent.handle, once)
         under_way, (x_RH, probs_R) = start_rows(self.ep, trip.send, trip.receive, sent.x_RH, sent.probs_R, forward=self.eight_bits.dispatch)
         return Dispatched(x_RH, probs_R, counts_e, replace(trip, work=under_way))
 
@@ -83,7 +94,7 @@ class AllToAllDispatcher(TokenDispatcher):
         probs_R = all_gather_rows(probs_R, trip.gathered, self.etp)
         return replace(sent, x_RH=x_RH, probs_R=probs_R, handle=replace(trip, work=None))
 
-    def _counted(self, trip: _Trip) -> tuple[_Trip, list[int]]:
+    def _counted(self, trip: _Trip, once: Once) -> tuple[_Trip, list[int]]:
         """Wait for the counts; read the split sizes and the rows of each local expert."""
         if trip.per_expert is not None:
             return self._even(trip, trip.per_expert)
@@ -94,14 +105,13 @@ class AllToAllDispatcher(TokenDispatcher):
         if self.etp.size > 1:
             arrived_Se = arrived_Se.new_empty(self.etp.size * self.ep.size, arrived_Se.shape[1])
             all_gather_flat(arrived_Se.view(-1), trip.arrived_Se.view(-1), self.etp)
-        leaving_S = trip.routes.counts_E.view(self.ep.size, -1).sum(1)
-        counts = torch.cat([leaving_S, arrived_Se.flatten()]).tolist()
+        counts = once(trip.counts or self._reads.start(self._sizes, trip.routes.counts_E, arrived_Se))
         send, arrived = counts[:self.ep.size], counts[self.ep.size:]
         num_local = arrived_Se.shape[1]
         by_source = [arrived[start:start + num_local] for start in range(0, len(arrived), num_local)]
         rows = [sum(source) for source in by_source]
         of_member = [rows[start:start + self.ep.size] for start in range(0, len(rows), self.ep.size)]
-        trip = replace(trip, work=None, arrived_Se=arrived_Se, send=tuple(send), receive=tuple(of_member[self.etp.rank]),
+        trip = replace(trip, work=None, counts=None, arrived_Se=arrived_Se, send=tuple(send), receive=tuple(of_member[self.etp.rank]),
                           gathered=tuple(sum(member) for member in of_member))
         return trip, [sum(column) for column in zip(*by_source)]
 

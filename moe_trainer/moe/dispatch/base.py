@@ -15,6 +15,7 @@ Shape letters: T local tokens, E experts, e local experts, R rows received by th
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +64,21 @@ class Hints:
     """What is known besides the routing. Every dispatcher takes it and uses what it can.
 
     expert_E: with clones of experts the expert that each column stands for, int64: where a token's rows are summed one by one, they are
-    summed in the order of these. known: of the rows; for dispatchers that have takes_known.
+    summed in the order of these. known: of the rows; for dispatchers that have takes_known. captured: a graph captures `preprocess`, so
+    that nothing may be under way when it returns.
     """
 
     expert_E: Tensor | None = None
     known: Known | None = None
+    captured: bool = False
+
+
+Once = Callable[[Callable[[], list[int]]], list[int]]
+"""Ask for numbers, or return those that a region which is recomputed has asked for before."""
+
+
+def at_once(ask: Callable[[], list[int]]) -> list[int]:
+    return ask()
 
 
 @dataclass(frozen=True)
@@ -94,8 +105,8 @@ class TokenDispatcher(ABC):
         """Communicate to the ranks that hold the experts. Nothing to do on one rank."""
         return self.finish_exchange(self.start_exchange(sent))
 
-    def start_exchange(self, sent: Dispatched) -> Dispatched:
-        """Begin to communicate. The rows must not be touched before finish_exchange."""
+    def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
+        """Begin to communicate. The rows must not be touched before finish_exchange. once: is asked for what reaches the host."""
         return sent
 
     def finish_exchange(self, sent: Dispatched) -> Dispatched:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, Once, TokenDispatcher, at_once
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import Group, ParallelState
@@ -231,7 +231,7 @@ class DeepEPDispatcher(TokenDispatcher):
         idx_TK, weights_TK = choices(self.members.columns(probs_TE), routing_TV, self.topk)
         return Dispatched(x_TH.contiguous(), weights_TK, [], _Sent(idx_TK, _Way(self.buffer, routing_TV.shape[1])))
 
-    def start_exchange(self, sent: Dispatched) -> Dispatched:
+    def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
         """Send the tokens off. Counts reach the host in here."""
         record: _Sent = sent.handle
         x_NH, weights_NK = _StartDispatch.apply(record.way, sent.x_RH, sent.probs_R, record.idx_TK)
@@ -247,7 +247,7 @@ class DeepEPDispatcher(TokenDispatcher):
         record: _Sent = sent.handle
         counts_e = sent.tokens_per_expert_e
         probs_Ne, routing_Ne = dense(record.way.idx_NK, sent.probs_R, len(counts_e))
-        x_RH, probs_R, routes = self.permutation.permute(sent.x_RH, probs_Ne, routing_Ne)
+        x_RH, probs_R, routes = self.permutation.permute(sent.x_RH, probs_Ne, routing_Ne, num_rows=sum(counts_e))
         return Dispatched(x_RH, probs_R, counts_e, replace(record, routes=routes))
 
     def regroup(self, y_RH: Tensor, sent: Dispatched) -> Tensor:

@@ -3,13 +3,23 @@
 With expert-parallel size 1 Megatron-Core's allgather and alltoall dispatchers both reduce to this local permutation.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import Dispatched, Hints, TokenDispatcher
+from moe_trainer.memory.host_read import HostReads
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, Once, TokenDispatcher, at_once
 from moe_trainer.moe.dispatch.eight_bits import EightBits
 from moe_trainer.ops.permute import Permutation
+
+
+class _Sorted(NamedTuple):
+    """routes: the sort. counts: of each expert's rows, on their way."""
+
+    routes: Any
+    counts: Callable[[], list[int]] | None
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -18,21 +28,29 @@ class LocalDispatcher(TokenDispatcher):
     def __init__(self, permutation: Permutation, eight_bits: EightBits = EightBits()):
         """eight_bits: what is rounded as if it travelled."""
         self.permutation, self.eight_bits = permutation, eight_bits
+        self._reads = HostReads()
 
     takes_known = True
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
-        """Order tokens by expert. On a GPU this waits for the device if the number of rows is not known."""
+        """Order tokens by expert. On a GPU this waits for the device if the number of rows is not known. Unless they are equal, the counts
+        of rows are on their way to the host when it returns."""
         known = hints.known
         told = {} if known is None else {"num_rows": known.num_rows}
         x_RH, probs_R, routes = self.permutation.permute(self.eight_bits.dispatched(x_TH), probs_TE, routing_TE, **told)
         even = [] if known is None or known.per_expert is None else [known.per_expert] * routing_TE.shape[1]
-        return Dispatched(x_RH, probs_R, even, routes)
+        return Dispatched(x_RH, probs_R, even, _Sorted(routes, None if even or hints.captured else self._read(routes)))
 
-    def start_exchange(self, sent: Dispatched) -> Dispatched:
+    def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
         """The counts reach the host here, if they are not known."""
-        return sent if sent.tokens_per_expert_e else replace(sent, tokens_per_expert_e=sent.handle.counts_E.tolist())
+        if sent.tokens_per_expert_e:
+            return sent
+        routes, counts = sent.handle
+        return replace(sent, tokens_per_expert_e=once(self._read(routes) if counts is None else counts))
+
+    def _read(self, routes: Any) -> Callable[[], list[int]]:
+        return self._reads.start(lambda counts_E: counts_E, routes.counts_E)
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum each token's rows."""
-        return self.permutation.unpermute(self.eight_bits.combined(y_RH), sent.handle)
+        return self.permutation.unpermute(self.eight_bits.combined(y_RH), sent.handle.routes)

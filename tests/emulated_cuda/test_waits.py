@@ -1,0 +1,78 @@
+"""What the host waits for in a training step, by source line: counts that may only fall."""
+
+from collections import Counter
+
+import pytest
+from emulated_cuda.run import on_device
+from train.layouts import argv_of, groups_of
+
+# once per iteration: gradient norm, losses of the iteration, losses and drops of the routers
+PER_ITERATION = {"optim/clip.py": 1, "training/step.py": 1, "moe/balancing.py": 1}
+LAYERS, MICROBATCHES = 4, 4
+
+
+def count(rank: int, world_size: int, flags: str) -> dict[str, int]:
+    """Waits of the second iteration of two, and of an evaluation of one iteration's microbatches, by file."""
+    import emulation
+
+    from arguments import parse_args
+    from moe_trainer.parallel.state import ParallelState
+    from moe_trainer.proof import observe
+
+    argv = [*argv_of("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()]
+    ps = ParallelState.single() if world_size == 1 else groups_of(argv, rank, world_size)
+    ledgers, step, evaluate = {}, observe.train_step, observe._evaluate
+
+    def watched(function, name):
+        def run(*args):
+            with emulation.Ledger(emulation.DEVICE()) as ledgers[name]:
+                return function(*args)
+
+        return run
+
+    observe.train_step, observe._evaluate = watched(step, "train"), watched(evaluate, "evaluate")
+    observe.train(parse_args(argv, world_size), rank, ps, 2, device="cuda")
+    found = {}
+    for name, ledger in ledgers.items():
+        for (_, line), times in ledger.waits.items():
+            key = f"{name} {line.partition(':')[0]}"
+            found[key] = found.get(key, 0) + times
+    return found
+
+
+def alone(flags: str) -> dict[str, int]:
+    return count(0, 1, flags)
+
+
+CASES = {
+    "sizes that depend on the routing": ("", 1),
+    "in bf16": ("--bf16", 1),
+    "recompute asks nothing again": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+    "recomputed experts ask nothing again": ("--recompute-granularity selective --recompute-modules moe", 1),
+    "padded to capacity": ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", 0),
+    "padded to capacity, recompute": ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity --recompute-granularity full "
+                                      "--recompute-method uniform --recompute-num-layers 1", 0),
+}
+
+
+def expected(per_layer: int, microbatches: int) -> dict[str, int]:
+    counts = Counter({f"train {file}": times for file, times in PER_ITERATION.items()})
+    counts["evaluate training/step.py"] = 1
+    if per_layer:
+        counts["train memory/host_read.py"] = counts["evaluate memory/host_read.py"] = per_layer * LAYERS * microbatches
+    return dict(counts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process(name):
+    flags, per_layer = CASES[name]
+    assert on_device(alone, flags) == expected(per_layer, MICROBATCHES)
+
+
+@pytest.mark.parametrize(("flags", "per_layer"), [("", 1), ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", 0)])
+def test_expert_parallel_ranks(flags, per_layer):
+    """Each of two ranks runs half of the microbatches. What gloo's collectives wait for is not the program's."""
+    flags += " --expert-model-parallel-size 2"
+    for found in on_device(count, flags, ranks=2, devices=2):
+        found = {key: times for key, times in found.items() if "collectives" not in key}
+        assert found == expected(per_layer, MICROBATCHES // 2)
