@@ -199,7 +199,13 @@ struct Block {  // a storage of the device
 int64_t next_block = 1;
 std::unordered_map<const void*, Block> blocks;
 int64_t allocated[MAX_DEVICES] = {}, peak[MAX_DEVICES] = {};
-std::string pending_error;  // of a deleter, which must not throw
+// Freed memory is given to the next allocation of its stream: what other streams have not done with it must be ordered before whatever
+// uses that one. By stream; `since`: the number of the first block that may get it.
+struct Debt {
+  Access access;
+  int64_t since;
+};
+std::map<int, std::vector<Debt>> debts;
 
 std::string place(const Access& access);
 using Describe = void (*)(int64_t line, char* out, int size);
@@ -233,18 +239,9 @@ void free_block(void* data) {
   tell(FREE, std::to_string((uintptr_t)data), block.bytes);
   if (check_races)
     for (auto& access : block.accesses)
-      if (access.stream != block.stream && !block.recorded.count(access.stream) && at_index(host_clock, access.stream) < access.time &&
-          at_index(clocks[block.stream], access.stream) < access.time && pending_error.empty())
-        pending_error = "memory of " + stream_name(block.stream) + " is freed while another stream may still use it, without record_stream: " + place(access);
+      if (access.stream != block.stream && !block.recorded.count(access.stream)) debts[block.stream].push_back({access, next_block});
   blocks.erase(found);
 }
-void raise_pending() {
-  if (pending_error.empty()) return;
-  std::string text;
-  std::swap(text, pending_error);
-  TORCH_CHECK(false, "CUDA stream race: ", text);
-}
-
 std::pair<const char*, const char*> span(const Tensor& t) {
   const char* begin = (const char*)t.storage().data() + t.storage_offset() * t.itemsize();
   int64_t last = 0;
@@ -259,6 +256,14 @@ void touch(const Tensor& t, bool write, const std::string& what, int64_t line) {
   int index = current_index();
   const Clock& clock = clocks[index];
   Access now{begin, end, index, clock[index], write, line, what};
+  auto& owed = debts[found->second.stream];
+  for (auto debt = owed.begin(); debt != owed.end();) {
+    const bool ordered = at_index(clock, debt->access.stream) >= debt->access.time;
+    TORCH_CHECK(ordered || found->second.number < debt->since, "CUDA stream race: ", place(now),
+                " may be given memory that was freed without record_stream after ", place(debt->access));
+    if (ordered && index == found->second.stream) debt = owed.erase(debt);
+    else ++debt;
+  }
   auto& accesses = found->second.accesses;
   auto keep = accesses.begin();
   for (auto& old : accesses) {
@@ -581,7 +586,6 @@ void capture(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex device
 
 void by_cpu(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
   Lock guard;
-  raise_pending();
   const Plan& plan = plan_of(op);
   const size_t n = op.schema().arguments().size(), begin = stack->size() - n;
   DeviceIndex device = -1;
@@ -629,7 +633,6 @@ void by_cpu(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* st
       each_tensor((*stack)[first + i], [&](const Tensor& t) { if (t.defined() && t.is_cuda()) touch(t, true, plan.name, line); });
   }
   if (!waited.empty()) wait_for_current(waited);
-  raise_pending();
 }
 
 void copy_bytes(Tensor& to, const Tensor& from) {
@@ -641,7 +644,6 @@ void copy_bytes(Tensor& to, const Tensor& from) {
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Lock guard;
-  raise_pending();
   const bool out = self.is_cuda(), in = source.is_cuda();
   if (!self.numel()) return self;
   const std::string what = out && in ? "copy on the device" : out ? "copy to the device" : "copy to the host";
@@ -818,8 +820,7 @@ void ec_share_generator(int device, void* impl) {
 int ec_device_count() { return hidden_in == getpid() ? 0 : num_devices; }
 void ec_hide_from_this_process() { hidden_in = getpid(); }
 void ec_callbacks(Callback event, Describe text) { on_event = event; describe = text; }
-void ec_check_races(int on) { LOCKED; check_races = on; for (auto& [data, block] : blocks) block.accesses.clear(); pending_error.clear(); }
-int ec_pending_error(char* out, int size) { LOCKED; std::strncpy(out, pending_error.c_str(), size - 1); int n = (int)pending_error.size(); pending_error.clear(); return n; }
+void ec_check_races(int on) { LOCKED; check_races = on; for (auto& [data, block] : blocks) block.accesses.clear(); debts.clear(); }
 void ec_wait_mode(int mode) { wait_mode = mode; }
 int ec_get_wait_mode() { return wait_mode; }
 int64_t ec_launches() { return launches; }
