@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from emulation import Device
 from torch import Tensor
 from torch.nn.functional import ScalingType
@@ -156,6 +157,14 @@ KERNELS = {
 }
 
 
+def _attention(general: Callable, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """A build of torch without CUDA does not look for CUDA's flash attention by itself."""
+    half = query.dtype in (torch.bfloat16, torch.float16) and not query.shape[-1] % 8 and query.shape[-1] == value.shape[-1] <= 256
+    if query.is_cuda and half and attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return general(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
 def one_kernel(name: str, compute: Callable, device: Device) -> Callable:
     """Count what `compute` launches as one kernel."""
 
@@ -177,3 +186,4 @@ def register(device: Device) -> None:
     for name, compute in KERNELS.items():
         library.impl(name, one_kernel(f"aten::{name}", compute, device), "CUDA")
     device.libraries.append(library)  # a library takes its kernels with it
+    F.scaled_dot_product_attention = functools.partial(_attention, F.scaled_dot_product_attention)

@@ -1,15 +1,26 @@
 """Triton's kernels on the emulated device, by Triton's interpreter (TRITON_INTERPRET=1)."""
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 
 import torch
 from emulation import Device
 
 
+def _in_single(create_dot: Callable, tl: ModuleType) -> Callable:
+    """The interpreter keeps bf16 as 16-bit integers, and would multiply these."""
+
+    def create(builder, a, b, *given):
+        a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return create_dot(builder, a, b, *given)
+
+    return create
+
+
 def use_interpreter(device: Device) -> None:
     """Have the interpreter work on the device's own bytes, and count each launch."""
     import triton
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     launch = GridExecutor.__call__
 
@@ -25,6 +36,7 @@ def use_interpreter(device: Device) -> None:
         device.kernel(f"triton::{executor.fn.__name__}", [given[name] for name in on_device], run)
 
     GridExecutor.__call__ = call
+    InterpreterBuilder.create_dot = _in_single(InterpreterBuilder.create_dot, triton.language)
     # nothing is copied: tensors of the host, whose bytes are the device's
     GridExecutor._init_args_hst = lambda executor, args, kwargs: (args, kwargs)
     GridExecutor._restore_args_dev = lambda executor, *unused: None

@@ -4,8 +4,8 @@ With expert-parallel size 1 Megatron-Core's allgather and alltoall dispatchers b
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +15,8 @@ from moe_trainer.moe.dispatch.eight_bits import EightBits
 from moe_trainer.ops.permute import Permutation
 
 
-class _Sorted(NamedTuple):
+@dataclass(frozen=True)
+class _Sorted:
     """routes: the sort. counts: of each expert's rows, on their way."""
 
     routes: Any
@@ -45,8 +46,8 @@ class LocalDispatcher(TokenDispatcher):
         """The counts reach the host here, if they are not known."""
         if sent.tokens_per_expert_e:
             return sent
-        routes, counts = sent.handle
-        return replace(sent, tokens_per_expert_e=once(self._read(routes) if counts is None else counts))
+        kept: _Sorted = sent.handle
+        return replace(sent, tokens_per_expert_e=once(self._read(kept.routes) if kept.counts is None else kept.counts))
 
     def _read(self, routes: Any) -> Callable[[], list[int]]:
         return self._reads.start(lambda counts_E: counts_E, routes.counts_E)
