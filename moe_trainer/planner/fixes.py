@@ -193,10 +193,11 @@ def _chain(argv: Sequence[str], plan: Plan, offered: Sequence[Change], headroom:
 def changes(args: Arguments, hardware: Hardware, gpus: int, searched: bool = True) -> Iterator[Change]:
     """All single changes of a command line that may save memory."""
     if searched:
-        yield from _recompute(args)
+        yield from () if args.keeps_weights else _recompute(args)
         yield from _mapping(args, hardware, gpus)
-    yield from _optimizer(args)
-    yield from _offloading(args)
+    if not args.keeps_weights:  # else there is no optimizer, and no activation waits for a backward
+        yield from _optimizer(args)
+        yield from _offloading(args)
 
 
 def _recompute(args: Arguments) -> Iterator[Change]:

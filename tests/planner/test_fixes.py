@@ -62,3 +62,11 @@ def test_the_dry_run_names_them(capsys, tmp_path):
     assert '"fixes": [\n' in (tmp_path / "plan.json").read_text()
     assert run_dry_run([*LINE, "--micro-batch-size", "1", "--world-size", "64", "--dry-run"]) == 0
     assert "cheapest" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--skip-train", "--freeze-all-layers"])
+def test_weights_that_stay_are_offered_no_change_of_training(flag):
+    line = [*LINE, "--micro-batch-size", "4"]
+    kinds = [{change.kind for change in changes(validated_args(given, 64), find_hardware("h100"), 64)} for given in (line, [*line, flag])]
+    training = {"optimizer", "offload", "recompute"}
+    assert kinds[0] & training == training and not kinds[1] & training and kinds[1]
