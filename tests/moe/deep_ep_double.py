@@ -225,6 +225,7 @@ def make_hybrid(recorded: Signatures, prefix: str):
             if "handle" in bound:
                 assert not {"routing_map", "probs"} & set(bound)
                 way = bound["handle"]
+                assert bound.get("num_permuted_tokens") == len(way.row_token), "the handle does not keep the number of rows"
                 return way.send(hidden)[way.row_token], None, None, way.counts, way
             routing, probs = bound["routing_map"], bound["probs"]
             assert routing.dtype == torch.bool and probs.dtype == torch.float32

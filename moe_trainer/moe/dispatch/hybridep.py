@@ -66,7 +66,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_TH):
         way = ctx.way
         grad_RH = way.buffer.dispatch_with_permute(
-            hidden=grad_TH.contiguous(), num_of_experts_per_rank=way.num_local, handle=way.handle, **way.dispatch_options)[0]
+            hidden=grad_TH.contiguous(), num_of_experts_per_rank=way.num_local, num_permuted_tokens=sum(way.counts_e), handle=way.handle,
+            **way.dispatch_options)[0]
         return None, grad_RH
 
 
