@@ -83,8 +83,8 @@ def _not_yet() -> Iterator[str]:
     for spelling, _, what, _, harmless in retired.LATER:
         yield _entry(spelling, what + (f" (accepted: {', '.join(harmless)})" if harmless else ""))
     yield "\nAsked for together, these are one missing architecture:\n"
-    for what, flags in retired.ARCHITECTURES.items():
-        yield f"- {what}: `{'`, `'.join(flags)}`"
+    for what, architecture in retired.ARCHITECTURES.items():
+        yield f"- {what}: `{'`, `'.join(architecture.flags)}`"
 
 
 def _instead() -> Iterator[str]:

@@ -11,6 +11,7 @@ A record is (spelling, number of values that follow: 0, 1, "?" none or one, "+",
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from arguments.standing import MODELS, PARALLEL
 
@@ -165,14 +166,32 @@ LATER_VALUES = MappingProxyType({
 })
 """(destination, value that only Megatron-LM's dev branch has) -> (what it asks for, feature)."""
 
+class Architecture(NamedTuple):
+    """Flags that ask for parts of an architecture that is missing as a whole."""
+
+    named_by: tuple[str, ...]
+    """Two of these, and the architecture is meant."""
+    tuned_by: tuple[str, ...]
+    """These have uses elsewhere, or adjust what the others name."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.named_by, *self.tuned_by)
+
+
 ARCHITECTURES = MappingProxyType({
-    "the layers of DeepSeek-V4 (compressed sparse attention, hash routing, hyper-connections)": (
-        "--experimental-attention-variant", "--csa-compress-ratios", "--moe-n-hash-layers", "--enable-hyper-connections", "--enable-mhc-connections",
-        "--mhc-num-residual-streams", "--mhc-sinkhorn-iterations", "--mhc-init-gating-factor", "--mhc-recompute-layer-num",
-        "--original-max-position-embeddings", "--recompute-modules",
+    "the layers of DeepSeek-V4 (compressed sparse attention, hash routing, hyper-connections)": Architecture(
+        named_by=(
+            "--experimental-attention-variant", "--csa-compress-ratios", "--moe-n-hash-layers", "--enable-hyper-connections", "--enable-mhc-connections",
+        ),
+        tuned_by=(
+            "--mhc-num-residual-streams", "--mhc-sinkhorn-iterations", "--mhc-init-gating-factor", "--mhc-recompute-layer-num",
+            "--original-max-position-embeddings", "--recompute-modules",
+        ),
     ),
 })
-"""What is missing as a whole -> the flags that ask for parts of it. The first five name it; the others tune it."""
+"""What is missing as a whole -> its flags."""
 
 _ENCODER = "encoder-decoder models are not trained here: drop it"
 _RETRO = "models that retrieve are not trained here: drop it"

@@ -37,10 +37,10 @@ def merge_architectures(s: Settings, violations: list[Violation]) -> list[Violat
 
     What is captured of its layers as CUDA graphs is not judged then: those reasons are left out.
     """
-    for what, flags in retired.ARCHITECTURES.items():
-        parts = [violation for violation in violations if violation.kind in ("later", "product") and set(violation.flags) & set(flags)]
-        named = [flag for violation in parts for flag in violation.flags if flag in flags]
-        if len(set(named) & set(flags[:5])) < 2:
+    for what, architecture in retired.ARCHITECTURES.items():
+        parts = [violation for violation in violations if violation.kind in ("later", "product") and set(violation.flags) & set(architecture.flags)]
+        named = [flag for violation in parts for flag in violation.flags if flag in architecture.flags]
+        if len(set(named) & set(architecture.named_by)) < 2:
             continue
         text = f"{', '.join(dict.fromkeys(named))}: this version does not have {what} yet (feature: {standing.MODELS})"
         first, graphs = violations.index(parts[0]), s.flag("cuda_graph_impl")

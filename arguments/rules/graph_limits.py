@@ -196,4 +196,3 @@ CHECKS = (
     whole_iteration_has_fixed_rows, whole_layers_have_fixed_rows, experts_inside_wait_for_nothing, routing_is_made_of_operators, random_numbers_have_one_stream,
     attention_sees_no_documents, activations_stay_inside, parameters_stay_in_place, whole_iteration_runs_on_one_stage,
 )
-
