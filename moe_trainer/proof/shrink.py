@@ -126,7 +126,8 @@ def as_is(argv: list[str], world_size: int | None = None) -> Case:
         wrong.append("--vocab-size is missing: the batches are random tokens of --tokenizer-type NullTokenizer")
     if wrong:
         raise ShrinkError(wrong)
-    values = {dest: settings.values[dest] for dest in settings.given_dests() if OPTIONS[dest].section != "output"}
+    kept = (dest for dest in settings.given_dests() if OPTIONS[dest].section != "output" or dest == "ckpt_format")  # full sharding asks for its own
+    values = {dest: settings.values[dest] for dest in kept}
     values |= {dest: settings.values[dest] for dest in ("global_batch_size", "expert_tensor_parallel_size")}
     force_fp32 = bool(settings.overlap_moe_expert_parallel_comm)  # its rules ask for --bf16
     fixed = {"train_iters": STEPS, "world_size": None, "mock_data": True, "bf16": force_fp32, "fp16": False, "logit_dtype": None}

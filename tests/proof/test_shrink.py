@@ -350,8 +350,9 @@ def test_the_ranks_of_an_unknown_job_are_one_replica(monkeypatch):
     assert shrink(MODEL).original.world == 32
 
 
-def test_small_flags_can_be_taken_as_they_are():
-    case = shrink([*MODEL, "--expert-model-parallel-size", "8"], 64).cases[0]
+@pytest.mark.parametrize("flags", ["", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"])
+def test_small_flags_can_be_taken_as_they_are(flags):
+    case = shrink([*MODEL, "--expert-model-parallel-size", "8", *flags.split()], 64).cases[0]
     same = as_is(list(case.argv), case.world_size)
     assert same.mapping == case.mapping and arguments.parse_args(list(same.argv), 4) == arguments.parse_args(list(case.argv), 4)
     with pytest.raises(ShrinkError, match="--vocab-size is missing"):
