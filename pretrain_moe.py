@@ -2,10 +2,7 @@
 
 Reads the flags, checks them against this machine and calls `moe_trainer.train.pretrain`; `--validate-only` and `--dry-run` end here,
 without torch. What ends a run early becomes a message and an exit code.
-Exit codes: 0 done, 2 something the user can mend (flags, files, folders), 3 another rank ended or is stuck (message: who
-waited where), 75 saved because of a signal or the clock and to be started again (with --auto-resume; without it 0, as in
-Megatron-LM), 130 interrupted by Ctrl-C or SIGINT, without saving (message: what is saved), 16 and 17 the result of an iteration was rejected (message; 16: resume on other machines to tell whether the model, the
-data or a machine is to blame), 1 anything else: a rejected result with --rerun-mode disabled (message), an error of ours (traceback).
+Exit codes: docs/exit_codes.md.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ class ExitCode(IntEnum):
     """Flags, files or folders that the user can correct; a message says which."""
     COMMUNICATION_FAILED = 3
     """Another rank ended or is stuck."""
+    DOES_NOT_FIT = 3
+    """Of --dry-run, which meets no other rank: the plan needs more memory than a device has."""
     RESUME_ELSEWHERE = 16
     """A rejected result: resume on other machines to tell whether the model, the data or a machine is to blame."""
     RESULT_NOT_VALID = 17

@@ -522,57 +522,18 @@ check_flags() {
     # a container's paths are not this machine's; and a plan without any need not fit this machine's disk
     if [ -z "${CONTAINER_IMAGE:-}" ] && [ "${CHECK_FILES:-1}" = 1 ] && [ "$NAMES_FILES" = 1 ]; then files=(--check-files); fi
     "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only ${files[@]+"${files[@]}"} --world-size "$world_size" || exit 2
-    local plan
-    plan=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --dry-run --world-size "$world_size" ${HARDWARE:+--hardware "$HARDWARE"}) || exit 2
-    case $plan in
-        *$'\n'"does not fit"*)
-            local changes
-            changes=$(sed -n '/^cheapest changes that fit/,/^$/{/^  /p}' <<<"$plan")
-            sed '/^cheapest changes that fit/,/^$/{/^$/!d}' <<<"$plan"
-            echo "error: this run DOES NOT FIT the memory of its devices:$(grep '^does not fit' <<<"$plan" | cut -d: -f2-)" >&2
-            [ -z "$changes" ] || { echo "       cheapest changes that fit:" && as_variables <<<"$changes"; } >&2
-            echo "       HARDWARE=NAME plans for other devices" >&2
-            exit 3
-            ;;
-    esac
-    printf '%s\n' "$plan"
-}
-
-# Changes of a plan ("  FLAGS: what follows"), with this launcher's variables in place of its flags.
-as_variables() {
-    local line word flags variables rest text words
-    while IFS= read -r line; do
-        flags=${line%%: fits *} variables='' rest=''
-        text=${line#"$flags"}
-        read -ra words <<<"${flags//'--recompute-granularity full --recompute-method uniform --recompute-num-layers 1'/--recompute full}"
-        set -- "${words[@]}"
-        while [ $# -gt 0 ]; do
-            case $1 in
-                --tensor-model-parallel-size) variables+=" TP=$2" ;;
-                --pipeline-model-parallel-size) variables+=" PP=$2" ;;
-                --pipeline-model-parallel-layout) variables+=" LAYOUT='$2'" ;;
-                --expert-model-parallel-size) variables+=" EP=$2" ;;
-                --expert-tensor-parallel-size) variables+=" ETP=$2" ;;
-                --context-parallel-size) variables+=" CP=$2" ;;
-                --micro-batch-size) variables+=" MBS=$2" ;;
-                --moe-token-dispatcher-type) variables+=" DISPATCHER=$2" ;;
-                --recompute) variables+=" RECOMPUTE=$2" ;;
-                --world-size) variables+=" NNODES=$((($2 + GPUS_PER_NODE - 1) / GPUS_PER_NODE))" ;;
-                --recompute-granularity) ;; # selective: its modules follow
-                --recompute-modules)
-                    word=
-                    while [ $# -gt 1 ] && [ "${2#--}" = "$2" ]; do word+=" $2" && shift; done
-                    variables+=" RECOMPUTE='${word# }'"
-                    shift && continue
-                    ;;
-                --sequence-parallel) shift && continue ;; # TP implies it
-                *) rest+=" $1" && shift && continue ;;
-            esac
-            shift 2
-        done
-        [ -z "$rest" ] || variables+="${variables:+ and} flags$rest"
-        echo "         ${variables# }$text"
+    local code=0 report='' word previous=''
+    for word in "${FLAGS[@]}"; do # the caller's own report, where there is one
+        case $previous in --report) report=$word ;; esac
+        case $word in --report=*) report=${word#*=} ;; esac
+        previous=$word
     done
+    local own_report=
+    [ -n "$report" ] || { own_report=$(mktemp) && report=$own_report; }
+    "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --dry-run --world-size "$world_size" --report "$report" ${HARDWARE:+--hardware "$HARDWARE"} || code=$?
+    [ "$code" != 3 ] || "$python" "$ROOT/scripts/launch_fixes.py" "$report" "${GPUS_PER_NODE:-8}" >&2
+    [ -z "$own_report" ] || rm -f "$own_report"
+    [ "$code" = 0 ] || exit $((code == 3 ? 3 : 2))
 }
 
 # The environment, a variable a line, without what may be secret.

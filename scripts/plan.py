@@ -19,7 +19,7 @@ Options of search:
 Options of calibrate --from:
   --hardware H     what the runs ran on (default: cpu for runs on CPU, else the device's name in the file)
   --output FILE    the YAML file to write (default own_hardware.yaml; an old file stays under a numbered name)
-Exit code: 0, or 2 where no plan can be made of the flags, no mapping fits, or nothing can be fitted.
+Exit code: 0; 3 where the plan of a command line does not fit; 2 where none can be made of the flags, no mapping fits, or nothing can be fitted.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def planned_memory(args: Arguments, world_size: int) -> dict[str, object] | None
 
 
 def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> int:
-    """Print the plan and, with --report FILE, write it. Returns the exit code: 0, also where the plan does not fit the device (it says so,
-    and the report's `fits` is false: the flags are legal, and it is a prediction); 2 where no plan can be made of the flags."""
+    """Print the plan and, with --report FILE, write it. Returns the exit code: 0; 3 where the plan does not fit the device (it says so,
+    and the report's `fits` is false); 2 where no plan can be made of the flags."""
     if "--help" in argv or "-h" in argv:
         from arguments.help import run_help
 
@@ -68,4 +68,4 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
         except OSError as error:
             print(f"pretrain_moe.py: --report {path}: the file cannot be written ({error.strerror})", file=sys.stderr)
             return ExitCode.USER_ERROR
-    return 0
+    return ExitCode.DOES_NOT_FIT if plan.margin < 0 else ExitCode.OK

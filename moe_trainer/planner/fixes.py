@@ -79,13 +79,18 @@ class Fix:
         return tuple(word for change in self.changes for word in change.words)
 
     @property
-    def text(self) -> str:
-        """The flags to give, the memory that is then left, the change of pace, and what else they change, in one line."""
+    def outcome(self) -> str:
+        """The memory that is then left, the change of pace, and what else the flags change, in one clause."""
         pace = f"{100 * abs(self.slower):.1f} % {'slower' if self.slower > 0 else 'faster'}"
         if abs(self.slower) < AS_FAST:
             pace = "as fast"
         notes = "".join(f"; {change.note}" for change in self.changes if change.note)
-        return f"{' '.join(self.words)}: fits with {self.plan.margin / GIB:.1f} GiB left, {pace}{notes}"
+        return f"fits with {self.plan.margin / GIB:.1f} GiB left, {pace}{notes}"
+
+    @property
+    def text(self) -> str:
+        """The flags to give, and their outcome."""
+        return f"{' '.join(self.words)}: {self.outcome}"
 
 
 def cheapest_fixes(argv: Sequence[str], plan: Plan, headroom: float = 1.0, searched: bool = True, most: int = 3) -> list[Fix]:

@@ -118,7 +118,7 @@ def plan_json(plan: Plan, fixes: Sequence[Fix] = ()) -> dict[str, object]:
         "memory": memory_json(plan),
         "microbatches": plan.num_microbatches,
         "flops": plan.flops,
-        "fixes": [{"flags": list(fix.words), "slower": fix.slower, "margin_gb": fix.plan.margin / GIB} for fix in fixes],
+        "fixes": [{"flags": list(fix.words), "slower": fix.slower, "margin_gb": fix.plan.margin / GIB, "outcome": fix.outcome} for fix in fixes],
         "step_s": time.step,
         "step_error": bar.relative,
         "step_error_reasons": [{"reason": name, "error": value} for name, value in bar.reasons],

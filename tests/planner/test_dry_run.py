@@ -28,7 +28,7 @@ def test_a_plan_without_torch(tmp_path):
 @pytest.mark.parametrize("flags, code, says", [
     ((), 0, "fits: the fullest device has"), (("--fake-process-group",), 0, "--fake-process-group"),
     (("--hardware", "a100", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), 0, "a100"),
-    (("--micro-batch-size", "4"), 0, "does not fit: stage 0 needs"), (("--help",), 0, "--dry-run"),
+    (("--micro-batch-size", "4"), 3, "does not fit: stage 0 needs"), (("--help",), 0, "--dry-run"),
     (("--hardware", "abacus"), 2, "abacus"), (("--moe-flex-dispatcher-num-sms", "132", "--moe-token-dispatcher-type", "flex"), 2, "132 multiprocessors"), (("--world-size", "63"), 2, "63 ranks"), (("--world-size", "0"), 2, "--world-size 0"),
     (("--num-layers", "31", "--pipeline-model-parallel-size", "2"), 2, "--num-layers"), (("--no-such-flag",), 2, "--no-such-flag"),
     (("--global-batch-size", "128", "--pipeline-model-parallel-size", "8", "--num-virtual-stages-per-pipeline-rank", "2",
@@ -38,7 +38,7 @@ def test_a_plan_without_torch(tmp_path):
 def test_exit_codes(capsys, flags, code, says):
     assert run_dry_run([*LINE, "--dry-run", *flags]) == code
     out, err = capsys.readouterr()
-    assert says in (err if code else out), (out, err)
+    assert says in (err if code == 2 else out), (out, err)
 
 
 GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --fp4-format e2m1 --fp4-recipe nvfp4"

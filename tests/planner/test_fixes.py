@@ -56,7 +56,7 @@ def test_more_devices_are_the_last_resort():
 
 def test_the_dry_run_names_them(capsys, tmp_path):
     line = [*LINE, "--micro-batch-size", "4", "--world-size", "64", "--dry-run", "--report", str(tmp_path / "plan.json")]
-    assert run_dry_run(line) == 0
+    assert run_dry_run(line) == 3
     text = capsys.readouterr().out
     assert "does not fit: stage 0" in text and "cheapest changes that fit:\n  --micro-batch-size" in text
     assert '"fixes": [\n' in (tmp_path / "plan.json").read_text()

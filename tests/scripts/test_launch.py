@@ -1,5 +1,6 @@
 """The launchers: variables become flags, dry runs validate, torchrun's ranks save on a signal and the exit code is theirs."""
 
+import json
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from harness import wait_until
 from structure.source import ROOT
 from train.tiny import MOCK, TINY
 
+from scripts.launch_fixes import as_variables
 from scripts.pipeline_layout import layout
 from scripts.torchrun import exit_code
 
@@ -107,12 +109,27 @@ def test_a_plan_that_does_not_fit_is_an_error_of_its_own(tmp_path):
         done = dry(script, tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
         assert "does not fit: stage 0 needs" in done.stdout and "8 x h100" in done.stdout
         assert "error: this run DOES NOT FIT the memory of its devices: stage 0 needs" in done.stderr
+        assert "cheapest changes that fit:" in done.stderr
         changes = [line.split(": fits ")[0] for line in done.stderr.splitlines() if ": fits with" in line]
-        assert changes and "cheapest changes" not in done.stdout
+        assert changes
         assert not [line for line in changes if "--micro-batch" in line or "parallel-size" in line or "--recompute" in line]
+    dry("launch.sh", tmp_path, "--report", "own.json", MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
+    assert json.loads((tmp_path / "own.json").read_text())["fits"] is False
     done = dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", HARDWARE="gb300")
     assert "fits: the fullest device" in done.stdout and "8 x gb300" in done.stdout and done.stderr == ""
     assert "there are a100" in dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="b3000", code=2).stderr
+
+
+@pytest.mark.parametrize("flags, variables", [
+    ("--micro-batch-size 1 --world-size 20", "MBS=1 NNODES=3"),
+    ("--tensor-model-parallel-size 4 --sequence-parallel --expert-tensor-parallel-size 1", "TP=4 ETP=1"),
+    ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL", "PP=2 LAYOUT='Et|tL'"),
+    ("--recompute-granularity selective --recompute-modules mlp moe_act --optimizer-cpu-offload", "RECOMPUTE='mlp moe_act' and flags --optimizer-cpu-offload"),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "RECOMPUTE=full"),
+    ("--offload-modules a b", "flags --offload-modules a b"),
+])
+def test_changes_of_a_plan_as_variables(flags, variables):
+    assert as_variables(flags.split(), 8) == variables
 
 
 def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
