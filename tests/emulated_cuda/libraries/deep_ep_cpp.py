@@ -1,0 +1,173 @@
+"""DeepEP's compiled part (version 1, one machine) on gloo: what its pybind sources declare (folder DEEP_EP_SOURCES), over rows that are
+really exchanged, on a communication stream of its own.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pybind import Declarations
+
+SOURCES = Path(os.environ["DEEP_EP_SOURCES"], "csrc")
+declared = Declarations("\n".join((SOURCES / name).read_text() for name in ("config.hpp", "event.hpp", "deep_ep.hpp", "deep_ep.cpp")))
+
+
+class _Config:
+    def __init__(self, num_sms, nvl_send, nvl_recv, rdma_send, rdma_recv):
+        assert num_sms >= 0 and 0 < nvl_send < nvl_recv and 0 < rdma_send < rdma_recv
+        self._sms, self._recv = num_sms, nvl_recv
+
+    def get_nvl_buffer_size_hint(self, row_bytes, num_ranks):
+        return max(1, self._sms // 2) * num_ranks * self._recv * (row_bytes + 128)
+
+    def get_rdma_buffer_size_hint(self, row_bytes, num_ranks):
+        return 0
+
+
+class _Event:
+    def __init__(self):
+        self._event = torch.cuda.current_stream().record_event()
+
+    def current_stream_wait(self):
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def is_sm90_compiled():
+    return True
+
+
+def int32(*tensors):
+    assert all(t.dtype == torch.int32 and t.is_contiguous() and t.is_cuda for t in tensors)
+
+
+class _Buffer:
+    def __init__(self, rank, num_ranks, nvl_bytes, rdma_bytes, low_latency, *_):
+        assert not low_latency and nvl_bytes > 0 and nvl_bytes % 128 == 0
+        self._rank, self._size, self._bytes = rank, num_ranks, nvl_bytes
+        self._stream, self._group = torch.cuda.Stream(), None
+
+    def is_available(self):
+        return self._group is not None
+
+    def get_num_rdma_ranks(self):
+        return 1
+
+    def get_local_device_id(self):
+        return torch.cuda.current_device()
+
+    def get_local_ipc_handle(self):
+        return bytearray(64)
+
+    def sync(self, device_ids, handles, root_unique_id):
+        assert len(device_ids) == len(handles) == self._size
+        # the extension is not told of the group: that of all ranks, which the tests use
+        self._group = dist.group.WORLD
+        assert self._group.size() == self._size
+
+    def get_dispatch_layout(self, idx_TK, num_experts, previous_event, async_, on_comm_stream):
+        assert idx_TK.dim() == 2 and idx_TK.is_contiguous() and idx_TK.is_cuda and idx_TK.dtype == torch.int64 and num_experts > 0
+        with self._Work(self, previous_event, async_, on_comm_stream, [idx_TK]) as work:
+            # -1 goes into a column that is cut off
+            chosen_TE = torch.zeros(len(idx_TK), num_experts + 1, dtype=torch.bool, device=idx_TK.device)
+            chosen_TE = chosen_TE.scatter_(1, torch.where(idx_TK < 0, num_experts, idx_TK), True)[:, :num_experts]
+            in_rank = chosen_TE.view(len(idx_TK), self._size, -1).any(2)
+            made = work.made(in_rank.sum(0).int(), chosen_TE.sum(0).int(), in_rank)
+        return made[0], None, made[1], made[2], work.event
+
+    def intranode_dispatch(self, x, scales, idx_TK, weights, per_rank, in_rank, per_expert, cached_rows, cached_ranks, cached_channels, alignment,
+                           worst, config, nvfp4, sf, previous_event, async_, on_comm_stream):
+        again, channels = cached_ranks is not None, config._sms // 2
+        assert config._sms % 2 == 0 and in_rank.dtype == torch.bool and in_rank.is_contiguous() and in_rank.shape == (len(x), self._size)
+        assert x.dim() == 2 and x.is_contiguous() and x.is_cuda and x.shape[1] * x.element_size() % 16 == 0 and scales is None and worst == 0
+        assert self._bytes >= config.get_nvl_buffer_size_hint(x.shape[1] * x.element_size(), self._size)
+        assert (idx_TK is None) == (weights is None)
+        if again:
+            int32(cached_ranks, cached_channels)
+            assert cached_ranks.shape == (self._size, self._size) and cached_channels.shape == (self._size, channels)
+        else:
+            int32(per_rank, per_expert)
+            assert weights.dtype == torch.float32 and weights.is_contiguous() and idx_TK.is_contiguous() and weights.shape == idx_TK.shape
+        with self._Work(self, previous_event, async_, on_comm_stream, [x, in_rank, *(t for t in (idx_TK, weights, cached_ranks) if t is not None)]) as work:
+            tokens = [in_rank[:, rank].nonzero().flatten() for rank in range(self._size)]
+            sizes = [len(part) for part in tokens]
+            if again:
+                arriving = cached_ranks[:, self._rank].diff(prepend=cached_ranks.new_zeros(1)).tolist()
+                assert sum(arriving) == cached_rows
+            else:
+                table = torch.empty(self._size, self._size, dtype=torch.int32, device=x.device)
+                dist.all_gather(list(table.unbind(0)), per_rank, group=self._group)
+                assert table[self._rank].tolist() == sizes
+                ranks, arriving = table.cumsum(0).int(), table[:, self._rank].tolist()
+            order = torch.cat(tokens)
+            (x_NH,) = work.made(self._exchange(x[order], sizes, arriving))
+            if again:
+                outcome = (x_NH, None, None, None, None, [], cached_ranks, cached_channels, cached_channels, cached_ranks, cached_ranks)
+            else:
+                num_local = len(per_expert) // self._size
+                idx_NK = self._exchange(idx_TK[order], sizes, arriving) - self._rank * num_local
+                idx_NK = torch.where((idx_NK < 0) | (idx_NK >= num_local), -1, idx_NK)
+                weights_NK = self._exchange(weights[order], sizes, arriving).masked_fill(idx_NK < 0, 0.0)
+                counts = [int((idx_NK == expert).any(1).sum()) for expert in range(num_local)]
+                counts = [-(-count // alignment) * alignment for count in counts]
+                source = self._exchange(order.int().unsqueeze(1), sizes, arriving).flatten()
+                channel = torch.zeros(self._size, channels, dtype=torch.int32, device=x.device)
+                head = torch.where(in_rank, in_rank.cumsum(0) - 1, -1).int()
+                idx_NK, weights_NK, ranks, channel, source, head = work.made(idx_NK, weights_NK, ranks, channel, source, head)
+                outcome = (x_NH, None, None, idx_NK, weights_NK, counts, ranks, channel, channel.clone(), source, head)
+        return *outcome, work.event
+
+    def intranode_combine(self, x, weights, bias_0, bias_1, source, ranks, channel, head, config, previous_event, async_, on_comm_stream):
+        assert x.dim() == 2 and x.is_contiguous() and x.is_cuda and x.shape[1] * x.element_size() % 16 == 0 and config._sms % 2 == 0
+        int32(source, ranks, channel, head)
+        assert source.shape == (len(x),) and head.shape[1] == self._size and channel.shape == (self._size, config._sms // 2)
+        if weights is not None:
+            assert weights.dtype == torch.float32 and weights.dim() == 2 and weights.is_contiguous() and len(weights) == len(x)
+        with self._Work(self, previous_event, async_, on_comm_stream, [x, source, ranks, head, *([] if weights is None else [weights])]) as work:
+            tokens = [(head[:, rank] >= 0).nonzero().flatten() for rank in range(self._size)]
+            sizes = ranks[:, self._rank].diff(prepend=ranks.new_zeros(1)).tolist()
+            made = []
+            for table in (x, weights):
+                if table is not None:
+                    arrived = self._exchange(table, sizes, [len(part) for part in tokens])
+                    total = torch.zeros(len(head), table.shape[1], device=x.device).index_add(0, torch.cat(tokens), arrived.float())
+                    made += work.made(total.to(table.dtype))
+        return made[0], made[1] if weights is not None else None, work.event
+
+    def _exchange(self, table, sizes, arriving):
+        arrived = table.new_empty(sum(arriving), *table.shape[1:])
+        dist.all_to_all_single(arrived, table.contiguous(), arriving, sizes, group=self._group)
+        return arrived
+
+    class _Work:
+        """The part of a call that runs on the communication stream."""
+
+        def __init__(self, buffer, previous_event, async_, on_comm_stream, inputs):
+            assert not on_comm_stream or (previous_event is not None and async_)
+            self.stream, self.compute = buffer._stream, torch.cuda.current_stream()
+            self.async_, self.tensors, self.event = async_, list(inputs), None
+            self.stream.wait_stream(self.compute) if previous_event is None else self.stream.wait_event(previous_event._event)
+            self.context = torch.cuda.stream(self.stream)
+
+        def made(self, *tensors):
+            self.tensors += tensors
+            return tensors
+
+        def __enter__(self):
+            self.context.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            if error[0] is None and self.async_:
+                self.event = EventHandle()
+                for tensor in self.tensors:
+                    tensor.record_stream(self.stream)
+                    tensor.record_stream(self.compute)
+            self.context.__exit__(*error)
+            if not self.async_:
+                self.compute.wait_stream(self.stream)
+
+
+Config = declared.make("Config", _Config)
+EventHandle = declared.make("EventHandle", _Event)
+Buffer = declared.make("Buffer", _Buffer)

@@ -1,0 +1,87 @@
+"""DeepEP's own Python, and HybridEP's, over their compiled parts in torch, against the all-to-all on two emulated devices.
+
+DEEP_EP_CHECKOUT names a git checkout of the library; without one these tests are skipped.
+"""
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_cuda.run import HERE, on_device
+
+BRANCH = "origin/hybrid-ep"
+HIDDEN, RANKS = 64, 2
+BACKENDS = ("deepep", "hybridep")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """The library's Python and pybind sources."""
+    checkout = os.environ.get("DEEP_EP_CHECKOUT")
+    if not checkout:
+        pytest.skip("DEEP_EP_CHECKOUT names no git checkout of DeepEP")
+    folder = tmp_path_factory.mktemp("deep_ep")
+    packed = subprocess.run(["git", "-C", checkout, "archive", BRANCH, "deep_ep", "csrc"], check=True, capture_output=True).stdout
+    tarfile.open(fileobj=io.BytesIO(packed)).extractall(folder, filter="data")
+    return folder
+
+
+def flex(sources: Path, backend: str, ps, max_tokens: int, **changes):
+    from moe.layers import sections
+
+    from moe_trainer.backends import Backends
+    from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher
+
+    os.environ["DEEP_EP_SOURCES"] = str(sources)
+    sys.path[:0] = [str(HERE / "libraries"), str(sources)]
+    moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
+    rows = Rows(HIDDEN, max_tokens, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
+    return choose_dispatcher(moe, ps, rows, Backends("error", cuda=True))
+
+
+def both(rank: int, n: int, sources: Path, backend: str, topk: int, sizes: tuple[int, ...], kind: str, changes: dict):
+    """What the experts get, what comes back, and gradients, with the all-to-all and with the library."""
+    from moe.test_flex import random_routing
+
+    from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
+    from moe_trainer.ops.permute import Permutation
+    from moe_trainer.parallel.state import ParallelState
+
+    ps = ParallelState.create(n, rank, ep=n)
+    library = flex(sources, backend, ps, max(sizes), moe_router_topk=topk, **changes)
+    probs, routing = (table.cuda() for table in random_routing(rank, sizes[rank], topk, kind))
+    x, weight = torch.randn(2, sizes[rank], HIDDEN, generator=torch.Generator().manual_seed(rank)).cuda()
+    return [run(dispatcher, x.bfloat16(), probs, routing, weight) for dispatcher in (AllToAllDispatcher(ps, Permutation()), library)]
+
+
+def run(dispatcher, x, probs, routing, weight) -> list:
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    sent = dispatcher.dispatch(x, probs, routing)
+    expert_R = torch.repeat_interleave(torch.tensor(sent.tokens_per_expert_e)).cuda()
+    y = torch.tanh(sent.x_RH * (1.0 + expert_R.unsqueeze(1))) * sent.probs_R.unsqueeze(1)
+    y = dispatcher.combine(y.to(x.dtype), sent)
+    (y.float() * weight).sum().backward()
+    tables = [sent.x_RH, sent.probs_R, y, x.grad, probs.grad]
+    return [sent.tokens_per_expert_e, *(table.detach().float().cpu().tolist() for table in tables)]
+
+
+CASES = {
+    "top-1": (1, (16, 16), "plain"), "top-2": (2, (16, 16), "plain"), "top-4": (4, (16, 16), "plain"), "uneven": (2, (5, 9), "plain"),
+    "nothing for the last rank": (2, (16, 16), "nothing for the last rank"), "drops": (2, (16, 16), "drops"), "nobody": (2, (16, 16), "nobody"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", [*BACKENDS, "hybridep, fused"])
+def test_the_library_gives_what_the_all_to_all_gives(sources, backend, case):
+    topk, sizes, kind = CASES[case]
+    changes = {"moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1, "moe_permute_fusion_into_hybridep": "fused" in backend}
+    for plain, library in on_device(both, sources, backend.partition(",")[0], topk, sizes, kind, changes, devices=RANKS, ranks=RANKS):
+        assert plain[:3] == library[:3]
+        for ours, theirs in zip(plain[3:], library[3:], strict=True):
+            torch.testing.assert_close(torch.tensor(theirs), torch.tensor(ours), atol=0.02, rtol=0.02)
