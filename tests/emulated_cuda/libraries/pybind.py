@@ -85,7 +85,7 @@ class Declarations:
         return made
 
     def takes(self, kind: str, value: Any) -> bool:
-        kind = bare(kind)
+        kind = {"MaybeTensor": "std::optional<at::Tensor>"}.get(bare(kind), bare(kind))
         if inner := OPTIONAL.fullmatch(kind):
             return value is None or self.takes(inner.group(1), value)
         if kind in ("torch::Tensor", "at::Tensor"):
@@ -95,10 +95,13 @@ class Declarations:
         if kind in ("int", "int64_t", "size_t"):
             return isinstance(value, int)
         if kind in ("float", "double"):
-            return isinstance(value, int | float)
+            # pybind asks the value itself, and a tensor of one number answers
+            return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         if kind == "std::string":
             return isinstance(value, str)
         known = self.classes.get(kind.rsplit("::", 1)[-1])
+        if known is not None and issubclass(known, enum.Enum):
+            return isinstance(value, enum.IntEnum) and value.name in known.__members__
         return known is None or isinstance(value, known)
 
     def _declared(self, name: str) -> Declared:
@@ -117,31 +120,15 @@ class Declarations:
                 implementation = parts[1].rsplit("::", 1)[-1]
                 types = [bare(re.sub(r"\s*=.*", "", part)).removesuffix(re.search(r"(\w+)\s*$", re.sub(r"\s*=.*", "", part)).group(1))
                          for part in split(bracket(body, re.search(rf"\b{implementation}\s*\(", body).start()))]
-            made.methods[method] = self._signature(types, [part for part in parts[1:] if "arg(" in part or "kw_only" in part])
+            made.methods[method] = signature_of(types, [part for part in parts[1:] if "arg(" in part or "kw_only" in part])
         return made
-
-    @staticmethod
-    def _signature(types: list[str], named: list[str]) -> inspect.Signature:
-        kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
-        names = [part for part in named if "kw_only" not in part]
-        if len(names) < len(named):
-            kind = inspect.Parameter.KEYWORD_ONLY
-        assert not names or len(names) == len(types), (types, names)
-        for number, type_ in enumerate(types):
-            if not names:
-                parameters.append(inspect.Parameter(f"a{number}", inspect.Parameter.POSITIONAL_ONLY, annotation=type_))
-                continue
-            name, _, default = names[number].partition("=")
-            value = inspect.Parameter.empty if not default else None if "nullopt" in default else _value(default)
-            parameters.append(inspect.Parameter(re.search(r'"(\w+)"', name).group(1), kind, annotation=type_, default=value))
-        return inspect.Signature(parameters)
 
     def bind(self, where: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments:
         bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
         for name, value in bound.arguments.items():
             if not self.takes(signature.parameters[name].annotation, value):
                 raise TypeError(f"{where}: {name} is a {signature.parameters[name].annotation}, given {type(value).__name__}")
+        bound.apply_defaults()
         return bound
 
     def _checked(self, name: str, method: str, signature: inspect.Signature, implementation: Callable | None) -> Callable:
@@ -154,9 +141,30 @@ class Declarations:
         return call
 
 
+def signature_of(types: list[str], named: list[str]) -> inspect.Signature:
+    """named: as pybind gives names and defaults; positional only without."""
+    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+    names = [part for part in named if "kw_only" not in part]
+    if len(names) < len(named):
+        kind = inspect.Parameter.KEYWORD_ONLY
+    assert not names or len(names) == len(types), (types, names)
+    for number, type_ in enumerate(types):
+        if not names:
+            parameters.append(inspect.Parameter(f"a{number}", inspect.Parameter.POSITIONAL_ONLY, annotation=type_))
+            continue
+        name, _, default = names[number].partition("=")
+        value = inspect.Parameter.empty if not default else _value(default)
+        parameters.append(inspect.Parameter(re.search(r'"(\w+)"', name).group(1), kind, annotation=type_, default=value))
+    return inspect.Signature(parameters)
+
+
 def _value(text: str) -> Any:
-    text = text.strip()
-    return {"true": True, "false": False}[text] if text in ("true", "false") else int(text)
+    text = re.sub(r"(?<=\d)f$", "", text.strip())
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?\d*\.\d*", text) else None
 
 
 def _set(declared: Declared, declarations: Declarations) -> Callable:

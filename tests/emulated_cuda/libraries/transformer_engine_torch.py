@@ -1,0 +1,276 @@
+"""TransformerEngine's extension for torch: the functions, arguments and enumerations that its pybind sources declare
+(folder TRANSFORMER_ENGINE_SOURCES), computed by torch where the project comes to them.
+
+A name that is not declared has no attribute here; one that is declared and not computed says so when it is called.
+"""
+
+import enum
+import functools
+import inspect
+import os
+import re
+from pathlib import Path
+
+import torch
+from pybind import Declarations, bracket, signature_of, split
+
+_ROOT = Path(os.environ["TRANSFORMER_ENGINE_SOURCES"], "transformer_engine")
+_CSRC = _ROOT / "pytorch/csrc"
+_sources = [_ROOT / "common/util/pybind_helper.h", _CSRC / "extensions/pybind.cpp"]
+_declared = Declarations("\n".join(path.read_text().replace("\\\n", "\n") for path in _sources))
+_headers = Declarations("\n".join(path.read_text() for path in sorted(_CSRC.glob("*.h")))).text
+_functions = {}
+for _found in re.finditer(r"\bm\.def\(", _declared.text):
+    _parts = split(bracket(_declared.text, _found.start()))
+    _functions[_parts[0].strip('"')] = _parts
+for _name in re.findall(r'enum_<[^>]*>\(\s*m,\s*"(\w+)"', _declared.text):
+    globals()[_name] = _declared.enumeration(_name)
+_classes = set(re.findall(r'class_<[^;(]*\(\s*m,\s*"(\w+)"', _declared.text))
+
+
+__all__ = [*_functions, *_declared.classes, *_classes]  # noqa: PLE0604 - names that the sources declare
+
+
+class FP8TensorMeta:
+    def __init__(self):
+        self.scale = self.scale_inv = self.amax_history = None
+
+
+@functools.cache
+def _signature(name: str) -> inspect.Signature | None:
+    """Of a declared function; None where it is a lambda without names."""
+    parts = _functions[name]
+    named = [part for part in parts[1:] if "arg(" in part]
+    found = None if "[" in parts[1] else re.search(rf"\b{parts[1].rsplit('::', 1)[-1].lstrip('&')}\s*\(", _headers)
+    types = [re.sub(r"\s*=.*", "", part).rsplit(" ", 1)[0] for part in split(bracket(_headers, found.start()))] if found else []
+    if named and len(types) != len(named):
+        types = ["py::object"] * len(named)
+    return signature_of(types, named) if types or named or found else None
+
+
+def __getattr__(name: str):
+    if name in _functions:
+        compute = _COMPUTED.get(name)
+
+        def call(*args, **kwargs):
+            signature = _signature(name)
+            if signature is not None:
+                bound = _declared.bind(name, signature, args, kwargs)
+                args, kwargs = bound.args, bound.kwargs
+            if compute is None:
+                raise NotImplementedError(f"transformer_engine_torch.{name} is not emulated")
+            return compute(*args, **kwargs)
+
+        call.__name__ = name
+    elif name in _classes:
+        call = type(name, (), {})
+    else:
+        raise AttributeError(f"transformer_engine_torch has no {name}")
+    globals()[name] = call
+    return call
+
+
+_TYPES = {"kByte": torch.uint8, "kInt32": torch.int32, "kFloat32": torch.float32, "kFloat16": torch.float16, "kBFloat16": torch.bfloat16,
+          "kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_COMPUTED = {}
+
+
+def _computed(function):
+    _COMPUTED[function.__name__.lstrip("_")] = function
+    return function
+
+
+def _dtype(tag: enum.IntEnum) -> torch.dtype:
+    return _TYPES[tag.name]
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _on_device(*tensors) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and not tensor.is_cuda:
+            raise RuntimeError(f"a CPU tensor {tuple(tensor.shape)} among arguments of a kernel")
+
+
+def _operand(x) -> torch.Tensor:
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return _dequantize(x, _declared.classes["DType"].kFloat32)
+    _on_device(x)
+    assert x.is_contiguous(), f"an operand {tuple(x.shape)} with strides {x.stride()}"
+    return x
+
+
+def _put(y, out, accumulate):
+    if out is None:
+        return y
+    assert out.numel() == y.numel(), (tuple(out.shape), tuple(y.shape))
+    return out.copy_(out + y.view_as(out) if accumulate else y.view_as(out))
+
+
+@_computed
+def _generic_gemm(A, transa, B, transb, D, quantizer, output_dtype, bias, bias_type, gelu, gelu_in, grad, workspace, workspace_size, accumulate,
+                  split_accumulator, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=None):
+    assert not gelu and comm_overlap is None and alpha == 1.0 and beta in (None, 0.0, 1.0)
+    a, b = _operand(A), _operand(B)
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    out_type, shape = a.dtype if output_dtype is None else _dtype(output_dtype), b.shape
+    a, b = _flat(a), _flat(b)
+    y = (b.t() if transb else b).float() @ (a.t() if transa else a).float()
+    bias_grad = None
+    if bias is not None and grad:
+        bias_grad = b.float().sum(0).to(bias.dtype)
+    elif bias is not None:
+        y = y + bias.float()
+    y = y if transb else y.view(*shape[:-1], y.shape[-1])
+    y = _put(y.to(out_type), D, accumulate)
+    return y if quantizer is None else quantizer(y), bias_grad, None, None
+
+
+@_computed
+def _te_general_grouped_gemm(A, transa, B, transb, D, D_type, m_splits, bias, bias_type, single_output, pre_gelu_out, grad, workspace,
+                             workspace_size, accumulate, split_accumulator, math_sm_count):
+    outs = D if not single_output else D[0].split([int(rows) for rows in m_splits])
+    for a, b, out, one in zip(A, B, outs, bias, strict=True):
+        a, b = _flat(_operand(a)), _flat(_operand(b))
+        if not b.numel():
+            if transb and not accumulate:
+                out.zero_()
+            continue
+        assert a.dtype == b.dtype, (a.dtype, b.dtype)
+        y = (b.t() if transb else b).float() @ (a.t() if transa else a).float()
+        if one.numel() and grad:
+            one.copy_(b.float().sum(0))
+        elif one.numel():
+            y = y + one.float()
+        _put(y.to(out.dtype), out, accumulate)
+    return bias
+
+
+def _gamma(weight, zero_centered):
+    return weight.float() + 1 if zero_centered else weight.float()
+
+
+def _rounded(y, ln_out, quantizer, otype):
+    y = y.to(_dtype(otype))
+    if quantizer is not None:
+        return quantizer(y) if ln_out is None else quantizer.update_quantized(y, ln_out)
+    return y if ln_out is None else ln_out.copy_(y)
+
+
+@_computed
+def _rmsnorm_fwd(x, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
+    _on_device(x, weight)
+    r = x.float().pow(2).mean(-1).add(eps).rsqrt()
+    return _rounded(x.float() * r[..., None] * _gamma(weight, zero_centered_gamma), ln_out, quantizer, otype), None, r
+
+
+@_computed
+def _rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma):
+    _on_device(dz, x, rsigma, gamma)
+    assert dz.dtype == x.dtype and x.is_contiguous() and dz.is_contiguous()
+    d, h = dz.float() * _gamma(gamma, zero_centered_gamma), x.float() * rsigma[..., None]
+    dx = (d - h * (d * h).mean(-1, keepdim=True)) * rsigma[..., None]
+    return dx.to(x.dtype), _flat(dz.float() * h).sum(0).to(gamma.dtype)
+
+
+@_computed
+def _layernorm_fwd(x, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
+    _on_device(x, weight, bias)
+    mean, r = x.float().mean(-1), x.float().var(-1, unbiased=False).add(eps).rsqrt()
+    y = (x.float() - mean[..., None]) * r[..., None] * _gamma(weight, zero_centered_gamma) + bias.float()
+    return _rounded(y, ln_out, quantizer, otype), mean, r
+
+
+@_computed
+def _layernorm_bwd(dz, x, mean, rsigma, gamma, sm_margin, zero_centered_gamma):
+    _on_device(dz, x, mean, rsigma, gamma)
+    h, d = (x.float() - mean[..., None]) * rsigma[..., None], dz.float() * _gamma(gamma, zero_centered_gamma)
+    dx = (d - d.mean(-1, keepdim=True) - h * (d * h).mean(-1, keepdim=True)) * rsigma[..., None]
+    return dx.to(x.dtype), _flat(dz.float() * h).sum(0).to(gamma.dtype), _flat(dz.float()).sum(0).to(gamma.dtype)
+
+
+def _softmax(x, scale, mask=None):
+    scores = x.float() * scale
+    return torch.softmax(scores if mask is None else scores.masked_fill(mask, -10000.0), -1).to(x.dtype)
+
+
+def _softmax_backward(grad, y, scale):
+    g, y = grad.float(), y.float()
+    return ((g - (g * y).sum(-1, keepdim=True)) * y * scale).to(grad.dtype)
+
+
+def _later(x):
+    queries, keys = x.shape[-2:]
+    return torch.ones(queries, keys, dtype=torch.bool, device=x.device).triu(1 + keys - queries)
+
+
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def _per_tensor(quantizer) -> None:
+    name = type(quantizer).__name__
+    if name != "Float8CurrentScalingQuantizer" or quantizer.with_amax_reduction:
+        raise NotImplementedError(f"{name} is not emulated")
+
+
+@_computed
+def _quantize(tensor, quantizer, output=None, noop=None):
+    """One scale for the tensor, by its largest value."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    _per_tensor(quantizer)
+    _on_device(tensor)
+    assert noop is None and tensor.is_contiguous()
+    kind = _dtype(quantizer.dtype)
+    amax = tensor.detach().abs().amax().float().clamp(min=quantizer.amax_epsilon) if tensor.numel() else tensor.new_zeros((), dtype=torch.float32)
+    scale = torch.where(amax > 0, _LARGEST[kind] / amax, 1.0)
+    scale = torch.exp2(torch.floor(torch.log2(scale))) if quantizer.force_pow_2_scales else scale
+    data = (tensor.detach().float() * scale).clamp(-_LARGEST[kind], _LARGEST[kind]).to(kind).view(torch.uint8)
+    turned = _flat(data).t().contiguous().view(data.shape[-1], *data.shape[:-1])
+    if output is not None:
+        output._scale_inv.copy_(1 / scale)
+        if output._data is not None:
+            output._data.copy_(data)
+        if output._transpose is not None:
+            output._transpose.copy_(turned)
+            output._transpose_invalid = False
+        return output
+    turned = turned if quantizer.columnwise_usage and torch.cuda.get_device_capability() < (10, 0) else None
+    parts = {"data": data if quantizer.rowwise_usage or turned is None else None, "data_transpose": turned,
+             "fp8_scale_inv": (1 / scale).reshape(1), "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    if quantizer.internal:
+        return Float8TensorStorage(fake_dtype=tensor.dtype, **parts)
+    return Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False, device=tensor.device, **parts)
+
+
+@_computed
+def _dequantize(input, otype):
+    data = input._data
+    if data is None:
+        data = input._transpose.permute(*range(1, input._transpose.dim()), 0)
+    return (data.contiguous().view(_dtype(input._fp8_dtype)).float() * input._scale_inv).to(_dtype(otype))
+
+
+@_computed
+def _split_quantize(tensor, split_sections, quantizers, *_, **__):
+    return [_quantize(part.contiguous(), quantizer) for part, quantizer in zip(tensor.split(split_sections), quantizers, strict=True)]
+
+
+@_computed
+def _bgrad_quantize(input, quantizer):
+    return _flat(input).float().sum(0).to(input.dtype), _quantize(input, quantizer)
+
+
+_COMPUTED |= {
+    "scaled_softmax_forward": _softmax,
+    "scaled_masked_softmax_forward": lambda x, mask, scale: _softmax(x, scale, mask.bool()),
+    "scaled_upper_triang_masked_softmax_forward": lambda x, scale: _softmax(x, scale, _later(x)),
+    "scaled_aligned_causal_masked_softmax_forward": lambda x, scale: _softmax(x, scale, _later(x)),
+    **{f"scaled_{kind}softmax_backward": _softmax_backward for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")},
+    "get_cudnn_version": lambda: 91400, "get_cublasLt_version": lambda: 130200, "get_num_cublas_streams": lambda: 4,
+    "is_non_tn_fp8_gemm_supported": lambda *_: torch.cuda.get_device_capability() >= (10, 0),
+    "get_fused_attn_backend": lambda *_, **__: NVTE_Fused_Attn_Backend.NVTE_No_Backend,  # noqa: F821 - declared by the sources
+}
