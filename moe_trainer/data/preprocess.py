@@ -39,6 +39,7 @@ from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import InputError
 
 _CHUNK_DOCUMENTS, _CHUNK_BYTES = 256, 1 << 20
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 TEXT_UNITS = ("paragraph", "line", "file")
 
 
@@ -236,7 +237,12 @@ def _start_workers(encode: _Encoder, workers: int, stack: ExitStack) -> list[Con
         # A forked worker closes its copies of our ends, so that it ends when this process does.
         inherited = [*pipes, ours] if context.get_start_method() == "fork" else []
         process = context.Process(target=_work, args=(encode, theirs, inherited), daemon=True)
-        process.start()
+        # While Python forks it drops exceptions, also those of signal handlers: signals wait until after the fork.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         theirs.close()
         pipes.append(ours)
         stack.callback(process.terminate)
@@ -247,6 +253,7 @@ def _start_workers(encode: _Encoder, workers: int, stack: ExitStack) -> list[Con
 def _work(encode: _Encoder, pipe: Connection, inherited: list[Connection]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the main process decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     for other in inherited:
         other.close()
     while True:

@@ -229,6 +229,18 @@ def test_errors_of_the_command(tmp_path, flags, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_command_stopped_while_it_forks_leaves_nothing(tmp_path):
+    """Python drops what a signal's handler raises in a fork's callbacks: the command went on to its end."""
+    (tmp_path / "in.jsonl").write_text('{"text": "1"}\n')
+    script = ROOT / "scripts" / "preprocess_data.py"
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--workers", "2"]
+    arguments = [str(script), "--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "x"), *flags]
+    code = ("import os, runpy, signal, sys; os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM)); "
+            f"sys.path.insert(0, {str(ROOT)!r}); sys.argv = {arguments!r}; runpy.run_path({str(script)!r}, run_name='__main__')")
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 def test_a_stopped_command_leaves_nothing(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "1"}\n' * 4_000_000)  # many seconds of work
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--workers", "2"]
