@@ -2,6 +2,7 @@
 # Sourced by quickstart.sh, test.sh and check.sh: makes the Python environment of this checkout and names it.
 #
 #   make_environment KIND [PACKAGE...]     sets PYTHON_BIN; installs only when something changed since the last time
+#   download_wheel PACKAGE                 its wheel, into the environment's folder wheels
 #
 # The environment is .venv in the checkout, or $MOE_TRAINER_VENV. If the python in use has a CUDA build of torch 2.11 or
 # newer, the environment is laid over it and that torch is kept; otherwise the versions of constraints.txt are installed.
@@ -43,6 +44,15 @@ run_pip() {
         fail "pip could not install: $*
        Is there a network connection (or a package mirror in pip's own settings)? The whole output is in $log"
     fi
+}
+
+# The wheel of one package in the environment's folder wheels, not installed.
+download_wheel() {
+    local version
+    version=$(sed -n "s/^$1==//p" "$venv/constraints.txt")
+    compgen -G "$venv/wheels/$1-$version-*.whl" >/dev/null && return
+    "$PYTHON_BIN" -m pip download --quiet --disable-pip-version-check --no-deps --dest "$venv/wheels" --constraint "$venv/constraints.txt" "$1" ||
+        fail "pip could not download $1"
 }
 
 make_environment() {

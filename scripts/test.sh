@@ -6,13 +6,27 @@
 #   MOE_TRAINER_TEST_PROCESSES=1 bash scripts/test.sh    one pytest process; else one per core up to 4 (tests/side_by_side.py)
 #   MOE_TRAINER_TEST_WITH=triton bash scripts/test.sh    the Triton kernels too: interpreted, and compiled for sm_90 and sm_100. Triton is
 #                                        as large as all of torch (a 198 MB wheel, 0.7 GB on disk), so it is not installed unasked
+#   MOE_TRAINER_TEST_WITH="triton transformer_engine"    and TransformerEngine's own Python on the emulated device: a wheel of 1 MB, which
+#                                        is downloaded and not installed, since it asks for CUDA's libraries
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
 . scripts/environment.sh
 
 read -ra more <<<"${MOE_TRAINER_TEST_WITH:-}"
-make_environment test transformers tiktoken zstandard hypothesis ${more[@]+"${more[@]}"}
+packages=() wheels=()
+for package in ${more[@]+"${more[@]}"}; do
+    if [ "$package" = transformer_engine ]; then
+        packages+=(pydantic einops) # which it imports
+        wheels+=("$package")
+    else
+        packages+=("$package")
+    fi
+done
+make_environment test transformers tiktoken zstandard hypothesis ${packages[@]+"${packages[@]}"}
+for package in ${wheels[@]+"${wheels[@]}"}; do
+    download_wheel "$package"
+done
 # One thread per process: tests start ranks by fork, which more threads would hang.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 exec "$PYTHON_BIN" tests/side_by_side.py -q "$@"

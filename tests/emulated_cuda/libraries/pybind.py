@@ -10,7 +10,7 @@ What C++ refuses raises TypeError here: None for a number or a tensor, a name th
 import enum
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def bare(kind: str) -> str:
 
 
 class Declarations:
-    def __init__(self, text: str):
+    def __init__(self, text: str = ""):
         self.text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
         self.classes: dict[str, type] = {}
 
@@ -141,7 +141,7 @@ class Declarations:
         return call
 
 
-def signature_of(types: list[str], named: list[str]) -> inspect.Signature:
+def signature_of(types: Sequence[str], named: Sequence[str]) -> inspect.Signature:
     """named: as pybind gives names and defaults; positional only without."""
     kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
     names = [part for part in named if "kw_only" not in part]

@@ -1,5 +1,5 @@
-"""TransformerEngine's extension for torch: the functions, arguments and enumerations that its pybind sources declare
-(folder TRANSFORMER_ENGINE_SOURCES), computed by torch where the project comes to them.
+"""TransformerEngine's extension for torch: the functions, arguments and enumerations that its sources declare
+(transformer_engine_torch.json, by record_transformer_engine.py), computed by torch where the project comes to them.
 
 A name that is not declared has no attribute here; one that is declared and not computed says so when it is called.
 """
@@ -7,28 +7,19 @@ A name that is not declared has no attribute here; one that is declared and not 
 import enum
 import functools
 import inspect
-import os
-import re
+import json
 from pathlib import Path
 
 import torch
-from pybind import Declarations, bracket, signature_of, split
+from pybind import Declarations, signature_of
 
-_ROOT = Path(os.environ["TRANSFORMER_ENGINE_SOURCES"], "transformer_engine")
-_CSRC = _ROOT / "pytorch/csrc"
-_sources = [_ROOT / "common/util/pybind_helper.h", _CSRC / "extensions/pybind.cpp"]
-_declared = Declarations("\n".join(path.read_text().replace("\\\n", "\n") for path in _sources))
-_headers = Declarations("\n".join(path.read_text() for path in sorted(_CSRC.glob("*.h")))).text
-_functions = {}
-for _found in re.finditer(r"\bm\.def\(", _declared.text):
-    _parts = split(bracket(_declared.text, _found.start()))
-    _functions[_parts[0].strip('"')] = _parts
-for _name in re.findall(r'enum_<[^>]*>\(\s*m,\s*"(\w+)"', _declared.text):
-    globals()[_name] = _declared.enumeration(_name)
-_classes = set(re.findall(r'class_<[^;(]*\(\s*m,\s*"(\w+)"', _declared.text))
+_recorded = json.loads(Path(__file__).with_suffix(".json").read_text())
+_functions = _recorded["functions"]
+_declared = Declarations()
+for _name, _values in _recorded["enumerations"].items():
+    globals()[_name] = _declared.classes[_name] = enum.IntEnum(_name, {value: number for number, value in enumerate(_values)})
 
-
-__all__ = [*_functions, *_declared.classes, *_classes]  # noqa: PLE0604 - names that the sources declare
+__all__ = [*_functions, *_recorded["enumerations"], *_recorded["classes"]]  # noqa: PLE0604 - names that the sources declare
 
 
 class FP8TensorMeta:
@@ -39,13 +30,11 @@ class FP8TensorMeta:
 @functools.cache
 def _signature(name: str) -> inspect.Signature | None:
     """Of a declared function; None where it is a lambda without names."""
-    parts = _functions[name]
-    named = [part for part in parts[1:] if "arg(" in part]
-    found = None if "[" in parts[1] else re.search(rf"\b{parts[1].rsplit('::', 1)[-1].lstrip('&')}\s*\(", _headers)
-    types = [re.sub(r"\s*=.*", "", part).rsplit(" ", 1)[0] for part in split(bracket(_headers, found.start()))] if found else []
-    if named and len(types) != len(named):
-        types = ["py::object"] * len(named)
-    return signature_of(types, named) if types or named or found else None
+    arguments = _functions[name]
+    if not arguments or " " not in arguments[0]:
+        return None if arguments is None else signature_of(arguments, [])
+    types, named = zip(*(argument.split(" ", 1) for argument in arguments))
+    return signature_of(types, [f'"{name}"{default and "=" + default}' for name, _, default in (one.partition("=") for one in named)])
 
 
 def __getattr__(name: str):
@@ -62,7 +51,7 @@ def __getattr__(name: str):
             return compute(*args, **kwargs)
 
         call.__name__ = name
-    elif name in _classes:
+    elif name in _recorded["classes"]:
         call = type(name, (), {})
     else:
         raise AttributeError(f"transformer_engine_torch has no {name}")

@@ -1,0 +1,78 @@
+"""TransformerEngine's own Python for processes with emulated devices: out of its wheel, over the extension in libraries/.
+
+The wheel (1 MB) holds the library's Python and nothing compiled. It is not installed, for that would ask for CUDA's libraries; scripts/test.sh
+leaves it in the environment's folder `wheels`, and MOE_TRAINER_TRANSFORMER_ENGINE may name another copy.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+LIBRARIES = Path(__file__).with_name("libraries")
+VERSION = json.loads((LIBRARIES / "transformer_engine_torch.json").read_text())["version"]
+NEEDS = ("triton", "pydantic", "einops", "packaging")
+SETTINGS = {"NVTE_PROJECT_BUILDING": "1", "NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}
+"""As while it is built: without looking for CUDA's libraries. Attention is its own in plain torch."""
+
+LOAD = 'load_framework_extension("torch")\n'
+EXPORTER = '''"""Without onnxscript."""
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return lambda *args, **kwargs: NotImplemented
+'''
+
+
+def wheel() -> Path:
+    """Skips the test where there is none, or where what it imports is missing."""
+    named, name = os.environ.get("MOE_TRAINER_TRANSFORMER_ENGINE"), f"transformer_engine-{VERSION}-py3-none-any.whl"
+    found = Path(named) if named else Path(sys.prefix, "wheels", name)
+    if not found.exists():
+        pytest.skip(f"no {found}: MOE_TRAINER_TEST_WITH='triton transformer_engine' bash scripts/test.sh downloads it (1 MB)")
+    missing = [package for package in NEEDS if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"TransformerEngine imports {missing[0]}, which is not installed")
+    return found
+
+
+def unpacked() -> Path:
+    """The folder with the package, in the user's cache. Its extension is imported by name, and it does without onnxscript."""
+    source = wheel()
+    key = hashlib.sha256(source.read_bytes() + (LOAD + EXPORTER).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_trainer_tests"
+    made = folder / f"transformer_engine-{VERSION}-{key}"
+    if not made.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            part = Path(temporary, "part")
+            zipfile.ZipFile(source).extractall(part)
+            start = part / "transformer_engine/pytorch/__init__.py"
+            text = start.read_text()
+            assert LOAD in text
+            start.write_text(text.replace(LOAD, "import transformer_engine_torch\n"))
+            (part / "transformer_engine/pytorch/onnx_extensions.py").write_text(EXPORTER)
+            try:
+                part.rename(made)
+            except OSError:  # another process was first
+                assert made.exists()
+    return made
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What run.environment's processes need besides to import the package."""
+    return {**SETTINGS, "PYTHONPATH": os.pathsep.join([str(LIBRARIES), str(folder)])}
+
+
+def use(folder: Path) -> None:
+    """Make this process, which has devices, find the package."""
+    os.environ.update(SETTINGS)
+    sys.path[:0] = [str(LIBRARIES), str(folder)]
