@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy
 import pytest
+import side_by_side
 import torch
 import torch._dynamo  # torch imports it at the first optimizer step or checkpoint: here once, instead of in every forked rank
 from hypothesis import HealthCheck, settings
-from side_by_side import pytest_configure, pytest_runtestloop, pytest_terminal_summary  # noqa: F401 - hooks
+from side_by_side import pytest_runtestloop, pytest_terminal_summary  # noqa: F401 - hooks
 
 # Several ranks are forked from this process; a parent that has used more than one OpenMP thread would hang them.
 torch.set_num_threads(1)
@@ -21,13 +22,25 @@ settings.register_profile("suite", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("suite")
 
 
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_configure(config):
+    """Only tests/gpu, run by itself, sees the machine's GPUs. A backward pass in this process, where there are some, starts a thread for
+    each, and no rank that is forked later could run one; commands that tests start would train on them, all ranks on the same."""
+    side_by_side.pytest_configure(config)
+    given = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
+    if not all(path.resolve().is_relative_to(GPU_TESTS) for path in given):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items):
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("multi_gpu") and count < 2:
-            item.add_marker(pytest.mark.skip(reason=f"needs several CUDA devices, found {count}"))
+            item.add_marker(pytest.mark.skip(reason=f"needs several CUDA devices, found {count} (only tests/gpu, run by itself, sees any)"))
         elif item.get_closest_marker("gpu") and count < 1:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device (only tests/gpu, run by itself, sees one)"))
 
 
 def pytest_collection_finish():

@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -74,6 +75,11 @@ struct Lock {
 };
 int num_devices = 1;
 pid_t hidden_in = 0;  // the process that forks ranks has no device, so that its autograd engine starts no threads
+// as with a real device, CUDA_VISIBLE_DEVICES is read when devices are counted for the first time
+int count_devices() {
+  static const bool visible = [] { const char* given = std::getenv("CUDA_VISIBLE_DEVICES"); return !given || *given; }();
+  return visible && hidden_in != getpid() ? num_devices : 0;
+}
 thread_local DeviceIndex current_device = 0;
 thread_local int64_t current_streams[MAX_DEVICES] = {};
 
@@ -716,7 +722,7 @@ struct EmulatedGuard final : DeviceGuardImplInterface {
     current_streams[index] = s.id();
     return old;
   }
-  DeviceIndex deviceCount() const noexcept override { return hidden_in == getpid() ? 0 : (DeviceIndex)num_devices; }
+  DeviceIndex deviceCount() const noexcept override { return (DeviceIndex)count_devices(); }
   void record(void** event, const Stream& stream, const DeviceIndex, const EventFlag) const override {
     Lock guard;
     if (*event == nullptr) *event = (void*)(intptr_t)next_event++;
@@ -794,7 +800,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return (DeviceIndex)num_devices; }
+  DeviceIndex deviceCount() const override { return (DeviceIndex)count_devices(); }
   DeviceIndex getCurrentDevice() const override { return ::current_device; }
   DeviceIndex current_device() const override { return ::current_device; }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
@@ -817,7 +823,7 @@ void ec_devices(int count) {
 void ec_share_generator(int device, void* impl) {
   generators[device] = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(static_cast<c10::GeneratorImpl*>(impl)));
 }
-int ec_device_count() { return hidden_in == getpid() ? 0 : num_devices; }
+int ec_device_count() { return count_devices(); }
 void ec_hide_from_this_process() { hidden_in = getpid(); }
 void ec_callbacks(Callback event, Describe text) { on_event = event; describe = text; }
 void ec_check_races(int on) { LOCKED; check_races = on; for (auto& [data, block] : blocks) block.accesses.clear(); debts.clear(); }

@@ -36,7 +36,8 @@ def environment(devices: int) -> dict[str, str]:
     except build.CannotBuild as error:
         pytest.skip(str(error))
     path = [str(HERE / "site"), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "EMULATED_CUDA": str(devices), "EMULATED_CUDA_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # conftest.py hides real ones
+    return {**inherited, "EMULATED_CUDA": str(devices), "EMULATED_CUDA_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 
 
