@@ -24,11 +24,12 @@ class PrecisionArgs:
     on_missing_backend: Literal["error", "fallback"] | None = None
     """What to do when an optional library is missing. Unset: error if its flag was typed and CUDA is there, else
     fall back."""
-    triton_kernels: list[Literal["all", "activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize"]] = flag([])
+    triton_kernels: list[Literal["all", "none", "activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize"]] = flag([])
     """Operations that run on this program's own Triton kernels on CUDA devices instead of plain torch: the same numbers up to
-    rounding. Off by default, because they have been checked in Triton's interpreter and compiled for sm_90 and sm_100, but not yet run
-    or timed on a GPU; scripts/bench_kernels.py measures which of them pay. Come before TransformerEngine's kernels of
-    --moe-permute-fusion and --moe-router-fusion. On a CPU: plain torch."""
+    rounding. Unset: all but grouped-gemm (torch has a fused product of its own) where the package triton is installed, and
+    TransformerEngine's norms, --moe-permute-fusion and --moe-router-fusion come before them; kernels that are named come before those. They
+    have been checked in Triton's interpreter and compiled for sm_90, sm_100 and sm_103, not timed on a GPU; scripts/bench_kernels.py
+    measures which of them pay. On a CPU: plain torch."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32 (on with --bf16)."""
     grad_reduce_in_bf16: bool = False

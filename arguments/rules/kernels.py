@@ -1,14 +1,16 @@
 """Ours: kernels that are named and that nothing of this command line runs on. Only flags are looked at; layers/kit.py tells the rest."""
 
-from arguments.rules.facts import Facts, balancing_types
-from arguments.settings import Settings
+from collections.abc import Iterator
+
+from arguments.rules.facts import Facts, balancing_types, broken
+from arguments.settings import Settings, Violation
 
 TRITON = "triton_kernels"
 
 
 def named_kernels_that_nothing_runs_on(s: Settings, f: Facts) -> None:
     """A line for each; `all` names none of them."""
-    if "all" in s.triton_kernels:
+    if "all" in s.triton_kernels or "none" in s.triton_kernels:
         return
     for name in dict.fromkeys(s.triton_kernels):
         why = _why_not(name, s, f)
@@ -44,5 +46,10 @@ def fused_permutation_beside_hybridep(s: Settings, f: Facts) -> None:
         s.note(f"{s.flag('moe_permute_fusion')}: HybridEP sorts tokens itself, and nothing is left for the fused kernels.")
 
 
+def none_among_others(s: Settings, f: Facts) -> Iterator[Violation]:
+    if "none" in s.triton_kernels and set(s.triton_kernels) != {"none"}:
+        yield broken(s, f"{s.shown(TRITON)} cannot be combined: none stands alone; drop it, or the others.", TRITON)
+
+
 RESOLVE = (named_kernels_that_nothing_runs_on, fused_permutation_beside_hybridep)
-CHECKS = ()
+CHECKS = (none_among_others,)

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "pip install triton"
 NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize")
+# torch's own grouped product is one kernel, too, and was made for each generation of devices
+DEFAULT = tuple(name for name in NAMES if name != "grouped-gemm")
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,20 @@ class Kernels:
 
 
 def choose_kernels(names: Sequence[str], backends: Backends = Backends()) -> Kernels:
-    """Return the kernels for --triton-kernels. Raises: MissingBackend where they cannot be had and may not be done without."""
-    if not names:
+    """Return the kernels for --triton-kernels; no names: DEFAULT on a CUDA device that has triton.
+
+    Raises: MissingBackend where they cannot be had and may not be done without.
+    """
+    if "none" in names or not names and not backends.cuda:
         return Kernels()
-    problem, remedy = None, "Drop --triton-kernels"
+    problem, remedy = None, "Use --triton-kernels none"
     if not backends.cuda:
         problem = "the kernels run on CUDA devices, and this rank computes on a CPU"
     elif importlib.util.find_spec("triton") is None:
         problem, remedy = "the package triton is not installed", f"Install it ({INSTALL})"
-    wanted = NAMES if "all" in names else tuple(name for name in NAMES if name in names)
-    found = backends.use(("triton_kernels",), flag=f"--triton-kernels {' '.join(names)}", problem=problem, remedy=remedy,
+    asked = names or DEFAULT
+    wanted = NAMES if "all" in asked else tuple(name for name in NAMES if name in asked)
+    found = backends.use(("triton_kernels",), flag=f"--triton-kernels {' '.join(asked)}", problem=problem, remedy=remedy,
                          instead="plain torch, with the same results")
     if not found:
         return Kernels()

@@ -152,7 +152,7 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
         experts = {"quantized_experts": quantized, "plain_experts": plain, "row_multiple": te.row_multiple(recipe) if quantized else 1}
     _tell_idle_kernels(local.kernels, low, **experts)
     layers = te_layers.FusedLayers(te.load(), ps, tuple(cp_comm_types), te.autocast(recipe) if low else None, attends, stream, **experts)
-    named = local.kernels.rms_norm is not Kernels.rms_norm and model.normalization == "RMSNorm"
+    named = "triton_kernels" in backends.typed and local.kernels.rms_norm is not Kernels.rms_norm and model.normalization == "RMSNorm"
     if named:  # whoever names a kernel wants that one
         logger.info("norms are those of --triton-kernels norm, not TransformerEngine's")
     norms_fit = not named and fits(

@@ -200,6 +200,7 @@ BROKEN = (
     (f"{FINE} --moe-router-load-balancing-type sinkhorn", FREE, "--moe-router-load-balancing-type"),
     (f"{FINE} --moe-token-dispatcher-type flex", FREE, "--moe-token-dispatcher-type"),
     (f"{FINE} --triton-kernels norm permute", FREE, "--triton-kernels"),
+    ("--triton-kernels none norm", "", "--triton-kernels"),
     ("--moe-single-grouped-weight", "", "--moe-grouped-gemm"),
     ("--moe-router-padding-for-fp8", "", "--moe-router-padding-for-fp8"),
     ("--fp8-format e4m3 --moe-router-padding-for-quantization --moe-token-dispatcher-type allgather", "",

@@ -12,8 +12,25 @@ from moe_trainer.layers.kernels import Kernels, choose_kernels
 from moe_trainer.ops.pointwise import Activation
 
 
-def test_off_by_default():
-    assert OPTIONS["triton_kernels"].default == [] and choose_kernels([]) == Kernels()
+def test_the_default_on_a_device_that_has_triton(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(kernels, "_load", lambda name: {})
+    with caplog.at_level(logging.INFO):
+        choose_kernels(OPTIONS["triton_kernels"].default, Backends(cuda=True))
+    assert caplog.messages == ["Triton kernels: activation, norm, rope, permute, router, cross-entropy, quantize"]
+
+
+def test_the_default_tells_why_a_device_has_none(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level(logging.INFO):
+        assert choose_kernels([], Backends(cuda=True)) == Kernels()
+    assert [message.partition("; ")[0].partition(": ")[2] for message in caplog.messages] == ["the package triton is not installed"]
+
+
+def test_none_and_a_cpu_have_none_and_say_nothing(caplog):
+    with caplog.at_level(logging.INFO):
+        assert choose_kernels(["none"], Backends(cuda=True)) == Kernels() == choose_kernels([])
+    assert not caplog.messages
 
 
 def test_a_cpu_falls_back_and_says_so_once(caplog):
@@ -41,4 +58,4 @@ def test_only_what_has_a_kernel_gets_one():
 
 
 def test_the_flag_names_the_kernels_there_are():
-    assert set(OPTIONS["triton_kernels"].choices) == {"all", *kernels.NAMES}
+    assert set(OPTIONS["triton_kernels"].choices) == {"all", "none", *kernels.NAMES}

@@ -236,10 +236,12 @@ def test_norms_that_stay_local(double, caplog):
     caplog.clear()
     model = replace(options()["model"], normalization="RMSNorm")
     with caplog.at_level(logging.INFO):
-        assert type(chosen(kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is Norm
+        assert type(chosen(replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is Norm
     assert caplog.messages == ["norms are those of --triton-kernels norm, not TransformerEngine's"]
-    model = replace(model, normalization="LayerNorm")  # for which there is no kernel
+    # the default gives way, and there is no kernel for LayerNorm
     assert type(chosen(kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is FusedNorm
+    model = replace(model, normalization="LayerNorm")
+    assert type(chosen(replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is FusedNorm
 
 
 def test_documents_and_masks_go_to_the_local_attention(double):

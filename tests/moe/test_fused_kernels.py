@@ -4,6 +4,7 @@ import importlib.machinery
 import json
 import logging
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from moe.deep_ep_double import Signatures
 from moe.layers import HIDDEN, build_layer, sections
 
+from arguments.moe import MoEArgs
 from moe_trainer.backends import Backends, MissingBackend
+from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.te import FusedPermutation
 from moe_trainer.moe.dispatch.choose import choose_dispatcher, choose_fused_topk, choose_permutation, connect_dispatcher
 from moe_trainer.moe.router import score_topk
@@ -109,6 +112,21 @@ def test_fallback_is_logged_or_refused(without, caplog, flag):
         choose(moe, Backends(typed=frozenset({flag}), cuda=True))
     caplog.clear()
     assert type(choose(sections().moe, CUDA)) is plain and not caplog.messages  # not asked for
+
+
+@pytest.mark.parametrize("flag", ["moe_permute_fusion", "moe_router_fusion"])
+def test_our_own_kernels_come_behind_the_flag_unless_they_are_named(transformer_engine, flag):
+    ours = Kernels(permutation=Permutation, fused_topk=print)
+    moe, choose = sections(**{flag: True}).moe, choose_permutation if flag == "moe_permute_fusion" else choose_fused_topk
+    own = Permutation if flag == "moe_permute_fusion" else type(print)
+    assert type(choose(moe, CUDA, ours)) is not own
+    assert type(choose(sections().moe, CUDA, ours)) is own
+    assert type(choose(moe, replace(CUDA, typed=frozenset({"triton_kernels"})), ours)) is own
+
+
+def test_the_router_of_finermoe_has_no_kernel():
+    moe = MoEArgs(finermoe_output_granularity=4)
+    assert moe.finermoe is not None and choose_fused_topk(moe, CUDA, Kernels(fused_topk=print)) is None
 
 
 def test_an_older_package_without_the_kernel(transformer_engine):

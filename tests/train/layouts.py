@@ -28,7 +28,9 @@ MODEL = (
     f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 "
     # at eps 1e-8 Adam turns the rounding of a gradient that all but cancels into a step of its own
     "--adam-eps 1e-5 --lr-decay-style constant --clip-grad 0.5 --attention-dropout 0 --hidden-dropout 0 --mock-data --eval-iters 0 "
-    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 8 --transformer-impl local"
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 8 --transformer-impl local "
+    # Triton's interpreter, which stands in for a device, takes seconds for a step
+    "--triton-kernels none"
 ).split()
 KINDS = {
     "plain": "",

@@ -62,12 +62,11 @@ def _kernel(flag: str, dest: str, backends: Backends, module: str, *names: str, 
 
 def choose_permutation(moe: MoEArgs, backends: Backends, kernels: Kernels = Kernels()) -> Permutation:
     """The local reordering of tokens: our own kernels if they were named, fused ones for --moe-permute-fusion where they are."""
-    if kernels.permutation is not None:
-        return kernels.permutation()
-    if moe.moe_permute_fusion and _kernel(
+    ours_named = kernels.permutation is not None and "triton_kernels" in backends.typed
+    if moe.moe_permute_fusion and not ours_named and _kernel(
             "--moe-permute-fusion", "moe_permute_fusion", backends, "permutation", *te.FusedPermutation.NAMES, own="permute"):
         return te.FusedPermutation()
-    return Permutation()
+    return Permutation() if kernels.permutation is None else kernels.permutation()
 
 
 def _sliced(moe: MoEArgs, ps: ParallelState) -> SlicedPermutation:
@@ -78,8 +77,11 @@ def _sliced(moe: MoEArgs, ps: ParallelState) -> SlicedPermutation:
 
 
 def choose_fused_topk(moe: MoEArgs, backends: Backends, kernels: Kernels = Kernels()) -> Callable | None:
-    """The kernel that scores and chooses experts: our own if it was named, a fused one for --moe-router-fusion where it is, else None."""
-    if kernels.fused_topk is not None:
+    """The kernel that scores and chooses experts: our own if it was named, a fused one for --moe-router-fusion where it is, else our own
+    or None."""
+    if moe.finermoe is not None:
+        return None
+    if kernels.fused_topk is not None and ("triton_kernels" in backends.typed or not moe.moe_router_fusion):
         return kernels.fused_topk
     if not moe.moe_router_fusion:
         return None
@@ -89,7 +91,7 @@ def choose_fused_topk(moe: MoEArgs, backends: Backends, kernels: Kernels = Kerne
     elif moe.moe_router_load_balancing_type == "sinkhorn":
         other = "the kernel does not know --moe-router-load-balancing-type sinkhorn"
     found = _kernel("--moe-router-fusion", "moe_router_fusion", backends, "router", te.FUSED_TOPK, own="router", other=other)
-    return te.fused_topk() if found else None
+    return te.fused_topk() if found else kernels.fused_topk
 
 
 def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends,
