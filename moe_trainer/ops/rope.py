@@ -67,13 +67,15 @@ def rope_tables(inv_freq: Tensor, positions_S: Tensor, position_scale: float = 1
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int, sign: int) -> Tensor:
     """Rotate the features [offset, offset + 2 * cos.shape[-1]) of x [S, B, N, *]; the rest is copied.
 
-    Half-precision input is computed in fp32, as the tables are: short strided runs of bf16 are three times slower.
+    On a CPU half precision is converted to fp32 and back: short strided runs of bf16 are three times slower. Kernels of CUDA read and write it
+    and compute in fp32; they round the first of two products, too.
     """
     half = cos.shape[-1]
     end = offset + 2 * half
     dtype = x.dtype
-    x = x.to(torch.promote_types(x.dtype, cos.dtype))
-    cos, sin = cos.to(x.dtype)[:, None, None, :], sin.to(x.dtype)[:, None, None, :]
+    if not x.is_cuda:
+        x = x.to(torch.promote_types(x.dtype, cos.dtype))
+    cos, sin = (table[:, None, None, :] if x.is_cuda else table.to(x.dtype)[:, None, None, :] for table in (cos, sin))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if offset:
         out[..., :offset] = x[..., :offset]

@@ -111,7 +111,7 @@ class Ledger:
     def __init__(self, device: "Device"):
         self._device = device
         self.waits, self.kernels, self.bytes = Counter(), Counter(), Counter()
-        self.operators = Counter()
+        self.operators, self.launches = Counter(), Counter()  # kernels by operator; by operator and line
         self._held: dict[str, tuple[int, str]] = {}
         self._now = self.peak = 0
         self.peak_by_line: Counter = Counter()
@@ -121,6 +121,7 @@ class Ledger:
             self.kernels[line] += 1
             self.bytes[line] += size
             self.operators[what] += 1
+            self.launches[what, line] += 1
         elif kind == WAIT:
             self.waits[what, line] += 1
         elif kind == ALLOCATE:
@@ -151,18 +152,19 @@ class Ledger:
 
 
 def source_line() -> str:
-    """The innermost line of the program under test (or of a test), "moe/router.py:31 forward"."""
+    """The innermost line of the program under test (or of a test), "moe/router.py:31 forward", behind the node of a backward pass."""
     frame = sys._getframe()
     fallback = "?"
+    node = torch._C._current_autograd_node()
+    backward = "" if node is None else f"{node.name()}: "
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_PRODUCT):
-            return f"{name.removeprefix(_PRODUCT)}:{frame.f_lineno} {frame.f_code.co_name}"
+            return f"{backward}{name.removeprefix(_PRODUCT)}:{frame.f_lineno} {frame.f_code.co_name}"
         if fallback == "?" and not name.startswith((*_OWN, "<")) and "/torch/" not in name and "importlib" not in name:
             fallback = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
-    node = torch._C._current_autograd_node() if fallback == "?" else None
-    return fallback if node is None else f"backward: {node.name()}"
+    return f"{backward}{fallback}"
 
 
 def _index(device) -> int:

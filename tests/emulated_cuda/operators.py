@@ -65,6 +65,26 @@ def softmax_backward(log: bool):
     return backward
 
 
+def rms_norm(x, normalized_shape, weight, eps):
+    if weight is not None and weight.dtype != x.dtype:
+        raise RuntimeError(f"the fused norm takes one dtype, not {x.dtype} rows and a {weight.dtype} weight")
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    rstd = (wide.square().mean(-1, keepdim=True) + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
+    y = wide * rstd
+    return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype), rstd
+
+
+def rms_norm_backward(grad, x, normalized_shape, rstd, weight, output_mask):
+    wide, g = x.to(rstd.dtype), grad.to(rstd.dtype)
+    scaled = g if weight is None else g * weight.to(rstd.dtype)
+    normed = wide * rstd
+    grad_x = rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    grad_weight = None
+    if output_mask[1]:
+        grad_weight = (g * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    return grad_x.to(x.dtype), torch.empty(0, device=x.device) if grad_weight is None else grad_weight
+
+
 BLOCKS = {kind.value: size for kind, size in {
     ScalingType.RowWise: (1, None), ScalingType.BlockWise1x16: (1, 16), ScalingType.BlockWise1x32: (1, 32), ScalingType.BlockWise1x128: (1, 128),
     ScalingType.BlockWise128x128: (128, 128)}.items()}
@@ -150,6 +170,8 @@ KERNELS = {
     "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
     "mm.dtype": mm_dtype,
     "addmm.dtype": addmm_dtype,
+    "_fused_rms_norm": rms_norm,
+    "_fused_rms_norm_backward": rms_norm_backward,
     "_softmax": softmax(False),
     "_log_softmax": softmax(True),
     "_softmax_backward_data": softmax_backward(False),

@@ -1,0 +1,75 @@
+"""Operations that CUDA computes by other operators than a CPU: same results, same gradients, what they keep for backward."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from emulated_cuda.run import on_device
+
+ROWS, WIDTH = 6, 16
+
+
+def tensors(dtype, *shapes):
+    import torch
+
+    torch.manual_seed(1)
+    return [torch.randn(shape, dtype=torch.float32).to(dtype).requires_grad_() for shape in shapes]
+
+
+def with_gradients(function: Callable, given: list, device: str) -> list:
+    """The results of `function` and the gradients of `given`, in fp32 on the CPU."""
+    import torch
+
+    leaves = [x.detach().to(device).requires_grad_(x.requires_grad) for x in given]
+    outs = function(*leaves)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    differentiable = [y for y in outs if y.requires_grad]
+    torch.autograd.backward(differentiable, [torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(y.dtype) for y in differentiable])
+    return [(y.dtype, y.detach().float().cpu()) for y in (*outs, *(x.grad for x in leaves if x.grad is not None))]
+
+
+def norm(weight: str | None, zero_centered: bool, x_TH, *weights):
+    import torch
+
+    from moe_trainer.ops.pointwise import rms_norm
+
+    gain = weights[0].to(getattr(torch, weight)) if weights else None
+    return rms_norm(x_TH, gain, 1e-5, zero_centered)
+
+
+def rope(interleaved: bool, x_SBND):
+    import torch
+
+    from moe_trainer.ops.rope import apply_rope, inverse_frequencies, rope_tables
+
+    cos, sin = rope_tables(inverse_frequencies(8, 100.0), torch.arange(4, device=x_SBND.device))
+    return apply_rope(x_SBND, cos, sin, interleaved, offset=4)
+
+
+NORMED = ((ROWS, WIDTH), (WIDTH,))
+CASES = {
+    "norm": (partial(norm, None, False), NORMED[:1]),
+    "norm, bf16 gain": (partial(norm, "bfloat16", False), NORMED),
+    "norm, fp32 gain": (partial(norm, "float32", False), NORMED),
+    "norm, bf16 gain from one": (partial(norm, "bfloat16", True), NORMED),
+    "rope, halves": (partial(rope, False), ((4, 2, 3, WIDTH),)),
+    "rope, interleaved": (partial(rope, True), ((4, 2, 3, WIDTH),)),
+}
+
+
+def compare(name: str, dtype: str) -> None:
+    import torch
+
+    function, shapes = CASES[name]
+    given = tensors(getattr(torch, dtype), *shapes)
+    # rounding of bf16: two of its last places
+    close = {"rtol": 2**-6, "atol": 2**-6} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
+    for ours, theirs in zip(with_gradients(function, given, "cuda"), with_gradients(function, given, "cpu"), strict=True):
+        assert ours[0] == theirs[0]
+        torch.testing.assert_close(ours[1], theirs[1], **close)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_as_on_a_cpu(name, dtype):
+    on_device(compare, name, dtype)
