@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 TRAVELS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
            "chat_template*", "generation_config.json", "tokenization_*.py")
 """Files that go with a model beside its weights and its configuration."""
+SENTENCEPIECE_CONFIG = MappingProxyType({"tokenizer_class": "PreTrainedTokenizerFast"})
+"""tokenizer_config.json of a folder whose tokenizer.model was SentencePiece's here. Of the model type alone transformers would take, for a Qwen
+for one, a tokenizer that reads this file in another way."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,20 @@ class Model:
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of a folder that go with its weights, each once."""
     return sorted({path for pattern in TRAVELS for path in folder.glob(pattern) if path.is_file()})
+
+
+def tokenizer_flags(folder: Path, place: Path) -> dict[str, Any]:
+    """The flags of a folder's tokenizer, whose files will be in `place`.
+
+    Raises: CheckpointError when its tokenizer_config.json cannot be read.
+    """
+    files = {path.name for path in tokenizer_files(folder)}
+    if {name for name in files if name.startswith("tokenizer")} == {"tokenizer.model", "tokenizer_config.json"} and (
+            read_json(folder / "tokenizer_config.json") == SENTENCEPIECE_CONFIG):
+        return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(place.absolute() / "tokenizer.model")}
+    if "tokenizer.json" in files or "tokenizer_config.json" in files:
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(place.absolute())}
+    return {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
 
 
 def read_flags(folder: Path, source: Folder) -> tuple[Family, dict[str, Any], list[str]]:
@@ -146,12 +164,7 @@ def record_of(model: Model) -> dict[str, Any]:
     """All flags, those of the model as config.json gives them and the others at their defaults, as a checkpoint records them."""
     flags = {name: value for name, value in model.flags.items() if name in OPTIONS}
     record = {dest: option.default for dest, option in OPTIONS.items()} | flags | {"hf_model_type": model.family.name}
-    files = {path.name for path in tokenizer_files(model.folder)}
-    if "tokenizer.json" in files or "tokenizer_config.json" in files:
-        record |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model.folder.absolute())}
-    else:
-        record |= {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
-    return record
+    return record | tokenizer_flags(model.folder, model.folder)
 
 
 def read_index(folder: Path) -> HFIndex | None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import flush_file
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf import tokenizer_files
+from moe_trainer.checkpoint.hf import SENTENCEPIECE_CONFIG, tokenizer_files
 from moe_trainer.checkpoint.hf_config import read_config, write_config
 from moe_trainer.checkpoint.hf_files import CONFIG, INDEX, SINGLE
 from moe_trainer.checkpoint.hf_job import Item, Job, deal_out, fingerprint, write_safetensors, write_text
@@ -88,8 +88,7 @@ def plan_to_hf(folder: Path, target: Path, most: int, kind: str | None = None, r
         for path in tokenizer_files(tokenizer) if tokenizer is not None else ():
             flush_file(Path(shutil.copyfile(path, folder / path.name)))
         if flags.get("tokenizer_type") in _SENTENCEPIECE and {path.name for path in folder.glob("tokenizer*")} == {"tokenizer.model"}:
-            # Of the model type alone transformers would take, for a Qwen for one, a tokenizer that reads this file in another way.
-            write_text(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}) + "\n")
+            write_text(folder / "tokenizer_config.json", json.dumps(dict(SENTENCEPIECE_CONFIG)) + "\n")
         if len(notes) > 1:
             table = {name: file for file, known in notes.items() for name in known}
             write_text(folder / INDEX, json.dumps({"metadata": {"total_size": sum(item.num_bytes for item in items)}, "weight_map": table}, indent=1))

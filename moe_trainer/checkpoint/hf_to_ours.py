@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, TRACKER, flush_file, write_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf import Model, record_of, tokenizer_files
+from moe_trainer.checkpoint.hf import Model, tokenizer_files, tokenizer_flags
 from moe_trainer.checkpoint.hf_files import CONFIG, SINGLE
 from moe_trainer.checkpoint.hf_job import Item, Job, deal_out, fingerprint, write_safetensors, write_text
 from moe_trainer.checkpoint.hf_names import Link
@@ -41,7 +41,7 @@ def plan_to_ours(model: Model, directory: Path, record: Mapping[str, Any], most:
     shapes = {link.ours: (link.shape, model.dtype_of(link, dtype)) for link in model.links}
 
     def finish(folder: Path, notes: Mapping[str, Any]) -> None:
-        _finish_ours(folder, notes, shapes, scheme, _with_tokenizer(model, target, record))
+        _finish_ours(folder, notes, shapes, scheme, dict(record) | _tokenizer_flags(model, target))
         copied = tokenizer_files(model.folder)
         if copied:
             (folder / "tokenizer").mkdir(exist_ok=True)
@@ -53,9 +53,10 @@ def plan_to_ours(model: Model, directory: Path, record: Mapping[str, Any], most:
     return Job(target, source, files, _write_entries, finish, lambda: write_tracker(directory, "release"))
 
 
-def _with_tokenizer(model: Model, target: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    tokenizer = record_of(model)["tokenizer_type"] == "HuggingFaceTokenizer"
-    return dict(record) | ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(target.absolute() / "tokenizer")} if tokenizer else {})
+def _tokenizer_flags(model: Model, target: Path) -> dict[str, Any]:
+    """Flags of the tokenizer that is copied into the checkpoint; nothing where the folder has none."""
+    flags = tokenizer_flags(model.folder, target / "tokenizer")
+    return {} if flags["tokenizer_model"] is None else flags
 
 
 def _item_of_ours(model: Model, link: Link, dtype: torch.dtype | None, leading: int = 0) -> Item:

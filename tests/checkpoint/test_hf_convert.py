@@ -463,6 +463,10 @@ def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path, caplog):
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (ours.bos_id(), ours.eos_id()) and config["vocab_size"] == 128
     assert f"--vocab-size {ours.get_piece_size()} leaves the padding out" in caplog.text and "at iteration 1" in caplog.text
+    assert run_convert(tmp_path / "hf", tmp_path / "back") == 0
+    for name, model in (("hf", tmp_path / "hf"), ("back", tmp_path / "back" / "release" / "tokenizer")):
+        flags = read_saved_args(tmp_path / name)
+        assert (flags["tokenizer_type"], flags["tokenizer_model"]) == ("SentencePieceTokenizer", str(model / "tokenizer.model"))
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_moe"}')  # whose own tokenizer reads the file in another way
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert all(theirs(text).input_ids == ours.encode(text) and theirs.decode(ours.encode(text)) == text for text in lines[:9])
