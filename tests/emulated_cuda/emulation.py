@@ -413,6 +413,7 @@ def start(devices: int = 1, capability: tuple[int, int] = (9, 0), memory: int = 
     }
     for key, value in replaced.items():
         setattr(cuda, key, value)
+    torch.version.cuda = "13.0"
     cuda.random.get_rng_state, cuda.random.set_rng_state = random_state, set_random_state
     cuda.graphs.CUDAGraph, cuda.graphs.graph, cuda.graphs.graph_pool_handle = CUDAGraph, graph, graph_pool_handle
     torch.accelerator.current_stream = lambda device=None: current_stream(device)

@@ -117,9 +117,9 @@ def _numbers(values: Tensor, scales: list[Tensor], kinds: list[int]) -> Tensor:
             _refuse(scale.numel() != 1 or scale.dtype != torch.float32, "a scale of a tensor is one fp32 number")
             numbers = numbers * scale.reshape(())
             continue
-        rows, cols = BLOCKS[kind]
-        cols = cols or width
-        if cols < 128 and cols != width:
+        rows, block = BLOCKS[kind]
+        cols = block or width
+        if block in (16, 32):
             dtype = torch.float8_e8m0fnu if cols == 32 else torch.float8_e4m3fn
             _refuse(scale.dtype != dtype, f"scales of 1 x {cols} are {dtype}, not {scale.dtype}")
             grid = _untiled(scale.flatten(), height, width // cols)

@@ -10,6 +10,7 @@ import inspect
 import json
 from pathlib import Path
 
+import te_quantizers
 import torch
 from pybind import Declarations, signature_of
 
@@ -83,12 +84,18 @@ def _on_device(*tensors) -> None:
             raise RuntimeError(f"a CPU tensor {tuple(tensor.shape)} among arguments of a kernel")
 
 
-def _operand(x) -> torch.Tensor:
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
-        return _dequantize(x, _declared.classes["DType"].kFloat32)
-    _on_device(x)
-    assert x.is_contiguous(), f"an operand {tuple(x.shape)} with strides {x.stride()}"
-    return x
+def _operands(A, transa, B, transb):
+    """Both as matrices, and the product's shape: A is contracted along its last dimension where it is transposed, B where it is not."""
+    assert (type(A) in (torch.Tensor, torch.nn.Parameter)) == (type(B) in (torch.Tensor, torch.nn.Parameter)), (type(A), type(B))
+    matrices = []
+    for x, last in ((A, transa), (B, not transb)):
+        if type(x) in (torch.Tensor, torch.nn.Parameter):
+            _on_device(x)
+            assert x.is_contiguous() and A.dtype == B.dtype, f"an operand {tuple(x.shape)} with strides {x.stride()}, {A.dtype} and {B.dtype}"
+            matrices.append(_flat(x).float())
+        else:
+            matrices.append(te_quantizers.numbers(x, last))
+    return matrices
 
 
 def _put(y, out, accumulate):
@@ -102,14 +109,12 @@ def _put(y, out, accumulate):
 def _generic_gemm(A, transa, B, transb, D, quantizer, output_dtype, bias, bias_type, gelu, gelu_in, grad, workspace, workspace_size, accumulate,
                   split_accumulator, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=None):
     assert not gelu and comm_overlap is None and alpha == 1.0 and beta in (None, 0.0, 1.0)
-    a, b = _operand(A), _operand(B)
-    assert a.dtype == b.dtype, (a.dtype, b.dtype)
-    out_type, shape = a.dtype if output_dtype is None else _dtype(output_dtype), b.shape
-    a, b = _flat(a), _flat(b)
-    y = (b.t() if transb else b).float() @ (a.t() if transa else a).float()
+    a, b = _operands(A, transa, B, transb)
+    out_type, shape = A.dtype if output_dtype is None else _dtype(output_dtype), te_quantizers.shape(B)
+    y = (b.t() if transb else b) @ (a.t() if transa else a)
     bias_grad = None
     if bias is not None and grad:
-        bias_grad = b.float().sum(0).to(bias.dtype)
+        bias_grad = b.sum(0).to(bias.dtype)
     elif bias is not None:
         y = y + bias.float()
     y = y if transb else y.view(*shape[:-1], y.shape[-1])
@@ -122,15 +127,14 @@ def _te_general_grouped_gemm(A, transa, B, transb, D, D_type, m_splits, bias, bi
                              workspace_size, accumulate, split_accumulator, math_sm_count):
     outs = D if not single_output else D[0].split([int(rows) for rows in m_splits])
     for a, b, out, one in zip(A, B, outs, bias, strict=True):
-        a, b = _flat(_operand(a)), _flat(_operand(b))
-        if not b.numel():
+        if not te_quantizers.shape(b).numel():
             if transb and not accumulate:
                 out.zero_()
             continue
-        assert a.dtype == b.dtype, (a.dtype, b.dtype)
-        y = (b.t() if transb else b).float() @ (a.t() if transa else a).float()
+        a, b = _operands(a, transa, b, transb)
+        y = (b.t() if transb else b) @ (a.t() if transa else a)
         if one.numel() and grad:
-            one.copy_(b.float().sum(0))
+            one.copy_(b.sum(0))
         elif one.numel():
             y = y + one.float()
         _put(y.to(out.dtype), out, accumulate)
@@ -195,52 +199,21 @@ def _later(x):
     return torch.ones(queries, keys, dtype=torch.bool, device=x.device).triu(1 + keys - queries)
 
 
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-
-def _per_tensor(quantizer) -> None:
-    name = type(quantizer).__name__
-    if name != "Float8CurrentScalingQuantizer" or quantizer.with_amax_reduction:
-        raise NotImplementedError(f"{name} is not emulated")
-
-
 @_computed
 def _quantize(tensor, quantizer, output=None, noop=None):
-    """One scale for the tensor, by its largest value."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
-
-    _per_tensor(quantizer)
-    _on_device(tensor)
-    assert noop is None and tensor.is_contiguous()
-    kind = _dtype(quantizer.dtype)
-    amax = tensor.detach().abs().amax().float().clamp(min=quantizer.amax_epsilon) if tensor.numel() else tensor.new_zeros((), dtype=torch.float32)
-    scale = torch.where(amax > 0, _LARGEST[kind] / amax, 1.0)
-    scale = torch.exp2(torch.floor(torch.log2(scale))) if quantizer.force_pow_2_scales else scale
-    data = (tensor.detach().float() * scale).clamp(-_LARGEST[kind], _LARGEST[kind]).to(kind).view(torch.uint8)
-    turned = _flat(data).t().contiguous().view(data.shape[-1], *data.shape[:-1])
-    if output is not None:
-        output._scale_inv.copy_(1 / scale)
-        if output._data is not None:
-            output._data.copy_(data)
-        if output._transpose is not None:
-            output._transpose.copy_(turned)
-            output._transpose_invalid = False
-        return output
-    turned = turned if quantizer.columnwise_usage and torch.cuda.get_device_capability() < (10, 0) else None
-    parts = {"data": data if quantizer.rowwise_usage or turned is None else None, "data_transpose": turned,
-             "fp8_scale_inv": (1 / scale).reshape(1), "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
-    if quantizer.internal:
-        return Float8TensorStorage(fake_dtype=tensor.dtype, **parts)
-    return Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False, device=tensor.device, **parts)
+    assert noop is None
+    return te_quantizers.quantize(tensor, quantizer, output)
 
 
 @_computed
 def _dequantize(input, otype):
-    data = input._data
-    if data is None:
-        data = input._transpose.permute(*range(1, input._transpose.dim()), 0)
-    return (data.contiguous().view(_dtype(input._fp8_dtype)).float() * input._scale_inv).to(_dtype(otype))
+    return te_quantizers.dequantize(input, _dtype(otype))
+
+
+@_computed
+def _fp8_transpose(input, dtype, out=None):
+    turned = te_quantizers.turned(input)
+    return turned if out is None else out.copy_(turned)
 
 
 @_computed
