@@ -14,6 +14,7 @@ the contracted dimension of each, keeps and gathers bf16, as Megatron-LM gathers
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from arguments.model import ModelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.layers.precision_file import Formats, PrecisionFile, PrecisionFileError
+from moe_trainer.layers.te_experts import CastOnce
 from moe_trainer.ops.fp8 import Delayed, QuantizedProducts, Recipe, make_recipe
 from moe_trainer.ops.quantize import Quantized, quantize
 from moe_trainer.ops.stored_weight import StoredWeight
@@ -124,6 +126,25 @@ def begin_iteration(chunks: Iterable[nn.Module], iteration: int) -> None:
     for products in quantized_products(chunks):
         if products.rounding is not None:
             products.rounding.begin(iteration)
+
+
+def find_casts(chunk: nn.Module) -> tuple[CastOnce, ...]:
+    """Those of all modules of a chunk: for its builder, who keeps them as `casts` where they may be kept from one call to another."""
+    found = (getattr(module, "casts", None) for module in chunk.modules())
+    return tuple(casts for casts in found if isinstance(casts, CastOnce))
+
+
+@contextmanager
+def casting_once(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Weights stay what they are inside: a library that casts them to 8 bits does it once."""
+    found = [casts for chunk in chunks for casts in chunk.casts]
+    try:
+        for casts in found:
+            casts.due = True
+        yield
+    finally:
+        for casts in found:
+            casts.due = None
 
 
 def forget_maxima(chunks: Iterable[nn.Module]) -> None:

@@ -24,6 +24,19 @@ from moe_trainer.ops.expert_mlp import now_or_later
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 
+class CastOnce:
+    """When a module of the library casts its weights to 8 bits, in its words is_first_microbatch: where they do not change (precision.py:
+    casting_once) in the first call, which keeps the result for the others; elsewhere, as None, in every call."""
+
+    due: bool | None = None
+
+    def is_first(self) -> bool | None:
+        first = self.due
+        if first:
+            self.due = False
+        return first
+
+
 class _Unstacked(torch.autograd.Function):
     """A stack of weights as views, one an expert; backward: their gradients as a stack, or what `collect` returns for them."""
 
@@ -62,7 +75,7 @@ class FusedGroupedLinear(nn.Module):
                  context: Callable[[], AbstractContextManager], queue: WeightGradQueue | None = None, row_multiple: int = 1,
                  keeps_input: bool = False):
         super().__init__()
-        self.context, self.queue, self.row_multiple = context, queue, row_multiple
+        self.context, self.queue, self.row_multiple, self.casts = context, queue, row_multiple, CastOnce()
         self.fused = library.GroupedLinear(
             num_experts, in_features, out_features, bias=False, params_dtype=torch.float32, device="meta",
             delay_wgrad_compute=queue is not None, save_original_input=keeps_input)
@@ -74,7 +87,7 @@ class FusedGroupedLinear(nn.Module):
         """counts_e: host integers, multiples of row_multiple that add up to R > 0. Returns: y_RN."""
         collect = None if self.queue is None else lambda: now_or_later(self.queue, weight_eNK, lambda: self._put_off(weight_eNK))
         with self.context(), self._showing(_Unstacked.apply(weight_eNK, collect)):
-            return self.fused(x_RK, list(counts_e))
+            return self.fused(x_RK, list(counts_e), is_first_microbatch=self.casts.is_first())
 
     def _put_off(self, weight_eNK: Parameter) -> Tensor:
         """Compute what the library has put off for longest."""

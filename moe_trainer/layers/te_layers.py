@@ -37,7 +37,7 @@ from moe_trainer.layers.context_parallel import comm_type_of, make_core_attentio
 from moe_trainer.layers.core_attention import CoreAttention, Visible
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.te_experts import FusedGroupedLinear
+from moe_trainer.layers.te_experts import CastOnce, FusedGroupedLinear
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.shape import library_products
 
@@ -62,7 +62,7 @@ class _FusedLinear:
 
     def __init__(self, in_features: int, out_features: int, *, library: ModuleType, context: Context, **options):
         super().__init__(in_features, out_features, **options)
-        self.context = context
+        self.context, self.casts = context, CastOnce()
         group = Group.single(self.group.name) if self.mode is None else self.group
         self.fused = _share(library.Linear(
             in_features, out_features, sequence_parallel=group.size > 1 and self.sequence_parallel, tp_group=group.handle,
@@ -70,7 +70,7 @@ class _FusedLinear:
 
     def forward(self, x: Tensor) -> Tensor:
         with self.context():
-            return self.fused(x)
+            return self.fused(x, is_first_microbatch=self.casts.is_first())
 
 
 class FusedColumnLinear(_FusedLinear, ColumnParallelLinear):

@@ -21,7 +21,7 @@ from moe_trainer.layers.core_attention import Visible
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import embedding_init, output_init
 from moe_trainer.layers.kit import Kit
-from moe_trainer.layers.precision import LowPrecision, find_quantized, scaling_state
+from moe_trainer.layers.precision import LowPrecision, find_casts, find_quantized, scaling_state
 from moe_trainer.layers.rotary import Tables, make_rotary
 from moe_trainer.layers.sparse_attention import SparseAttention, sparse_layers
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
@@ -36,6 +36,7 @@ from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape import deferral
+from moe_trainer.shape.full_sharding import shards_parameters
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout
 from moe_trainer.shape.parts import recomputed_spans
@@ -143,6 +144,8 @@ class Transformer(nn.Module):
                 logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype), quantize=kit.for_head(),
                 multiplier=model.mup_output_mult if model.use_mup else 1.0)
         self.quantized = find_quantized(self)
+        # not where weights are whole for the time of a layer only, or where a graph reads what others may let go
+        self.casts = () if shards_parameters(args.parallel) or self.graphs.parts else find_casts(self)
 
     def generators(self) -> dict[str, torch.Generator]:
         """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one.

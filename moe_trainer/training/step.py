@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import user_input
-from moe_trainer.layers.precision import begin_iteration, update_scales
+from moe_trainer.layers.precision import begin_iteration, casting_once, update_scales
 from moe_trainer.layers.qk_clip import clipped_rows, forget_logits, largest_of_all, logit_peaks
 from moe_trainer.layers.sparse_attention import collect_indexer_loss
 from moe_trainer.model.mtp import collect_mtp_metrics
@@ -201,11 +201,13 @@ def run_microbatches(run: Run, batches: Iterator[Batch], num_microbatches: int, 
                        x_SBH=x_SBH, document_ids_BS=batch.document_ids_BS)
         return masked_loss(chunk, output, batch, run.per_token) if chunk.layout.has_loss else (output, None)
 
-    results = run.schedule.run(Work(
+    work = Work(
         forward_step, num_microbatches,
         specs=[chunk.input_spec(micro_batch_size, run.args.data.seq_length) for chunk in chunks],
         grad_scale=grad_scale, accumulate=nullcontext if run.grads is None else run.grads.accumulate, timer=run.timers, forward_only=forward_only,
-    ))
+    )
+    with casting_once(chunks):
+        results = run.schedule.run(work)
     trace.microbatch = None
     return results
 

@@ -6,11 +6,14 @@ Where TRANSFORMER_ENGINE_CHECKOUT names a git checkout of the recorded version, 
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from emulated_cuda import te_package
-from emulated_cuda.run import HERE, environment
+from emulated_cuda.run import HERE, environment, on_device
+
+from moe_trainer.parallel.state import ParallelState
 
 
 @pytest.mark.parametrize(("capability", "which"), [
@@ -24,6 +27,66 @@ def test_parity_with_the_local_layers(capability, which):
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "gpu/test_te_parity.py", "-k", which],
                           cwd=HERE.parent, env=env | package, capture_output=True, text=True)
     assert done.returncode == 0 and "skipped" not in done.stdout.splitlines()[-1], done.stdout[-6000:] + done.stderr[-2000:]
+
+
+FP8 = ("--hidden-size 32 --ffn-hidden-size 32 --bf16 --transformer-impl transformer_engine --on-missing-backend error --fp8-format e4m3 "
+       "--fp8-recipe tensorwise --moe-token-dispatcher-type alltoall")
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYERS, EXPERTS = 4, 8
+
+
+def count_casts(folder: Path, flags: str, once: bool = True) -> tuple[list[int], int, list[dict]]:
+    """Casts of weights in each of two iterations of four microbatches and in an evaluation, the number of weights, and the losses.
+
+    once: False: as if weights could change at any time.
+    """
+    te_package.use(folder)
+    import te_quantizers
+    from train.layouts import argv_of
+
+    from arguments import parse_args
+    from moe_trainer.layers.te_layers import _FusedLinear
+    from moe_trainer.moe.experts import Experts
+    from moe_trainer.proof import observe
+    from moe_trainer.training import step
+
+    weights, casts, quantize, run_microbatches = set(), [], te_quantizers.quantize, step.run_microbatches
+
+    def counted(x, *rest):
+        casts[-1] += x.data_ptr() in weights
+        return quantize(x, *rest)
+
+    def run(given, *rest, **more):
+        for chunk in given.chunks:
+            for module in chunk.modules():
+                if isinstance(module, _FusedLinear):
+                    weights.add(module.weight.data_ptr())
+                elif isinstance(module, Experts) and module.grouped:
+                    weights.update(one.data_ptr() for stack in (module.linear_fc1.weight, module.linear_fc2.weight) for one in stack)
+        casts.append(0)
+        return run_microbatches(given, *rest, **more)
+
+    if not once:
+        step.casting_once = nullcontext
+    te_quantizers.quantize, step.run_microbatches, observe.run_microbatches = counted, run, run
+    outcome = observe.train(parse_args([*argv_of("plain"), *FP8.split(), *flags.split()], 1), 0, ParallelState.single(), 2, device="cuda")
+    return casts, len(weights), outcome.losses
+
+
+def test_weights_are_cast_once_per_iteration():
+    casts, weights, losses = on_device(count_casts, te_package.unpacked(), "")
+    assert weights == LAYERS * 2 * (1 + EXPERTS) and casts == [weights] * 3
+    often, _, same = on_device(count_casts, te_package.unpacked(), "", False)
+    assert often == [4 * weights] * 3 and same == losses
+    recomputed, _, same = on_device(count_casts, te_package.unpacked(), RECOMPUTE)
+    assert recomputed == casts and same == losses
+
+
+@pytest.mark.parametrize("flags", ["--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
+                                   "--ckpt-format fsdp_dtensor"])
+def test_nothing_is_kept_of_weights_that_come_and_go(flags):
+    casts, weights, _ = on_device(count_casts, te_package.unpacked(), flags)
+    assert casts == [4 * weights] * 3
 
 
 def test_the_record_is_what_the_sources_declare():
