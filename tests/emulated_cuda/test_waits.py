@@ -44,14 +44,16 @@ def alone(flags: str) -> dict[str, int]:
     return count(0, 1, flags)
 
 
+PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 CASES = {
     "sizes that depend on the routing": ("", 1),
     "in bf16": ("--bf16", 1),
     "recompute asks nothing again": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
     "recomputed experts ask nothing again": ("--recompute-granularity selective --recompute-modules moe", 1),
-    "padded to capacity": ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", 0),
-    "padded to capacity, recompute": ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity --recompute-granularity full "
-                                      "--recompute-method uniform --recompute-num-layers 1", 0),
+    "drops": ("--moe-expert-capacity-factor 1.0", 1),
+    "drops, recompute": ("--moe-expert-capacity-factor 1.0 --recompute-granularity selective --recompute-modules moe", 1),
+    "padded to capacity": (PADDED, 0),
+    "padded to capacity, recompute": (f"{PADDED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 0),
 }
 
 
@@ -69,7 +71,13 @@ def test_one_process(name):
     assert on_device(alone, flags) == expected(per_layer, MICROBATCHES)
 
 
-@pytest.mark.parametrize(("flags", "per_layer"), [("", 1), ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", 0)])
+ALL_GATHER = "--moe-token-dispatcher-type allgather"
+
+
+@pytest.mark.parametrize(("flags", "per_layer"), [
+    ("", 1), ("--moe-expert-capacity-factor 1.0", 1), (PADDED, 0), (ALL_GATHER, 1), (f"{ALL_GATHER} {PADDED}", 0),
+    (f"{ALL_GATHER} --recompute-granularity selective --recompute-modules moe", 1),
+])
 def test_expert_parallel_ranks(flags, per_layer):
     """Each of two ranks runs half of the microbatches. What gloo's collectives wait for is not the program's."""
     flags += " --expert-model-parallel-size 2"

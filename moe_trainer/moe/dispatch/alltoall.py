@@ -31,7 +31,8 @@ from moe_trainer.parallel.state import ParallelState
 class _Trip:
     """What the phases of one dispatch tell each other.
 
-    routes: the local sort. arrived_Se: rows that come from each source for each local expert; work: what is under way, these counts
+    routes: the local sort; None as long as it is not known how many rows there are. counts_E: this rank's rows for each expert. expert_E: as in
+    Hints. routing_TE: what is still to be sorted. arrived_Se: rows that come from each source for each local expert; work: what is under way, these counts
     first, then the rows. Both None as long as the counts are not exchanged. per_expert: what they all are, if that is known. counts: rows
     that leave for each rank, then arrived_Se, on their way to the host; None where etp > 1, whose ranks tell each other first.
     On the host: send, receive: rows to and from each rank of ep; gathered: rows that each rank of etp has received.
@@ -39,6 +40,9 @@ class _Trip:
     """
 
     routes: Any
+    counts_E: Tensor
+    expert_E: Tensor | None = None
+    routing_TE: Tensor | None = None
     arrived_Se: Tensor | None = None
     work: Any = None
     per_expert: int | None = None
@@ -61,17 +65,22 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
         """Order the local tokens by expert; meanwhile tell every rank how many rows it will get (later, while a graph captures this: then
-        nothing is under way when this returns). Fused kernels sum a token's rows in the order of the columns."""
-        order = {"expert_E": hints.expert_E} if hints.expert_E is not None and self.permutation.takes_order else {}
+        nothing is under way when this returns). Where it is not known how many rows there are, they are counted here and ordered when
+        the counts are on the host. Fused kernels sum a token's rows in the order of the columns."""
         known = hints.known
-        if known is not None:
-            order["num_rows"] = known.num_rows
-        x_RH, probs_R, routes = self.permutation.permute(x_TH, probs_TE, routing_TE, **order)
-        trip = _Trip(routes, per_expert=None if known is None else known.per_expert)
+        if known is None:
+            trip = _Trip(None, routing_TE.sum(0), hints.expert_E, routing_TE)
+            return Dispatched(x_TH, probs_TE, [], trip if hints.captured else self._announced(trip))
+        x_RH, probs_R, routes = self._sorted(x_TH, probs_TE, routing_TE, hints.expert_E, known.num_rows)
+        trip = _Trip(routes, routes.counts_E, per_expert=known.per_expert)
         return Dispatched(x_RH, probs_R, [], trip if hints.captured or trip.per_expert is not None else self._announced(trip))
 
+    def _sorted(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor, Any]:
+        order = {"expert_E": expert_E} if expert_E is not None and self.permutation.takes_order else {}
+        return self.permutation.permute(x_TH, probs_TE, routing_TE, num_rows=num_rows, **order)
+
     def _announced(self, trip: _Trip) -> _Trip:
-        counts_E = trip.routes.counts_E
+        counts_E = trip.counts_E
         arrived_Se = torch.empty_like(counts_E).view(self.ep.size, -1)
         work = all_to_all_flat(arrived_Se.view(-1), counts_E, self.ep, async_op=True)
         counts = self._reads.start(self._sizes, counts_E, arrived_Se, work=work) if self.etp.size == 1 else None
@@ -83,7 +92,11 @@ class AllToAllDispatcher(TokenDispatcher):
     def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
         """Send the rows off. The counts reach the host here: the only wait."""
         trip, counts_e = self._counted(sent.handle, once)
-        under_way, (x_RH, probs_R) = start_rows(self.ep, trip.send, trip.receive, sent.x_RH, sent.probs_R, forward=self.eight_bits.dispatch)
+        x_RH, probs_R = sent.x_RH, sent.probs_R
+        if trip.routes is None:
+            x_RH, probs_R, routes = self._sorted(x_RH, probs_R, trip.routing_TE, trip.expert_E, sum(trip.send))
+            trip = replace(trip, routes=routes, routing_TE=None)
+        under_way, (x_RH, probs_R) = start_rows(self.ep, trip.send, trip.receive, x_RH, probs_R, forward=self.eight_bits.dispatch)
         return Dispatched(x_RH, probs_R, counts_e, replace(trip, work=under_way))
 
     def finish_exchange(self, sent: Dispatched) -> Dispatched:
@@ -105,7 +118,7 @@ class AllToAllDispatcher(TokenDispatcher):
         if self.etp.size > 1:
             arrived_Se = arrived_Se.new_empty(self.etp.size * self.ep.size, arrived_Se.shape[1])
             all_gather_flat(arrived_Se.view(-1), trip.arrived_Se.view(-1), self.etp)
-        counts = once(trip.counts or self._reads.start(self._sizes, trip.routes.counts_E, arrived_Se))
+        counts = once(trip.counts or self._reads.start(self._sizes, trip.counts_E, arrived_Se))
         send, arrived = counts[:self.ep.size], counts[self.ep.size:]
         num_local = arrived_Se.shape[1]
         by_source = [arrived[start:start + num_local] for start in range(0, len(arrived), num_local)]
@@ -117,7 +130,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _even(self, trip: _Trip, per_expert: int) -> tuple[_Trip, list[int]]:
         """The same where every expert takes as many rows from every rank: without asking."""
-        counts_E, sources = trip.routes.counts_E, self.etp.size * self.ep.size
+        counts_E, sources = trip.counts_E, self.etp.size * self.ep.size
         num_local = counts_E.shape[0] // self.ep.size
         sizes = (num_local * per_expert,) * self.ep.size
         trip = replace(trip, arrived_Se=counts_E.new_full((sources, num_local), per_expert), send=sizes, receive=sizes,

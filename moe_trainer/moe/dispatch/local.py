@@ -17,10 +17,12 @@ from moe_trainer.ops.permute import Permutation
 
 @dataclass(frozen=True)
 class _Sorted:
-    """routes: the sort. counts: of each expert's rows, on their way."""
+    """routes: the sort; None as long as it is not known how many rows there are. counts: of each expert's rows, on their way. routing_TE:
+    what is still to be sorted."""
 
     routes: Any
     counts: Callable[[], list[int]] | None
+    routing_TE: Tensor | None = None
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -34,23 +36,29 @@ class LocalDispatcher(TokenDispatcher):
     takes_known = True
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
-        """Order tokens by expert. On a GPU this waits for the device if the number of rows is not known. Unless they are equal, the counts
-        of rows are on their way to the host when it returns."""
+        """Order tokens by expert, here or, where it is not known how many rows there are, when they are counted. Unless they are equal, the
+        counts of rows are on their way to the host when it returns."""
         known = hints.known
-        told = {} if known is None else {"num_rows": known.num_rows}
-        x_RH, probs_R, routes = self.permutation.permute(self.eight_bits.dispatched(x_TH), probs_TE, routing_TE, **told)
-        even = [] if known is None or known.per_expert is None else [known.per_expert] * routing_TE.shape[1]
-        return Dispatched(x_RH, probs_R, even, _Sorted(routes, None if even or hints.captured else self._read(routes)))
+        if known is None:
+            return Dispatched(x_TH, probs_TE, [], _Sorted(None, None if hints.captured else self._read(routing_TE.sum(0)), routing_TE))
+        x_RH, probs_R, routes = self.permutation.permute(self.eight_bits.dispatched(x_TH), probs_TE, routing_TE, num_rows=known.num_rows)
+        even = [] if known.per_expert is None else [known.per_expert] * routing_TE.shape[1]
+        return Dispatched(x_RH, probs_R, even, _Sorted(routes, None if even or hints.captured else self._read(routes.counts_E)))
 
     def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
-        """The counts reach the host here, if they are not known."""
+        """The counts reach the host here, if they are not known: the only wait."""
         if sent.tokens_per_expert_e:
             return sent
         kept: _Sorted = sent.handle
-        return replace(sent, tokens_per_expert_e=once(self._read(kept.routes) if kept.counts is None else kept.counts))
+        counts_e = once(kept.counts or self._read(kept.routing_TE.sum(0) if kept.routes is None else kept.routes.counts_E))
+        if kept.routes is not None:
+            return replace(sent, tokens_per_expert_e=counts_e)
+        x_RH, probs_R, routes = self.permutation.permute(
+            self.eight_bits.dispatched(sent.x_RH), sent.probs_R, kept.routing_TE, num_rows=sum(counts_e))
+        return Dispatched(x_RH, probs_R, counts_e, _Sorted(routes, None))
 
-    def _read(self, routes: Any) -> Callable[[], list[int]]:
-        return self._reads.start(lambda counts_E: counts_E, routes.counts_E)
+    def _read(self, counts_E: Tensor) -> Callable[[], list[int]]:
+        return self._reads.start(lambda counts_E: counts_E, counts_E)
 
     def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """Sum each token's rows."""
