@@ -1,9 +1,12 @@
 """Rows of experts in multiples that quantised products take: by routing (--moe-router-padding-for-quantization), or by rows of zeros."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from moe_trainer.memory.host_read import to_device
 
 
 @torch.no_grad()
@@ -50,10 +53,10 @@ class RowPadding:
         self.counts = [-(-count // multiple) * multiple for count in counts]
         self._place_R = None
         if self.counts != list(counts):
-            own, padded = torch.tensor(counts), torch.tensor(self.counts)
-            shift_e = (padded.cumsum(0) - padded) - (own.cumsum(0) - own)
-            rows = int(own.sum())
-            self._place_R = (torch.arange(rows) + shift_e.repeat_interleave(own, output_size=rows)).to(device)
+            ends = [*itertools.accumulate(padded - own for own, padded in zip(counts, self.counts))]
+            own_e, shift_e = to_device([*counts, 0, *ends[:-1]], device).view(2, -1)
+            rows = sum(counts)
+            self._place_R = torch.arange(rows, device=device) + shift_e.repeat_interleave(own_e, output_size=rows)
 
     def pad(self, x_R: Tensor) -> Tensor:
         """Shapes: x_R [R, ...] -> [P, ...]; itself where nothing is missing."""

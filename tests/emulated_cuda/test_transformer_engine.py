@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from emulated_cuda import te_package
 from emulated_cuda.run import HERE, environment, on_device
+from emulated_cuda.test_waits import MICROBATCHES, count, expected
 
 from moe_trainer.parallel.state import ParallelState
 
@@ -71,6 +72,15 @@ def count_casts(folder: Path, flags: str, once: bool = True) -> tuple[list[int],
     te_quantizers.quantize, step.run_microbatches, observe.run_microbatches = counted, run, run
     outcome = observe.train(parse_args([*argv_of("plain"), *FP8.split(), *flags.split()], 1), 0, ParallelState.single(), 2, device="cuda")
     return casts, len(weights), outcome.losses
+
+
+def count_waits(folder: Path) -> dict[str, int]:
+    te_package.use(folder)
+    return count(0, 1, FP8)
+
+
+def test_waits_are_those_of_the_local_layers():
+    assert on_device(count_waits, te_package.unpacked()) == expected(1, MICROBATCHES)
 
 
 def test_weights_are_cast_once_per_iteration():
