@@ -173,7 +173,9 @@ Graph* capturing = nullptr;
 void permit(const std::string& what) {
   TORCH_CHECK(!capturing, "CUDA error: operation not permitted when stream is capturing: ", what);
 }
+thread_local int nested = 0;  // inside an operator that is one kernel on a device and is computed from several here
 void host_wait(const std::string& what, const Clock& clock) {
+  if (nested) return;
   permit(what);
   waits++;
   tell(WAIT, what, 0);
@@ -301,7 +303,6 @@ void check_alive(const Graph& graph) {
     TORCH_CHECK(found != blocks.end() && found->second.number == number, "CUDA error: a graph is replayed whose inputs have been freed");
   }
 }
-thread_local int nested = 0;  // inside an operator that is one kernel on a device and is computed from several here
 int64_t launch(const std::string& what, int64_t bytes) {
   int index = current_index();
   Clock& clock = clocks[index];

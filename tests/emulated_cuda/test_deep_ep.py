@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_cuda.run import HERE, on_device
+from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
 
 BRANCH = "origin/hybrid-ep"
 HIDDEN, RANKS = 64, 2
@@ -31,14 +32,19 @@ def sources(tmp_path_factory) -> Path:
     return folder
 
 
+def use(sources: Path) -> None:
+    """Make this process, which has devices, find the package."""
+    os.environ["DEEP_EP_SOURCES"] = str(sources)
+    sys.path[:0] = [str(HERE / "libraries"), str(sources)]
+
+
 def flex(sources: Path, backend: str, ps, max_tokens: int, **changes):
     from moe.layers import sections
 
     from moe_trainer.backends import Backends
     from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher
 
-    os.environ["DEEP_EP_SOURCES"] = str(sources)
-    sys.path[:0] = [str(HERE / "libraries"), str(sources)]
+    use(sources)
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
     rows = Rows(HIDDEN, max_tokens, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
     return choose_dispatcher(moe, ps, rows, Backends("error", cuda=True))
@@ -85,3 +91,17 @@ def test_the_library_gives_what_the_all_to_all_gives(sources, backend, case):
         assert plain[:3] == library[:3]
         for ours, theirs in zip(plain[3:], library[3:], strict=True):
             torch.testing.assert_close(torch.tensor(theirs), torch.tensor(ours), atol=0.02, rtol=0.02)
+
+
+def count_with(rank: int, n: int, sources: Path, flags: str) -> dict[str, int]:
+    use(sources)
+    found = count(rank, n, f"--bf16 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex {flags}")
+    return {key: times for key, times in found.items() if "collectives" not in key}
+
+
+@pytest.mark.parametrize("flags", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_host_waits_once_for_each_layer(sources, backend, flags):
+    expects = expected(0, 0) | dict.fromkeys((f"{kind} moe/dispatch/{backend}.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
+    for found in on_device(count_with, sources, f"--moe-flex-dispatcher-backend {backend} {flags}", ranks=RANKS, devices=RANKS):
+        assert found == expects

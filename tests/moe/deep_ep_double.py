@@ -223,10 +223,10 @@ def make_hybrid(recorded: Signatures, prefix: str):
             bound = recorded.bind(f"{prefix}.dispatch_with_permute", args, kwargs)
             hidden = bound["hidden"]
             if "handle" in bound:
-                assert not {"routing_map", "probs"} & set(bound)
-                way = bound["handle"]
+                assert "routing_map" not in bound
+                way, probs = bound["handle"], bound.get("probs")
                 assert bound.get("num_permuted_tokens") == len(way.row_token), "the handle does not keep the number of rows"
-                return way.send(hidden)[way.row_token], None, None, way.counts, way
+                return way.send(hidden)[way.row_token], None if probs is None else way.send(probs)[:, way.mine].t()[way.local.t()], None, None, way
             routing, probs = bound["routing_map"], bound["probs"]
             assert routing.dtype == torch.bool and probs.dtype == torch.float32
             sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.group))]

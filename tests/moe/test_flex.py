@@ -15,6 +15,7 @@ from moe.layers import HIDDEN, sections, shard_of
 from train.layouts import argv_of, compare, train
 
 from moe_trainer.backends import Backends, MissingBackend
+from moe_trainer.memory.activations import Activations
 from moe_trainer.model import build
 from moe_trainer.moe.dispatch import deepep, hybridep
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
@@ -197,6 +198,35 @@ def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version):
                 for one, other in zip(ours, theirs, strict=True):
                     same = torch.equal(one, other) if exact else (other - one).norm() <= 1e-6 * one.norm()
                     assert same, name
+
+
+def _recomputed(rank, n, recorded, version):
+    """Result and gradients of a dispatch that is recomputed and of one that is not; dispatches that told the host something."""
+    ps, activations, found = ParallelState.create(n, rank, ep=n), Activations(frozenset({"moe"}), draws=False), []
+    flex, signatures = flex_dispatcher(recorded, version, ps)
+    probs, routing = random_routing(rank, 6, 2, "plain")
+    rows = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+    def there_and_back(x, probs):
+        sent = flex.start_exchange(flex.preprocess(x, probs, routing), activations.once)
+        sent = flex.postprocess(flex.finish_exchange(sent))
+        return flex.combine(torch.tanh(sent.x_RH) * sent.probs_R.unsqueeze(1), sent)
+
+    for run in (there_and_back, lambda *tensors: activations.region("moe", there_and_back, *tensors)):
+        inputs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
+        before = len(signatures.calls)
+        y = run(*inputs)
+        y.square().sum().backward()
+        dispatches = [bound for name, bound in signatures.calls[before:] if name.rpartition(".")[2] in ("dispatch", "dispatch_with_permute")]
+        found.append((len(dispatches), sum("handle" not in bound for bound in dispatches), *(x.tolist() for x in (y, *(x.grad for x in inputs)))))
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_second_pass_takes_the_way_of_the_first(recorded, version):
+    """So the host is told of the rows once."""
+    for (once, told, *expected), (again, told_again, *found) in run_ranks(_recomputed, 2, recorded, version):
+        assert (once, told, again, told_again) == (2, 1, 3, 1) and found == expected
 
 
 def test_backward_is_the_mirror_of_forward(recorded):

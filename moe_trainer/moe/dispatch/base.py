@@ -17,12 +17,14 @@ Shape letters: T local tokens, E experts, e local experts, R rows received by th
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moe_trainer.parallel.state import ParallelState
+
+T = TypeVar("T")
 
 
 def ep_ranks(ps: ParallelState) -> tuple[int, ...]:
@@ -73,11 +75,11 @@ class Hints:
     captured: bool = False
 
 
-Once = Callable[[Callable[[], list[int]]], list[int]]
-"""Ask for numbers, or return those that a region which is recomputed has asked for before."""
+Once = Callable[[Callable[[], T]], T]
+"""Ask for what reaches the host, or return what a region that is recomputed has asked for before."""
 
 
-def at_once(ask: Callable[[], list[int]]) -> list[int]:
+def at_once(ask: Callable[[], T]) -> T:
     return ask()
 
 

@@ -124,18 +124,26 @@ class _Way:
 
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, way, x_TH, weights_TK, idx_TK):
-        ctx.way = way
-        arrived = way.buffer.dispatch(x_TH, idx_TK, weights_TK, way.num_experts)
-        way.handle, way.idx_NK, way.counts_e, way.event = arrived.handle, arrived.idx_NK, arrived.counts_e, arrived.event
-        return arrived.x_NH, arrived.weights_NK
+    def forward(ctx, way, once, x_TH, weights_TK, idx_TK):
+        ctx.way, found = way, []
+
+        def ask() -> tuple[Any, Tensor, Tensor, list[int]]:
+            found.append(way.buffer.dispatch(x_TH, idx_TK, weights_TK, way.num_experts))
+            return found[0].handle, found[0].idx_NK, found[0].weights_NK, found[0].counts_e
+
+        way.handle, way.idx_NK, weights_NK, way.counts_e = once(ask)
+        if found:
+            way.event = found[0].event
+            return found[0].x_NH, weights_NK
+        x_NH, way.event = way.buffer.dispatch_again(x_TH, way.handle)  # the host need not be told again
+        return x_NH, weights_NK.detach()
 
     @staticmethod
     def backward(ctx, *_):
         way = ctx.way  # _FinishDispatch has sent the gradients
         way.wait()
         (grad_x, grad_weights), way.gradients = way.gradients, ()
-        return None, grad_x, grad_weights, None
+        return None, None, grad_x, grad_weights, None
 
 
 class _FinishDispatch(torch.autograd.Function):
@@ -232,9 +240,9 @@ class DeepEPDispatcher(TokenDispatcher):
         return Dispatched(x_TH.contiguous(), weights_TK, [], _Sent(idx_TK, _Way(self.buffer, routing_TV.shape[1])))
 
     def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
-        """Send the tokens off. Counts reach the host in here."""
+        """Send the tokens off. Counts reach the host in here; in a region that is recomputed the second pass takes the way of the first."""
         record: _Sent = sent.handle
-        x_NH, weights_NK = _StartDispatch.apply(record.way, sent.x_RH, sent.probs_R, record.idx_TK)
+        x_NH, weights_NK = _StartDispatch.apply(record.way, once, sent.x_RH, sent.probs_R, record.idx_TK)
         return Dispatched(x_NH, weights_NK, record.way.counts_e, record)
 
     def finish_exchange(self, sent: Dispatched) -> Dispatched:

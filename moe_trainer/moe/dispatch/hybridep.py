@@ -12,7 +12,7 @@ Shape letters: T local tokens, E experts, V experts counted once per rank of etp
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.moe.dispatch import deepep
-from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, TokenDispatcher
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, Once, TokenDispatcher, at_once
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
@@ -37,23 +37,34 @@ class _Way:
         self.handle: Any = None
         self.counts_e: list[int] = []
 
+    def dispatch(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Along the way taken before."""
+        return self.buffer.dispatch_with_permute(
+            hidden=hidden.contiguous(), probs=probs, num_of_experts_per_rank=self.num_local, num_permuted_tokens=sum(self.counts_e),
+            handle=self.handle, **self.dispatch_options)[:2]
+
     def combine(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return self.buffer.combine_with_unpermute(hidden=hidden.contiguous(), probs=probs, handle=self.handle, **self.combine_options)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, way, x_TH, probs_TV, routing_TV):
-        ctx.way = way
-        x_RH, probs_R, _, counts_e, way.handle = way.buffer.dispatch_with_permute(
-            hidden=x_TH, routing_map=routing_TV, probs=probs_TV, num_of_experts_per_rank=way.num_local, **way.dispatch_options)
-        way.counts_e = counts_e.tolist()
-        return x_RH, probs_R
+    def forward(ctx, way, once, x_TH, probs_TV, routing_TV):
+        ctx.way, found = way, []
+
+        def ask() -> tuple[Any, list[int]]:
+            x_RH, probs_R, _, counts_e, handle = way.buffer.dispatch_with_permute(
+                hidden=x_TH, routing_map=routing_TV, probs=probs_TV, num_of_experts_per_rank=way.num_local, **way.dispatch_options)
+            found.extend((x_RH, probs_R))
+            return handle, counts_e.tolist()
+
+        way.handle, way.counts_e = once(ask)
+        return tuple(found) or way.dispatch(x_TH, probs_TV)  # the host need not be told again
 
     @staticmethod
     def backward(ctx, grad_RH, grad_R):
         grad_TH, grad_TV = ctx.way.combine(grad_RH, grad_R.float().contiguous())
-        return None, grad_TH, grad_TV, None
+        return None, None, grad_TH, grad_TV, None
 
 
 class _Combine(torch.autograd.Function):
@@ -64,20 +75,18 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_TH):
-        way = ctx.way
-        grad_RH = way.buffer.dispatch_with_permute(
-            hidden=grad_TH.contiguous(), num_of_experts_per_rank=way.num_local, num_permuted_tokens=sum(way.counts_e), handle=way.handle,
-            **way.dispatch_options)[0]
-        return None, grad_RH
+        return None, ctx.way.dispatch(grad_TH)[0]
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """What the phases of one dispatch tell each other: the routing, the way, and how many tokens there were before padding."""
+    """What the phases of one dispatch tell each other: the routing, the way, how many tokens there were before padding, and whom to ask
+    for what reaches the host."""
 
     routing_TV: Tensor
     way: _Way
     num_tokens: int
+    once: Once = at_once
 
 
 class HybridEPDispatcher(TokenDispatcher):
@@ -98,10 +107,14 @@ class HybridEPDispatcher(TokenDispatcher):
         way = _Way(self.buffer, routing_TV.shape[1] // self.group.size, self.fused)
         return Dispatched(x_TH.contiguous(), probs_TV.contiguous(), [], _Sent(routing_TV.contiguous(), way, num_tokens))
 
+    def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
+        """Nothing yet."""
+        return replace(sent, handle=replace(sent.handle, once=once))
+
     def finish_exchange(self, sent: Dispatched) -> Dispatched:
-        """Send, receive and sort. Counts reach the host in here."""
+        """Send, receive and sort. Counts reach the host in here; in a region that is recomputed the second pass takes the way of the first."""
         record: _Sent = sent.handle
-        x_RH, probs_R = _Dispatch.apply(record.way, sent.x_RH, sent.probs_R, record.routing_TV)
+        x_RH, probs_R = _Dispatch.apply(record.way, record.once, sent.x_RH, sent.probs_R, record.routing_TV)
         return Dispatched(x_RH, probs_R, record.way.counts_e, record)
 
     def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from emulation import DEVICE
 from pybind import Declarations
 
 SOURCES = Path(os.environ["DEEP_EP_SOURCES"], "csrc")
@@ -115,6 +116,8 @@ class _Buffer:
                 head = torch.where(in_rank, in_rank.cumsum(0) - 1, -1).int()
                 idx_NK, weights_NK, ranks, channel, source, head = work.made(idx_NK, weights_NK, ranks, channel, source, head)
                 outcome = (x_NH, None, None, idx_NK, weights_NK, counts, ranks, channel, channel.clone(), source, head)
+        if not again:  # the host waits for the counts
+            DEVICE().wait("intranode_dispatch", x.device.index, self._stream.cuda_stream)
         return *outcome, work.event
 
     def intranode_combine(self, x, weights, bias_0, bias_1, source, ranks, channel, head, config, previous_event, async_, on_comm_stream):
@@ -155,9 +158,11 @@ class _Buffer:
 
         def __enter__(self):
             self.context.__enter__()
+            DEVICE().lib.ec_kernel_begin(b"DeepEP", 0)
             return self
 
         def __exit__(self, *error):
+            DEVICE().lib.ec_kernel_end()
             if error[0] is None and self.async_:
                 self.event = EventHandle()
                 for tensor in self.tensors:

@@ -5,11 +5,13 @@ leaves undefined stands as NaN.
 """
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from emulation import DEVICE
 from pybind import Declarations
 
 torch.cuda.nvtx.range = lambda message: contextlib.nullcontext()  # builds of torch without CUDA have no ranges
@@ -46,6 +48,18 @@ class _Configurer:
         pass
 
 
+def one_kernel(method):
+    @functools.wraps(method)
+    def run(*args, **kwargs):
+        DEVICE().lib.ec_kernel_begin(b"HybridEP", 0)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            DEVICE().lib.ec_kernel_end()
+
+    return run
+
+
 class _Buffer:
     def __init__(self, group, config, local_rank, node_rank, group_size, *_):
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -54,7 +68,14 @@ class _Buffer:
     def update_buffer(self, config):
         return False
 
-    def metadata_preprocessing(self, config, routing_map, num_of_tokens_per_rank, num_permuted_tokens, pad_multiple, enable_permute,
+    def metadata_preprocessing(self, *args, non_blocking, **kwargs):
+        handle = self._metadata(*args, non_blocking=non_blocking, **kwargs)
+        if not non_blocking:  # the host waits for the counts
+            DEVICE().wait("metadata_preprocessing", torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
+        return handle
+
+    @one_kernel
+    def _metadata(self, config, routing_map, num_of_tokens_per_rank, num_permuted_tokens, pad_multiple, enable_permute,
                                fuse_permute_dispatch, non_blocking):
         assert routing_map.is_cuda and routing_map.is_contiguous() and routing_map.dtype == torch.bool
         assert routing_map.shape == (num_of_tokens_per_rank, config.num_of_experts_per_rank * self._size)
@@ -77,6 +98,7 @@ class _Buffer:
         handle.num_permuted_tokens = num_permuted_tokens if non_blocking else int(padded.sum())
         return handle
 
+    @one_kernel
     def dispatch_with_permute(self, hidden, probs, scaling_factor, handle, pad_multiple, fuse_permute_dispatch, non_blocking, with_probs):
         assert hidden.is_cuda and hidden.is_contiguous() and hidden.shape[1] == handle.config.hidden_dim
         assert hidden.element_size() == 2 and len(hidden) == handle.num_of_tokens_per_rank
@@ -90,6 +112,7 @@ class _Buffer:
         weights[place] = self._gather(probs)[token, self._rank * handle.config.num_of_experts_per_rank + expert]
         return x, weights, None
 
+    @one_kernel
     def combine_with_unpermute(self, hidden, probs, handle, pad_multiple, fuse_unpermute_combine, with_probs):
         assert hidden.is_cuda and hidden.is_contiguous() and hidden.element_size() == 2 and hidden.dtype != torch.uint8
         token, expert, place = self._ways(handle, pad_multiple, len(hidden))
