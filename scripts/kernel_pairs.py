@@ -16,13 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.balancing import scores_and_counts
+from moe_trainer.layers.kernels import Balancing
+from moe_trainer.moe.balancing import LOSS_NAMES, balancing_losses
 from moe_trainer.moe.router import score_topk
 from moe_trainer.ops import cross_entropy, permute, pointwise, quantize, rope
 from moe_trainer.ops.expert_mlp import choose_block
 from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedProducts
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.ops.quantize import E4M3, POWER_OF_TWO, Scaling
+from moe_trainer.parallel.state import ParallelState
 
 SWIGLU = Activation("silu", gated=True)
 
@@ -173,10 +175,20 @@ def routing(size: Size, dtype: torch.dtype, device: str) -> Pair:
 
 
 def balance(size: Size, dtype: torch.dtype, device: str) -> Pair:
-    """Scores and counts of the balancing losses."""
+    """The balancing losses of a microbatch and their gradient."""
     logits = torch.randn(size.tokens, size.experts, device=device)
-    ours = _kernels("router").balance
-    return Pair(lambda: ours(logits, size.topk, size.score, 1), lambda: scores_and_counts(logits, size.topk, size.score, 1), _bytes(logits))
+    router = _kernels("router")
+    coefficients = {name: 0.1 if name == "load_balancing_loss" else 0.0 for name in LOSS_NAMES[:3]}
+
+    def losses(kernels: Balancing | None) -> Callable[[], tuple[Tensor, ...]]:
+        def run():
+            found = balancing_losses(logits, num_sequences=1, topk=size.topk, score_function=size.score, coefficients=coefficients,
+                                     z_loss_coeff=1e-3, per_token_loss=True, running=None, ps=ParallelState.single(), kernels=kernels)
+            return found.values, found.grad_TE
+
+        return run
+
+    return Pair(losses(Balancing(router.count_choices, router.balancing_gradient, router.attach_gradient)), losses(None), _bytes(logits) * 3)
 
 
 def loss(size: Size, dtype: torch.dtype, device: str) -> Pair:

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,12 +30,20 @@ NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "gr
 DEFAULT = tuple(name for name in NAMES if name != "grouped-gemm")
 
 
+class Balancing(NamedTuple):
+    """Steps of the balancing losses and what adds their gradient: see ops/triton_router.py."""
+
+    count: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    gradient: Callable[..., tuple[Tensor, Tensor]]
+    attach: Callable[..., Tensor]
+
+
 @dataclass(frozen=True)
 class Kernels:
     """One function an operation; the defaults are torch's.
 
     activations: feed-forward activations that have kernels, each with (of x and probs for a dense network, or None; the block functions
-    of the experts). products, permutation, fused_topk, balance: None for the torch versions.
+    of the experts). products, permutation, fused_topk, balancing: None for the torch versions.
     """
 
     rms_norm: Callable[..., Tensor] = pointwise.rms_norm
@@ -45,7 +54,7 @@ class Kernels:
     products: GroupedProducts | None = None
     permutation: Callable[[], Permutation] | None = None
     fused_topk: Callable[..., tuple[Tensor, Tensor]] | None = None
-    balance: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+    balancing: Balancing | None = None
 
     def dense(self, activation: Activation) -> Callable[..., Tensor]:
         """The activation of a dense feed-forward network."""
@@ -107,5 +116,5 @@ def _load(name: str) -> dict:
     if name == "permute":
         return {"permutation": module.TritonPermutation}
     if name == "router":
-        return {"fused_topk": module.fused_topk, "balance": module.balance}
+        return {"fused_topk": module.fused_topk, "balancing": Balancing(module.count_choices, module.balancing_gradient, module.attach_gradient)}
     return {"products": GroupedProducts(module.grouped_forward, module.grouped_input_grad, module.grouped_weight_grad)}

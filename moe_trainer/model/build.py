@@ -75,7 +75,7 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     if args.moe.num_experts and device.type != "meta":
         dispatcher = choose_dispatcher(args.moe, ps, _dispatched_rows(args, ps, dtype, device), backends, kernels)
         layers = [layer for chunk in chunks for layer in chunk.moe_layers()]
-        connect_dispatcher(layers, dispatcher, choose_fused_topk(args.moe, backends, kernels), kernels.balance)
+        connect_dispatcher(layers, dispatcher, choose_fused_topk(args.moe, backends, kernels), kernels.balancing)
     if args.model.qk_clip or args.output.log_max_attention_logit:
         watch_logits(chunks)
     backends.check()

@@ -50,6 +50,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arguments.moe import MoEArgs
+from moe_trainer.layers.kernels import Balancing
 from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.quantile_balancing import update_quantile_bias
 from moe_trainer.parallel.collectives import all_reduce
@@ -147,24 +148,29 @@ def balancing_losses(
     per_token_loss: bool,
     running: tuple[Tensor, Tensor] | None,
     ps: ParallelState,
-    balance: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None,
+    counts: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = scores_and_counts,
+    kernels: Balancing | None = None,
 ) -> BalancingLosses:
     """Values and summed gradient of all balancing losses of one microbatch.
 
     Shapes: logits_TE; running = (counts_E summed over the iteration's earlier microbatches and over tp_dp_cp, number of
     microbatches), both updated in place, needed by global_aux_loss.
     per_token_loss multiplies the gradient by the microbatch's token count (all tp x cp ranks), which the later division by the
-    token count takes away. balance: a kernel that stands in for scores_and_counts.
+    token count takes away. counts: of the experts that are chosen. kernels: stand in for all of it.
     Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17.
     """
-    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     num_tokens, num_experts = logits_TE.shape
     cut = ps.tp_cp.size
+    if kernels is not None:
+        z = None if z_loss_coeff is None else 2 * z_loss_coeff / (cut * max(1, num_tokens))
+        factor = float(num_tokens * cut) if per_token_loss else 1.0
+        return _by_kernels(kernels, logits_TE, num_sequences, topk, score_function, coefficients, z, factor, running, ps)
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     values = logits_TE.new_zeros(len(LOSS_NAMES), dtype=torch.float32)
     grad_TE = None
     scores_TE = None
     if any(coefficients.values()):
-        scores_TE, slope_TE, probs_BE, counts_BE = (balance or scores_and_counts)(logits_TE, topk, score_function, num_sequences)
+        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_sequences)
         weights_BE = _loss_weights(probs_BE, counts_BE, num_tokens, topk, coefficients, running, ps, values)
         # c_e - <s, c> per token; weights are per sequence when seq_aux_loss is among them, else equal for all
         weights = weights_BE if len(weights_BE) == 1 else weights_BE.repeat(num_tokens // num_sequences, 1)
@@ -178,6 +184,28 @@ def balancing_losses(
     if per_token_loss:
         grad_TE *= num_tokens * cut
     return BalancingLosses(values, grad_TE)
+
+
+def _scales(coefficients: Mapping[str, float], num_tokens: int, num_sequences: int, num_experts: int, topk: int, ps: ParallelState) -> tuple[float, float, float]:
+    """What counts of chosen experts are multiplied with in the three losses; 0 for those not asked for."""
+    tokens, length = num_tokens * ps.tp_cp.size, num_tokens // num_sequences * ps.tp_cp.size
+    divisors = (tokens**2, length**2 * num_sequences, (num_tokens * ps.tp_dp_cp.size) ** 2)
+    return tuple(num_experts / (topk * divisor) if coefficients[name] and divisor else 0.0 for name, divisor in zip(LOSS_NAMES, divisors))
+
+
+def _by_kernels(kernels: Balancing, logits_TE: Tensor, num_sequences: int, topk: int, score_function: str, coefficients: Mapping[str, float],
+                z_coefficient: float | None, factor: float, running: tuple[Tensor, Tensor] | None, ps: ParallelState) -> BalancingLosses:
+    counted = kernels.count(logits_TE, topk, score_function, num_sequences)
+    _, counts_BE, _ = counted
+    if running is not None:
+        sums_E, steps = running
+        sums_E += all_reduce(counts_BE.sum(0), ps.tp_dp_cp)
+        steps += 1
+    if ps.tp_cp.size > 1 and (coefficients["load_balancing_loss"] or coefficients["seq_load_balancing_loss"]):
+        counts_BE = all_reduce(counts_BE.contiguous(), ps.tp_cp)
+    scales = _scales(coefficients, logits_TE.shape[0], num_sequences, logits_TE.shape[1], topk, ps)
+    return BalancingLosses(*kernels.gradient(logits_TE, counted, counts_BE, running, scales, [coefficients[name] for name in LOSS_NAMES[:3]],
+                                             score_function, z_coefficient, factor))
 
 
 def _loss_weights(
@@ -194,22 +222,20 @@ def _loss_weights(
     num_sequences, num_experts = counts_BE.shape
     probs_E, counts_E = probs_BE.sum(0), counts_BE.sum(0)
     weights = probs_BE.new_zeros(1, num_experts)
+    of_all, of_each, of_running = _scales(coefficients, num_tokens, num_sequences, num_experts, topk, ps)
     if coefficients["load_balancing_loss"]:
-        scale = num_experts / (topk * (num_tokens * ps.tp_cp.size) ** 2)
-        weight_E = all_reduce(counts_E.clone(), ps.tp_cp) * scale
+        weight_E = all_reduce(counts_E.clone(), ps.tp_cp) * of_all
         values[0] = torch.dot(probs_E, weight_E)
         weights = weights + coefficients["load_balancing_loss"] * weight_E
     if coefficients["seq_load_balancing_loss"]:
-        length = num_tokens // num_sequences * ps.tp_cp.size
-        weight_BE = all_reduce(counts_BE.clone(), ps.tp_cp) * (num_experts / (topk * length**2 * num_sequences))
+        weight_BE = all_reduce(counts_BE.clone(), ps.tp_cp) * of_each
         values[1] = (probs_BE * weight_BE).sum()
         weights = weights + coefficients["seq_load_balancing_loss"] * weight_BE
     if coefficients["global_load_balancing_loss"]:
         sums_E, steps = running
         sums_E += all_reduce(counts_E.clone(), ps.tp_dp_cp)
         steps += 1
-        scale = num_experts / (topk * (num_tokens * ps.tp_dp_cp.size) ** 2)
-        weight_E = (sums_E / steps).to(probs_E.dtype) * scale
+        weight_E = (sums_E / steps).to(probs_E.dtype) * of_running
         values[2] = torch.dot(probs_E, weight_E)
         weights = weights + coefficients["global_load_balancing_loss"] * weight_E
     return weights

@@ -27,6 +27,7 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.dropout import drawing
 from moe_trainer.layers.init import hidden_init, make_parameter
+from moe_trainer.layers.kernels import Balancing
 from moe_trainer.memory.activations import Activations
 from moe_trainer.moe.balancing import (
     LOSS_NAMES,
@@ -233,7 +234,7 @@ class TopKRouter(nn.Module):
         self.per_token_loss = per_token_loss
         self.recorder: list | None = None
         self.fused_topk: Callable | None = None  # kernels: set when the model is built; see dispatch/choose.py
-        self.balance: Callable | None = None
+        self.balancing: Balancing | None = None
         init, partial = hidden_init(model), ps.tp.size > 1  # every rank of tp routes rows of its own
         self.weight = make_parameter((self.num_experts, model.hidden_size), ParamInfo(
             (f"{name}.weight",), partial=partial, init=init.kind, init_std=init.std))
@@ -300,7 +301,8 @@ class TopKRouter(nn.Module):
         unaided_TE = logits_TE.detach()
         if wants_losses:
             grad_TE = self.activations.once(lambda: self._losses(unaided_TE, x_SBH.shape))
-            logits_TE = attach_gradient(logits_TE, grad_TE, grad_scale)
+            attach = attach_gradient if self.balancing is None else self.balancing.attach
+            logits_TE = attach(logits_TE, grad_TE, grad_scale)
         probs_TE, routing_TE = self._route(logits_TE)
         if self.tokens_per_expert is not None and active and not self.activations.replaying:
             self.tokens_per_expert += routing_TE.sum(0)
@@ -394,7 +396,8 @@ class TopKRouter(nn.Module):
             per_token_loss=self.per_token_loss,
             running=running,
             ps=self.ps,
-            balance=self.balance if self.grid is None else self._fine_counts,
+            counts=scores_and_counts if self.grid is None else self._fine_counts,
+            kernels=self.balancing if self.grid is None else None,
         )
         self.loss_sums += losses.values
         return losses.grad_TE

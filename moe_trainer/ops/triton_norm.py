@@ -1,7 +1,7 @@
 """RMSNorm, one Triton kernel each way.
 
 A program holds whole rows: short ones (heads of 64 to 128 features, for --qk-layernorm) several at a time. In backward a fixed number
-of programs walks over the rows, each summing the weight's gradient of its rows in registers; torch adds their sums. No atomics: the
+of programs walks over the rows, each summing the weight's gradient of its rows in registers; a second kernel adds their sums. No atomics: the
 same numbers every time on one device.
 
 Shapes: T rows, H features.
@@ -63,6 +63,18 @@ def backward_kernel(grad, x, weight, rstd, grad_x, partial, num_rows, size, grad
         tl.store(partial + tl.program_id(0) * size + column, share, mask=column < size)
 
 
+@triton.jit
+def weight_kernel(partial, grad, num_partial, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The weight's gradient from the programs' shares, for BLOCK features."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], WIDE)
+    for first in range(0, num_partial, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < num_partial)[:, None] & (column < size)[None, :]
+        total += tl.sum(tl.load(partial + row[:, None] * size + column[None, :], mask=inside, other=0.0), 0)
+    tl.store(grad + column, total.to(grad.dtype.element_ty), mask=column < size)
+
+
 def _tile(size: int) -> tuple[int, int, int]:
     """Rows of a program, columns of its tile, warps."""
     if size > LONGEST:
@@ -108,8 +120,11 @@ class _RMSNorm(torch.autograd.Function):
             backward_kernel[(programs,)](
                 g_TH, x_TH, x_TH if weight is None else weight, rstd_T, grad_x, partial, num_rows, size, g_TH.stride(0),
                 x_TH.stride(0), weight is not None, ctx.zero_centered, wide(x_TH.dtype), rows, block, num_warps=warps)
-        wanted = weight is not None and ctx.needs_input_grad[1]
-        return grad_x.view(grad.shape), partial.sum(0).to(weight.dtype) if wanted else None, None, None
+        grad_weight = None
+        if weight is not None and ctx.needs_input_grad[1]:
+            grad_weight = torch.empty_like(weight)
+            weight_kernel[(triton.cdiv(size, 32),)](partial, grad_weight, programs, size, wide(rstd_T.dtype), 32, 32)
+        return grad_x.view(grad.shape), grad_weight, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:

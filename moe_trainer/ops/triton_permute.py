@@ -1,13 +1,13 @@
 """Local reordering of tokens in Triton kernels: the map from counts instead of sorts, rows and probabilities in one pass.
 
 The torch version (ops/permute.py) finds the pairs with nonzero, which waits for the device, and sorts them. Here every block of
-tokens counts its pairs per expert; sums over the blocks (torch) say where each block's rows of each expert begin; a second pass writes
+tokens counts its pairs per expert, a second kernel says for each expert how many of its pairs stand in earlier blocks, and a third writes
 where every pair goes. Nothing waits for the device when the caller can bound the number of rows: top-k routing gives T * k of them.
 
 Rows beyond the last expert's, where `num_rows` is only a bound, are zeros, have probability 0 and take part in no sum.
 
 Order and sums as in ops/permute.py: rows by expert, then by token; a token's rows are added in ascending expert order, in fp32. No
-atomics anywhere.
+atomics anywhere. The numbers of the map are int32.
 
 Shapes: T tokens, E experts, R rows, H hidden.
 """
@@ -21,42 +21,69 @@ from moe_trainer.ops.permute import Permutation, PermuteMap
 from moe_trainer.ops.triton_blocks import block_of, wide
 
 TILE = 8192  # cells of the routing map that a program counts
+CELLS = 1 << 31  # of the whole map, whose numbers are int32
 
 
 @triton.jit
-def count_kernel(routing, counts, per_token, num_tokens, num_experts, stride_t, stride_e, TOKENS: tl.constexpr,
-                 EXPERTS: tl.constexpr):
-    """Pairs of a block of tokens: by expert, and by token."""
+def count_kernel(routing, counts, num_tokens, num_experts, stride_t, stride_e, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Pairs of a block of tokens, by expert."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
     inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
     taken = tl.load(routing + token[:, None] * stride_t + expert[None, :] * stride_e, mask=inside, other=0).to(tl.int32)
-    tl.store(counts + tl.program_id(0).to(tl.int64) * num_experts + expert, tl.sum(taken, 0).to(tl.int64), mask=expert < num_experts)
-    tl.store(per_token + token, tl.sum(taken, 1).to(tl.int64), mask=token < num_tokens)
+    tl.store(counts + tl.program_id(0) * num_experts + expert, tl.sum(taken, 0), mask=expert < num_experts)
 
 
 @triton.jit
-def place_kernel(routing, starts, offsets, token_of, cell_of, row_of, num_tokens, num_experts, num_rows, stride_t, stride_e,
-                 TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Write where every pair of a block of tokens goes. starts: the first row of this block's pairs of each expert."""
+def earlier_kernel(counts, earlier, totals, num_blocks, num_experts, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Of the counts of EXPERTS experts by block: their sums over earlier blocks, and over all."""
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    before = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        inside = (block < num_blocks)[:, None] & (expert < num_experts)[None, :]
+        at = block[:, None] * num_experts + expert[None, :]
+        own = tl.load(counts + at, mask=inside, other=0)
+        tl.store(earlier + at, before[None, :] + tl.cumsum(own, 0) - own, mask=inside)
+        before += tl.sum(own, 0)
+    tl.store(totals + expert, before.to(tl.int64), mask=expert < num_experts)
+
+
+@triton.jit
+def place_kernel(routing, earlier, totals, offsets, token_of, cell_of, row_of, fits, num_tokens, num_experts, num_rows, stride_t,
+                 stride_e, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr):
+    """Write where every pair of a block of tokens goes, and this program's share of the rows that nobody takes."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
     inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
     taken = tl.load(routing + token[:, None] * stride_t + expert[None, :] * stride_e, mask=inside, other=0).to(tl.int32)
-    first = tl.load(starts + tl.program_id(0).to(tl.int64) * num_experts + expert, mask=expert < num_experts, other=0)
-    row = first[None, :] + tl.cumsum(taken, 0) - taken
-    pair = tl.load(offsets + token, mask=token < num_tokens, other=0)[:, None] + tl.cumsum(taken, 1) - taken
-    fits = inside & (taken > 0) & (row < num_rows) & (pair < num_rows)
-    tl.store(token_of + row, token[:, None] + tl.zeros_like(row), mask=fits)
-    tl.store(cell_of + row, token[:, None] * num_experts + expert[None, :], mask=fits)
-    tl.store(row_of + pair, row, mask=fits)
+    before = tl.load(earlier + tl.program_id(0) * num_experts + expert, mask=expert < num_experts, other=0)
+    total = tl.load(totals + expert, mask=expert < num_experts, other=0).to(tl.int32)
+    row = (before + tl.cumsum(total, 0) - total)[None, :] + tl.cumsum(taken, 0) - taken
+    per_token = tl.sum(taken, 1)
+    start = tl.sum(before, 0) + tl.cumsum(per_token, 0) - per_token
+    pair = start[:, None] + tl.cumsum(taken, 1) - taken
+    kept = inside & (taken > 0) & (row < num_rows) & (pair < num_rows)
+    tl.store(token_of + row, (token[:, None] + tl.zeros_like(row)).to(tl.int32), mask=kept)
+    tl.store(cell_of + row, (token[:, None] * num_experts + expert[None, :]).to(tl.int32), mask=kept)
+    tl.store(row_of + pair, row, mask=kept)
+    tl.store(offsets + token, start, mask=token < num_tokens)
+    pairs = tl.sum(total, 0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(offsets + num_tokens, pairs)
+        tl.store(fits, (pairs <= num_rows).to(tl.uint8))
+    for first in range(pairs + tl.program_id(0) * SPARE, num_rows, tl.num_programs(0) * SPARE):
+        spare = first + tl.arange(0, SPARE)
+        tl.store(token_of + spare, tl.full([SPARE], -1, tl.int32), mask=spare < num_rows)
+        tl.store(cell_of + spare, tl.full([SPARE], -1, tl.int32), mask=spare < num_rows)
+        tl.store(row_of + spare, tl.full([SPARE], 0, tl.int32), mask=spare < num_rows)
 
 
 @triton.jit
 def gather_kernel(x, token_of, probs, cell_of, out, probs_out, width, stride, WITH_PROBS: tl.constexpr, BLOCK: tl.constexpr):
     """One row, one block of columns: the token's, or zeros; the first block brings the probability."""
     row = tl.program_id(0).to(tl.int64)
-    token = tl.load(token_of + row)
+    token = tl.load(token_of + row).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + token * stride + column, mask=(column < width) & (token >= 0), other=0.0)
     tl.store(out + row * width + column, value, mask=column < width)
@@ -67,23 +94,26 @@ def gather_kernel(x, token_of, probs, cell_of, out, probs_out, width, stride, WI
 
 
 @triton.jit
-def sum_kernel(y, row_of, offsets, out, width, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """One token, one block of columns: the sum of its rows, in ascending expert order."""
+def sum_kernel(y, row_of, offsets, cell_of, grad, out, grad_out, width, stride, num_experts, WITH_PROBS: tl.constexpr, WIDE: tl.constexpr,
+               BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """One token, one block of columns: the sum of its rows, in ascending expert order; the first block brings the numbers of its rows back
+    into their cells of the [T, E] map."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], WIDE)
-    for pair in range(tl.load(offsets + token), tl.load(offsets + token + 1)):
-        row = tl.load(row_of + pair)
+    start, stop = tl.load(offsets + token), tl.load(offsets + token + 1)
+    for pair in range(start, stop):
+        row = tl.load(row_of + pair).to(tl.int64)
         total += tl.load(y + row * stride + column, mask=column < width, other=0.0).to(WIDE)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
-
-
-@triton.jit
-def spread_kernel(grad, cell_of, out, num_rows, BLOCK: tl.constexpr):
-    """Every row's number into its cell of the [T, E] map."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    cell = tl.load(cell_of + row, mask=row < num_rows, other=-1)
-    tl.store(out + cell, tl.load(grad + row, mask=row < num_rows, other=0.0), mask=cell >= 0)
+    if WITH_PROBS:
+        if tl.program_id(1) == 0:
+            expert = tl.arange(0, EXPERTS)
+            numbers = tl.zeros([EXPERTS], grad.dtype.element_ty)
+            for pair in range(start, stop):
+                row = tl.load(row_of + pair)
+                numbers = tl.where(expert == tl.load(cell_of + row) - token * num_experts, tl.load(grad + row), numbers)
+            tl.store(grad_out + token * num_experts + expert, numbers, mask=expert < num_experts)
 
 
 def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> PermuteMap:
@@ -95,31 +125,28 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     On CUDA a num_rows that is too small stops the device (torch._assert_async). Raises: ValueError for more experts.
     """
     num_tokens, num_experts = routing_TE.shape
-    if num_experts > TILE:
-        raise ValueError(f"the Triton permutation takes up to {TILE} experts, here are {num_experts}")
+    if num_experts > TILE or num_tokens * num_experts >= CELLS:
+        raise ValueError(f"the Triton permutation takes up to {TILE} experts and {CELLS} cells; here are {num_experts} experts, {num_tokens} tokens")
     device = routing_TE.device
     routing_TE = routing_TE.view(torch.uint8) if routing_TE.dtype == torch.bool else routing_TE
     experts = block_of(num_experts, TILE)
     tokens = max(1, min(128, TILE // experts))
-    grid = (triton.cdiv(num_tokens, tokens),)
-    block_counts = torch.zeros(grid[0], num_experts, dtype=torch.int64, device=device)
-    offsets_T = torch.zeros(num_tokens + 1, dtype=torch.int64, device=device)
-    if num_tokens:
-        count_kernel[grid](routing_TE, block_counts, offsets_T[1:], num_tokens, num_experts, *routing_TE.stride(), TOKENS=tokens,
-                           EXPERTS=experts)
-    offsets_T.cumsum_(0)
-    counts_E = block_counts.sum(0)
-    ends_E = counts_E.cumsum(0)
-    if num_rows is None:
-        num_rows = int(ends_E[-1])
-    else:
-        torch._assert_async(ends_E[-1] <= num_rows, "make_permute_map: more rows than num_rows")
-    starts = block_counts.cumsum(0) - block_counts + (ends_E - counts_E)
-    token_R = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-    cell_R, row_R = torch.full_like(token_R, -1), torch.zeros_like(token_R)
-    if num_tokens and num_rows:
-        place_kernel[grid](routing_TE, starts, offsets_T, token_R, cell_R, row_R, num_tokens, num_experts, num_rows,
-                           *routing_TE.stride(), TOKENS=tokens, EXPERTS=experts)
+    blocks = max(1, triton.cdiv(num_tokens, tokens))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    counts, earlier, counts_E = empty(blocks, num_experts), empty(blocks, num_experts), empty(num_experts, dtype=torch.int64)
+    count_kernel[(blocks,)](routing_TE, counts, num_tokens, num_experts, *routing_TE.stride(), TOKENS=tokens, EXPERTS=experts)
+    earlier_kernel[(triton.cdiv(num_experts, 16),)](counts, earlier, counts_E, blocks, num_experts, BLOCKS=64, EXPERTS=16)
+    known = num_rows is not None
+    if not known:
+        num_rows = int(counts_E.sum())
+    token_R, cell_R, row_R, offsets_T, fits = empty(num_rows), empty(num_rows), empty(num_rows), empty(num_tokens + 1), empty(1, dtype=torch.uint8)
+    place_kernel[(blocks,)](routing_TE, earlier, counts_E, offsets_T, token_R, cell_R, row_R, fits, num_tokens, num_experts, num_rows,
+                            *routing_TE.stride(), TOKENS=tokens, EXPERTS=experts, SPARE=1024)
+    if known:
+        torch._assert_async(fits, "make_permute_map: more rows than num_rows")
     return PermuteMap(token_R=token_R, cell_R=cell_R, row_R=row_R, offsets_T=offsets_T, counts_E=counts_E, num_tokens=num_tokens)
 
 
@@ -137,40 +164,37 @@ def _gather(x_TH: Tensor, routes: PermuteMap, probs_TE: Tensor | None = None) ->
     return out, probs_R
 
 
-def _gather_sum(y_RH: Tensor, routes: PermuteMap) -> Tensor:
-    width = y_RH.shape[1]
+def _gather_sum(y_RH: Tensor, routes: PermuteMap, grad_R: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """grad_R: numbers of rows that go into a [T, E] map."""
+    width, num_experts = y_RH.shape[1], routes.counts_E.shape[0]
     y_RH = y_RH if y_RH.stride(1) == 1 else y_RH.contiguous()
     out = y_RH.new_empty(routes.num_tokens, width)
+    grad_TE = None if grad_R is None else grad_R.new_empty(routes.num_tokens, num_experts)
     if routes.num_tokens:
         block = block_of(width, 2048)
         sum_kernel[(routes.num_tokens, triton.cdiv(width, block))](
-            y_RH, routes.row_R, routes.offsets_T, out, width, y_RH.stride(0), WIDE=wide(y_RH.dtype), BLOCK=block)
-    return out
+            y_RH, routes.row_R, routes.offsets_T, routes.cell_R, y_RH if grad_R is None else grad_R.contiguous(), out,
+            out if grad_TE is None else grad_TE, width, y_RH.stride(0), num_experts, WITH_PROBS=grad_R is not None, WIDE=wide(y_RH.dtype),
+            BLOCK=block, EXPERTS=block_of(num_experts, TILE))
+    return out, grad_TE
 
 
 class _PermuteWithProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, probs_TE, routes):
-        ctx.routes, ctx.shape = routes, probs_TE.shape
+        ctx.routes = routes
         return _gather(x_TH, routes, probs_TE)
 
     @staticmethod
     def backward(ctx, grad_RH, grad_R):
-        grad_x = _gather_sum(grad_RH, ctx.routes) if ctx.needs_input_grad[0] else None
-        grad_probs = None
-        if ctx.needs_input_grad[1]:
-            grad_probs = grad_R.new_zeros(ctx.shape)
-            if grad_R.shape[0]:
-                spread_kernel[(triton.cdiv(grad_R.shape[0], 1024),)](
-                    grad_R.contiguous(), ctx.routes.cell_R, grad_probs, grad_R.shape[0], BLOCK=1024)
-        return grad_x, grad_probs, None
+        return *_gather_sum(grad_RH, ctx.routes, grad_R if ctx.needs_input_grad[1] else None), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_RH, routes):
         ctx.routes = routes
-        return _gather_sum(y_RH, routes)
+        return _gather_sum(y_RH, routes)[0]
 
     @staticmethod
     def backward(ctx, grad_TH):

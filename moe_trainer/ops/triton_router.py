@@ -1,4 +1,4 @@
-"""Top-k routing as one Triton kernel each way, and the scores and counts of the balancing losses as another.
+"""Top-k routing as one Triton kernel each way, and the balancing losses with their gradient as three.
 
 The torch version (moe/router.py: score_topk) is a dozen small operations over [T, E]: for 8 to 512 experts their launches cost
 more than their memory. Here a program holds all scores of a few tokens in registers; k rounds of arg-max choose, lower indices first
@@ -8,11 +8,15 @@ routing map besides.
 Rounding: scores, choice and weights are in fp32 (fp64 for fp64 logits), as in the torch version, so that both choose alike; weights are
 rounded once, at the end. On exactly equal scores torch.topk may choose another expert.
 
-`balance` gives what the balancing losses read: normalised scores, their slope, and per sequence the sums of scores and the counts of
-chosen experts. A program stays inside one sequence and writes its own sums; torch adds them: no atomics.
+The balancing losses (moe/balancing.py) are computed in two steps, between which counts may be summed over ranks: `count_choices` takes sums of
+scores, counts of chosen experts and the z-loss, `balancing_gradient` the losses and their gradient. A program stays inside one sequence and
+writes its own sums, which a second kernel adds: no atomics.
 
-Shapes: T tokens (= S * B, token s * B + b), E experts, K top-k, G groups.
+Shapes: T tokens (= S * B, token s * B + b), B sequences, E experts, K top-k, G groups.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -147,16 +151,26 @@ def backward_kernel(grad, logits, routing, grad_logits, num_tokens, num_experts,
 
 
 @triton.jit
-def balance_kernel(logits, scores_out, slope_out, sums, counts, length, num_sequences, num_experts, K: tl.constexpr,
-                   SCORE: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Normalised scores of TOKENS tokens of one sequence, and their sums and counts per expert."""
+def _tokens_of(sequence, length, num_sequences, num_experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Of this program's tokens of a sequence: places in the [T, E] map, and which of them, and of their columns, there are."""
     place = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    sequence = tl.program_id(1)
     expert = tl.arange(0, EXPERTS)
     real = (place < length)[:, None] & (expert < num_experts)[None, :]
     inside = (place >= 0)[:, None] & (expert < num_experts)[None, :]
-    at = (place[:, None] * num_sequences + sequence) * num_experts + expert[None, :]
-    value = tl.load(logits + at, mask=real, other=0.0).to(WIDE)
+    return (place[:, None] * num_sequences + sequence) * num_experts + expert[None, :], real, inside
+
+
+@triton.jit
+def _log_sum(values, inside):
+    """Logarithm of the sum of exponentials over the columns inside."""
+    values = tl.where(inside, values, float("-inf"))
+    top = tl.max(values, 1)
+    return top + tl.log(tl.sum(tl.where(inside, tl.exp(values - top[:, None]), 0.0), 1))
+
+
+@triton.jit
+def _normalised(value, inside, SCORE: tl.constexpr):
+    """Scores that sum to one over the experts, and the slope of their unnormalised form over its sum."""
     if SCORE == "softmax":
         scores = _softmax(value, inside)
         slope = scores
@@ -165,12 +179,100 @@ def balance_kernel(logits, scores_out, slope_out, sums, counts, length, num_sequ
         total = (tl.sum(tl.where(inside, raw, 0.0), 1) + 1e-20)[:, None]
         scores = raw / total
         slope = _raw_slope(value, raw, SCORE) / total
-        tl.store(slope_out + at, slope, mask=real)
-    tl.store(scores_out + at, scores, mask=real)
+    return scores, slope
+
+
+@triton.jit
+def count_kernel(logits, partial, length, num_sequences, num_experts, K: tl.constexpr, SCORE: tl.constexpr, WIDE: tl.constexpr,
+                 TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Of TOKENS tokens of one sequence, per expert: sums of scores, counts of the plain top-k; and the sum of squared log-sums.
+
+    partial: [programs, B, 2 * E + 1].
+    """
+    sequence = tl.program_id(1)
+    expert = tl.arange(0, EXPERTS)
+    at, real, inside = _tokens_of(sequence, length, num_sequences, num_experts, TOKENS, EXPERTS)
+    value = tl.load(logits + at, mask=real, other=0.0).to(WIDE)
+    scores, _ = _normalised(value, inside, SCORE)
     chosen = _choose(tl.where(inside, scores, float("-inf")), expert, K)
-    mine = (tl.program_id(0).to(tl.int64) * num_sequences + sequence) * num_experts + expert
-    tl.store(sums + mine, tl.sum(tl.where(real, scores, 0.0), 0), mask=expert < num_experts)
-    tl.store(counts + mine, tl.sum((chosen & real).to(WIDE), 0), mask=expert < num_experts)
+    mine = partial + (tl.program_id(0).to(tl.int64) * num_sequences + sequence) * (2 * num_experts + 1)
+    tl.store(mine + expert, tl.sum(tl.where(real, scores, 0.0), 0), mask=expert < num_experts)
+    tl.store(mine + num_experts + expert, tl.sum((chosen & real).to(WIDE), 0), mask=expert < num_experts)
+    log_sum = _log_sum(value, inside)
+    tl.store(mine + 2 * num_experts, tl.sum(tl.where(tl.sum(real.to(tl.int32), 1) > 0, log_sum * log_sum, 0.0), 0))
+
+
+@triton.jit
+def add_kernel(partial, out, programs, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[size] = the sum of the rows of partial [programs, size]."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], WIDE)
+    for first in range(0, programs, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < programs)[:, None] & (column < size)[None, :]
+        total += tl.sum(tl.load(partial + row[:, None] * size + column[None, :], mask=inside, other=0.0), 0)
+    tl.store(out + column, total, mask=column < size)
+
+
+@triton.jit
+def gradient_kernel(logits, sums, counts, running, steps, grad, values, length, num_sequences, num_experts, count_stride, of_all, of_each,
+                    of_running, coeff_all, coeff_each, coeff_running, coeff_z, factor, SCORE: tl.constexpr, LOSSES: tl.constexpr, RUNNING: tl.constexpr,
+                    Z: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """The losses' gradient for TOKENS tokens of one sequence; the first program writes the losses' values.
+
+    of_all, of_each, of_running: what counts are multiplied with in the three losses, 0 where a loss is not wanted; coeff_*: of the losses,
+    coeff_z with all that belongs to the gradient of the z-loss.
+    """
+    sequence = tl.program_id(1)
+    expert = tl.arange(0, EXPERTS)
+    known = expert < num_experts
+    at, real, inside = _tokens_of(sequence, length, num_sequences, num_experts, TOKENS, EXPERTS)
+    value = tl.load(logits + at, mask=real, other=0.0).to(WIDE)
+    result = tl.zeros([TOKENS, EXPERTS], WIDE)
+    if LOSSES:
+        whole = tl.zeros([EXPERTS], WIDE)
+        for other in range(0, num_sequences):
+            whole += tl.load(counts + other * count_stride + expert, mask=known, other=0.0)
+        mean = tl.zeros([EXPERTS], WIDE)
+        if RUNNING:
+            mean = tl.load(running + expert, mask=known, other=0.0).to(WIDE) / tl.load(steps).to(WIDE)
+        own = tl.load(counts + sequence * count_stride + expert, mask=known, other=0.0)
+        weight = (coeff_all * of_all * whole + coeff_each * of_each * own + coeff_running * of_running * mean)[None, :]
+        scores, slope = _normalised(value, inside, SCORE)
+        result = slope * (weight - tl.sum(tl.where(inside, scores * weight, 0.0), 1)[:, None])
+        if tl.program_id(0) + sequence == 0:
+            scored = tl.zeros([EXPERTS], WIDE)
+            each = tl.zeros([EXPERTS], WIDE)
+            for other in range(0, num_sequences):
+                score = tl.load(sums + other * (2 * num_experts + 1) + expert, mask=known, other=0.0)
+                scored += score
+                each += score * tl.load(counts + other * count_stride + expert, mask=known, other=0.0)
+            tl.store(values, (tl.sum(scored * whole, 0) * of_all).to(tl.float32))
+            tl.store(values + 1, (tl.sum(each, 0) * of_each).to(tl.float32))
+            tl.store(values + 2, (tl.sum(scored * mean, 0) * of_running).to(tl.float32))
+    elif tl.program_id(0) + sequence == 0:
+        for name in tl.static_range(3):
+            tl.store(values + name, 0.0)
+    squares = 0.0
+    if Z:
+        result += _softmax(value, inside) * (_log_sum(value, inside) * coeff_z)[:, None]
+        if tl.program_id(0) + sequence == 0:
+            for other in range(0, num_sequences):
+                squares += tl.load(sums + other * (2 * num_experts + 1) + 2 * num_experts).to(tl.float32)
+    if tl.program_id(0) + sequence == 0:
+        tl.store(values + 3, squares / tl.maximum(length * num_sequences, 1))
+    tl.store(grad + at, result * factor, mask=real)
+
+
+@triton.jit
+def attach_kernel(grad, more, scale, out, numel, factor, SCALED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """grad + more * factor; SCALED: times the number at `scale` instead."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < numel
+    if SCALED:
+        factor = tl.load(scale).to(WIDE)
+    total = tl.load(grad + place, mask=inside, other=0.0).to(WIDE) + tl.load(more + place, mask=inside, other=0.0).to(WIDE) * factor
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
 def _tile(num_experts: int, num_tokens: int) -> tuple[int, int]:
@@ -195,6 +297,7 @@ class _ScoreTopK(torch.autograd.Function):
                 SCORED=topk // group_topk if group_topk else 1, GROUP_TOPK=group_topk, WIDE=wide(logits_TE.dtype), TOKENS=tokens,
                 EXPERTS=experts)
         ctx.save_for_backward(logits_TE, routing_TE)
+        ctx.set_materialize_grads(False)
         ctx.plan = topk, score, pre_softmax, scaling
         ctx.mark_non_differentiable(routing_TE)
         return probs_TE, routing_TE
@@ -202,6 +305,8 @@ class _ScoreTopK(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TE, _):
         logits_TE, routing_TE = ctx.saved_tensors
+        if grad_TE is None:
+            return (None,) * 7
         topk, score, pre_softmax, scaling = ctx.plan
         num_tokens, num_experts = logits_TE.shape
         grad_TE = grad_TE if grad_TE.stride(1) == 1 else grad_TE.contiguous()
@@ -227,23 +332,70 @@ def fused_topk(logits: Tensor, topk: int, use_pre_softmax: bool = False, num_gro
                             float(scaling_factor or 1.0), bias_E)
 
 
-def balance(logits_TE: Tensor, topk: int, score_function: str, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the balancing losses read of a microbatch, without gradient.
+class Counted(NamedTuple):
+    """Per sequence the sums of scores and the counts of the plain top-k, [B, E], and the sums of squared log-sums [B]: views of one tensor."""
 
-    Returns: scores_TE that sum to one over the experts; slope_TE, r'(logit) / sum(r) of their unnormalised form r (scores_TE itself
-    for softmax); per sequence the sums of scores and the counts of the plain top-k, both [B, E]. All fp32 or wider.
-    """
+    sums_BE: Tensor
+    counts_BE: Tensor
+    squares_B: Tensor
+
+
+def count_choices(logits_TE: Tensor, topk: int, score_function: str, num_sequences: int) -> Counted:
+    """What the balancing losses read of a microbatch; fp32 or wider."""
     dtype = torch.promote_types(logits_TE.dtype, torch.float32)
     logits_TE = logits_TE.contiguous()
     num_tokens, num_experts = logits_TE.shape
     length = num_tokens // num_sequences
-    scores_TE = torch.empty(num_tokens, num_experts, dtype=dtype, device=logits_TE.device)
-    slope_TE = scores_TE if score_function == "softmax" else torch.empty_like(scores_TE)
     tokens, experts = _tile(num_experts, length)
-    partial = torch.zeros(2, triton.cdiv(length, tokens), num_sequences, num_experts, dtype=dtype, device=logits_TE.device)
+    programs, size = triton.cdiv(length, tokens), num_sequences * (2 * num_experts + 1)
+    partial, found = (torch.empty(shape, dtype=dtype, device=logits_TE.device) for shape in ((programs, size), (num_sequences, 2 * num_experts + 1)))
     if num_tokens:
-        balance_kernel[(partial.shape[1], num_sequences)](
-            logits_TE, scores_TE, slope_TE, partial[0], partial[1], length, num_sequences, num_experts, K=topk, SCORE=score_function,
-            WIDE=wide(logits_TE.dtype), TOKENS=tokens, EXPERTS=experts)
-    sums_BE, counts_BE = partial.sum(1)
-    return scores_TE, slope_TE, sums_BE, counts_BE
+        count_kernel[(programs, num_sequences)](logits_TE, partial, length, num_sequences, num_experts, K=topk, SCORE=score_function,
+                                                WIDE=wide(logits_TE.dtype), TOKENS=tokens, EXPERTS=experts)
+    add_kernel[(triton.cdiv(size, 32),)](partial, found, programs, size, WIDE=wide(dtype), ROWS=32, BLOCK=32)
+    return Counted(*found.split([num_experts, num_experts, 1], 1)[:2], found[:, -1])
+
+
+def balancing_gradient(logits_TE: Tensor, counted: Counted, counts_BE: Tensor, running: tuple[Tensor, Tensor] | None, scales: Sequence[float],
+                       coefficients: Sequence[float], score_function: str, z_coefficient: float | None, factor: float) -> tuple[Tensor, Tensor]:
+    """The losses, fp32 [4], and `factor` times the gradient of their weighted sum.
+
+    counts_BE: of all ranks whose tokens count, elements of a row side by side. running: counts [E] of many microbatches, and of how many.
+    scales: what the counts are multiplied with: over all sequences, of each, of the running mean; 0 where that loss is not wanted.
+    coefficients: of these three. z_coefficient: of the z-loss, which is a mean over this rank's tokens, with 2 / (their number); None: no such loss.
+    """
+    logits_TE = logits_TE.contiguous()
+    (num_tokens, num_experts), num_sequences = logits_TE.shape, counted.sums_BE.shape[0]
+    length = num_tokens // num_sequences
+    grad_TE = torch.empty(logits_TE.shape, dtype=counted.sums_BE.dtype, device=logits_TE.device)
+    values = torch.empty(4, dtype=torch.float32, device=logits_TE.device)
+    tokens, experts = _tile(num_experts, length)
+    gradient_kernel[(max(1, triton.cdiv(length, tokens)), num_sequences)](
+        logits_TE, counted.sums_BE, counts_BE, *(running or (counts_BE, counts_BE)), grad_TE, values, length, num_sequences, num_experts,
+        counts_BE.stride(0), *scales, *coefficients, z_coefficient or 0.0, factor, SCORE=score_function, LOSSES=any(scales),
+        RUNNING=running is not None, Z=z_coefficient is not None, WIDE=wide(logits_TE.dtype), TOKENS=tokens, EXPERTS=experts)
+    return values, grad_TE
+
+
+class _AttachGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_TE, grad_TE, grad_scale):
+        ctx.grad_TE, ctx.grad_scale = grad_TE, grad_scale
+        return logits_TE.view_as(logits_TE)
+
+    @staticmethod
+    def backward(ctx, grad_TE):
+        more_TE, scale = ctx.grad_TE, ctx.grad_scale
+        on_device = isinstance(scale, Tensor)
+        grad_TE = grad_TE.contiguous()
+        out = torch.empty_like(grad_TE)
+        if out.numel():
+            attach_kernel[(triton.cdiv(out.numel(), 1024),)](
+                grad_TE, more_TE, scale if on_device else more_TE, out, out.numel(), 0.0 if on_device else scale, SCALED=on_device,
+                WIDE=wide(torch.promote_types(grad_TE.dtype, more_TE.dtype)), BLOCK=1024)
+        return out, None, None
+
+
+def attach_gradient(logits_TE: Tensor, grad_TE: Tensor, grad_scale: float | Tensor) -> Tensor:
+    """Return the logits; in backward add grad_TE * grad_scale to their gradient; as moe/balancing.py: attach_gradient."""
+    return _AttachGradient.apply(logits_TE, grad_TE, grad_scale)

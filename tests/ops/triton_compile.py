@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-HALF, FP32, INT, LONG, BYTES = "*bf16", "*fp32", "i32", "*i64", "*u8"
+HALF, FP32, INT, I32, LONG, BYTES = "*bf16", "*fp32", "i32", "*i32", "*i64", "*u8"
 
 
 class C(NamedTuple):
@@ -39,6 +39,7 @@ def norm():
         rest = [C(True), C(False), wide, C(rows), C(block)]
         yield "forward_kernel", [data, data, data, kept, INT, INT, INT, "fp32", *rest]
         yield "backward_kernel", [data, data, data, kept, data, kept, INT, INT, INT, INT, *rest]
+        yield "weight_kernel", [kept, data, INT, INT, wide, C(32), C(32)]
 
 
 def rope():
@@ -48,12 +49,12 @@ def rope():
 
 def permute():
     tile = [C(128), C(64)]
-    yield "count_kernel", [BYTES, LONG, LONG, *[INT] * 4, *tile]
-    yield "place_kernel", [BYTES, LONG, LONG, LONG, LONG, LONG, *[INT] * 5, *tile]
+    yield "count_kernel", [BYTES, I32, *[INT] * 4, *tile]
+    yield "earlier_kernel", [I32, I32, LONG, INT, INT, C(64), C(16)]
+    yield "place_kernel", [BYTES, I32, LONG, I32, I32, I32, I32, BYTES, *[INT] * 5, *tile, C(1024)]
     for with_probs in (True, False):
-        yield "gather_kernel", [HALF, LONG, FP32, LONG, HALF, FP32, INT, INT, C(with_probs), C(2048)]
-    yield "sum_kernel", [HALF, LONG, LONG, HALF, INT, INT, W, C(2048)]
-    yield "spread_kernel", [FP32, LONG, FP32, INT, C(1024)]
+        yield "gather_kernel", [HALF, I32, FP32, I32, HALF, FP32, INT, INT, C(with_probs), C(2048)]
+        yield "sum_kernel", [HALF, I32, I32, I32, FP32, HALF, FP32, INT, INT, INT, C(with_probs), W, C(2048), C(256)]
 
 
 def router():
@@ -64,7 +65,11 @@ def router():
         how = [size["k"], C(score), C(pre)]
         yield "choose_kernel", [FP32, FP32, FP32, BYTES, *[INT] * 3, "fp32", *how, size["bias"], *size["groups"], W, *size["tile"]]
         yield "backward_kernel", [FP32, FP32, BYTES, FP32, *[INT] * 4, "fp32", *how, W, *size["tile"]]
-        yield "balance_kernel", [*[FP32] * 5, *[INT] * 3, *how[:2], W, *size["tile"]]
+        yield "count_kernel", [FP32, FP32, *[INT] * 3, *how[:2], W, *size["tile"]]
+        yield "gradient_kernel", [*[FP32] * 7, *[INT] * 4, *["fp32"] * 8, how[1], C(True), C(True), C(True), W, *size["tile"]]
+    yield "add_kernel", [FP32, FP32, INT, INT, W, C(32), C(32)]
+    for scaled in (True, False):
+        yield "attach_kernel", [HALF, FP32, FP32, HALF, INT, "fp32", C(scaled), W, C(1024)]
 
 
 def cross_entropy():

@@ -8,7 +8,7 @@ import torch
 from arguments.moe import MoEArgs
 from moe_trainer.backends import Backends
 from moe_trainer.layers import te
-from moe_trainer.layers.kernels import Kernels
+from moe_trainer.layers.kernels import Balancing, Kernels
 from moe_trainer.moe.dispatch import deepep, hybridep
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
@@ -127,8 +127,8 @@ def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends
 
 
 def connect_dispatcher(layers: Iterable, dispatcher: TokenDispatcher, fused_topk: Callable | None = None,
-                       balance: Callable | None = None) -> None:
+                       balancing: Balancing | None = None) -> None:
     """Give every MoE layer of a model the same dispatcher, and its router the same kernels."""
     for layer in layers:
         layer.dispatcher = dispatcher
-        layer.router.fused_topk, layer.router.balance = fused_topk, balance
+        layer.router.fused_topk, layer.router.balancing = fused_topk, balancing

@@ -38,7 +38,7 @@ def noting(called: set):
         made = on_kernels(names, backends)
         return replace(
             made, rms_norm=spy("norm", made.rms_norm), apply_rope=spy("rope", made.apply_rope), fused_topk=spy("router", made.fused_topk),
-            balance=spy("balance", made.balance), permutation=spy("permute", made.permutation),
+            balancing=type(made.balancing)(*(spy("balancing", step) for step in made.balancing)), permutation=spy("permute", made.permutation),
             loss_steps=type(made.loss_steps)(*(spy("loss", step) for step in made.loss_steps)),
             products=type(made.products)(*(spy("products", product) for product in made.products)),
             activations=tuple((kind, spy("dense", function) if function else None, type(block)(*(spy("experts", way) for way in block)))
@@ -61,7 +61,7 @@ def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
     ours = train(parse_args([*argv, "--triton-kernels", "all"], 1), 0, ParallelState.single(), steps=1)
     assert [str(difference) for difference in compare(plain, ours, NEAR)] == []
     missing = {"plain": {"dense"}, "deepseek": set(), "biases, tied head": {"dense", "products"}}[kind]
-    assert {"norm", "rope", "router", "balance", "permute", "loss", "products", "dense", "experts"} - called == missing
+    assert {"norm", "rope", "router", "balancing", "permute", "loss", "products", "dense", "experts"} - called == missing
 
 
 @pytest.mark.parametrize("recipe,blocks", [("blockwise", 2), ("mxfp8", 1), ("delayed", 1)])

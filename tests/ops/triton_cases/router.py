@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from moe_trainer.layers.kernels import Balancing
 from moe_trainer.moe import balancing
 from moe_trainer.moe.router import score_topk
 from moe_trainer.ops import triton_router
+from moe_trainer.parallel.state import ParallelState
 
 SIZES = [(1, 2, 1), (7, 5, 2), (40, 12, 3), (0, 8, 2), (3, 160, 6)]
 
@@ -69,15 +71,39 @@ def test_every_token_gets_k_different_experts_whatever_the_scores():
     assert (triton_router.fused_topk(torch.zeros(9, 6), 3)[1].sum(1) == 3).all()
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
-@pytest.mark.parametrize("length,sequences,experts,topk", [(6, 1, 5, 2), (300, 3, 10, 3), (1, 2, 8, 1)])
-def test_scores_and_counts_of_the_balancing_losses(score, length, sequences, experts, topk):
-    logits = torch.randn(length * sequences, experts)
-    scores, slope, sums, counts = triton_router.balance(logits, topk, score, sequences)
-    expected, expected_slope = balancing.normalised_scores(logits, score)
-    chosen = torch.zeros_like(expected).scatter_(1, expected.topk(topk, dim=1)[1], 1.0)
-    near = {"rtol": 2e-5, "atol": 1e-6}
-    torch.testing.assert_close(scores, expected, **near)
-    torch.testing.assert_close(slope, expected_slope, **near)
-    torch.testing.assert_close(sums, expected.view(length, sequences, experts).sum(0), **near)
-    assert torch.equal(counts, chosen.view(length, sequences, experts).sum(0))
+COEFFICIENTS = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [(0.1, 0.0, 0.0), (0.0, 0.2, 0.0), (0.0, 0.0, 0.3), (0.1, 0.2, 0.3), (0.0, 0.0, 0.0)])
+@pytest.mark.parametrize("score,length,sequences,experts,topk", [
+    ("softmax", 6, 1, 5, 2), ("sigmoid", 300, 3, 10, 3), ("sqrtsoftplus", 7, 2, 8, 1), ("softmax", 150, 2, 33, 4)])
+@pytest.mark.parametrize("z_loss_coeff,per_token_loss", [(None, False), (1e-2, True)])
+def test_balancing_losses(dtype, wanted, score, length, sequences, experts, topk, z_loss_coeff, per_token_loss):
+    """Losses of all kinds and their gradient are those of moe/balancing.py; the global loss has seen a microbatch before."""
+    if not any(wanted) and z_loss_coeff is None:
+        return
+    # equal logits, of which bf16 makes many, are chosen in another order
+    logits = (torch.rand(length * sequences, experts).argsort(1) * 0.125).to(dtype)
+    kernels = Balancing(triton_router.count_choices, triton_router.balancing_gradient, triton_router.attach_gradient)
+    found = []
+    for own in (kernels, None):
+        running = (torch.arange(experts, dtype=torch.float32), torch.ones(())) if wanted[2] else None
+        losses = balancing.balancing_losses(
+            logits, num_sequences=sequences, topk=topk, score_function=score, coefficients=dict(zip(COEFFICIENTS, wanted)),
+            z_loss_coeff=z_loss_coeff, per_token_loss=per_token_loss, running=running, ps=ParallelState.single(), kernels=own)
+        found.append([losses.values, losses.grad_TE, *(running or ())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 5), (70, 33), (0, 4)])
+@pytest.mark.parametrize("scale", [0.25, torch.tensor(0.5)])
+def test_the_gradient_of_the_losses_is_added(shape, dtype, scale):
+    more, grad, results = torch.randn(shape), torch.randn(shape).to(dtype), []
+    for attach in (triton_router.attach_gradient, balancing.attach_gradient):
+        leaf = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        attach(leaf, more, scale).backward(grad)
+        results.append(leaf.grad)
+    torch.testing.assert_close(*results, **({"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}))
