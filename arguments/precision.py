@@ -24,7 +24,7 @@ class PrecisionArgs:
     on_missing_backend: Literal["error", "fallback"] | None = None
     """What to do when an optional library is missing. Unset: error if its flag was typed and CUDA is there, else
     fall back."""
-    triton_kernels: list[Literal["all", "none", "activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize"]] = flag([])
+    triton_kernels: list[Literal["all", "none", "activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize", "sparse-attention"]] = flag([])
     """Operations that run on this program's own Triton kernels on CUDA devices instead of plain torch: the same numbers up to
     rounding. Unset: all but grouped-gemm (torch has a fused product of its own) where the package triton is installed, and
     TransformerEngine's norms, --moe-permute-fusion and --moe-router-fusion come before them; kernels that are named come before those. They

@@ -18,6 +18,8 @@ from moe_trainer.ops import pointwise, rope
 from moe_trainer.ops.cross_entropy import PLAIN, LossSteps
 from moe_trainer.ops.expert_mlp import Block
 from moe_trainer.ops.grouped_gemm import GroupedProducts
+from moe_trainer.ops.latent_attention import PLAIN as LISTED
+from moe_trainer.ops.latent_attention import TileSteps
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.ops.quantize import Quantized, quantize
@@ -25,7 +27,7 @@ from moe_trainer.ops.quantize import Quantized, quantize
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install triton"
-NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize")
+NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize", "sparse-attention")
 # torch's own grouped product is one kernel, too, and was made for each generation of devices
 DEFAULT = tuple(name for name in NAMES if name != "grouped-gemm")
 
@@ -49,6 +51,7 @@ class Kernels:
     rms_norm: Callable[..., Tensor] = pointwise.rms_norm
     apply_rope: Callable[..., Tensor] = rope.apply_rope
     loss_steps: LossSteps = PLAIN
+    listed: TileSteps = LISTED
     quantize: Callable[..., Quantized] = quantize
     activations: tuple[tuple[Activation, Callable[..., Tensor] | None, Block], ...] = ()
     products: GroupedProducts | None = None
@@ -98,6 +101,7 @@ def _load(name: str) -> dict:
         "cross-entropy": "moe_trainer.ops.triton_cross_entropy",
         "grouped-gemm": "moe_trainer.ops.triton_grouped_gemm",
         "quantize": "moe_trainer.ops.triton_quantize",
+        "sparse-attention": "moe_trainer.ops.triton_latent_attention",
     }[name])
     if name == "activation":
         return {"activations": (
@@ -113,6 +117,8 @@ def _load(name: str) -> dict:
         return {"loss_steps": LossSteps(module.softmax_in_place, module.gradient_in_place)}
     if name == "quantize":
         return {"quantize": module.quantize_or_define}
+    if name == "sparse-attention":
+        return {"listed": module.STEPS}
     if name == "permute":
         return {"permutation": module.TritonPermutation}
     if name == "router":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from moe_trainer.ops.latent_attention import Latents, attend, attend_backward
+from moe_trainer.ops.latent_attention import PLAIN, Latents, TileSteps, attend, attend_backward
 from moe_trainer.ops.sparse_attention import numbers_of_rows
 from moe_trainer.parallel.mappings import reduce_scatter_rows
 from moe_trainer.parallel.sequence import SequenceShard, rank_order
@@ -38,33 +38,34 @@ def latents_of(latents_SBW: Tensor, weight: Tensor, heads: int, scale: float, gr
     return Latents(rows_BKW.flatten(0, 1), weight.detach().unflatten(0, (heads, -1)), scale)
 
 
-def latent_attention(q_SBND: Tensor, keys: LatentKeys, latents: Latents, chosen_BSC: Tensor, group: Group) -> Tensor:
+def latent_attention(q_SBND: Tensor, keys: LatentKeys, latents: Latents, chosen_BSC: Tensor, group: Group,
+                     steps: TileSteps = PLAIN) -> Tensor:
     """Attention of this rank's queries to their chosen keys of the whole sequence. latents: `latents_of` the keys; chosen: int32 places, -1: none.
 
     Returns: [S, B, N * E]. Communication, in backward: S * B * W elements all-gathered over the group, and as many in fp32 or wider
     reduce-scattered.
     """
     rows_TC = numbers_of_rows(chosen_BSC, keys.latents_SBW.shape[0] * group.size)
-    return _LatentAttention.apply(q_SBND, *keys, rows_TC, latents, group)
+    return _LatentAttention.apply(q_SBND, *keys, rows_TC, latents, group, steps)
 
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_SBND, latents_SBW, weight, rows_TC, latents, group):
-        out_TNE, lse_TN = attend(q_SBND.flatten(0, 1), latents, rows_TC)
+    def forward(ctx, q_SBND, latents_SBW, weight, rows_TC, latents, group, steps):
+        out_TNE, lse_TN = attend(q_SBND.flatten(0, 1), latents, rows_TC, steps)
         out_SBH = out_TNE.flatten(1).unflatten(0, q_SBND.shape[:2])
         ctx.save_for_backward(q_SBND, latents_SBW, weight, rows_TC, out_SBH, lse_TN)
-        ctx.how = latents.scale, group
+        ctx.how = latents.scale, group, steps
         return out_SBH
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        (q_SBND, latents_SBW, weight, rows_TC, out_SBH, lse_TN), (scale, group) = ctx.saved_tensors, ctx.how
+        (q_SBND, latents_SBW, weight, rows_TC, out_SBH, lse_TN), (scale, group, steps) = ctx.saved_tensors, ctx.how
         batch, heads = q_SBND.shape[1:3]
         latents = latents_of(latents_SBW, weight, heads, scale, group)
         grad_TNE, out_TNE = (x.reshape(-1, heads, x.shape[2] // heads) for x in (grad_SBH, out_SBH))
-        grad_q, grad_rows, grad_weight = attend_backward(grad_TNE, q_SBND.flatten(0, 1), latents, rows_TC, out_TNE, lse_TN)
+        grad_q, grad_rows, grad_weight = attend_backward(grad_TNE, q_SBND.flatten(0, 1), latents, rows_TC, out_TNE, lse_TN, steps)
         grad_KBW = grad_rows.unflatten(0, (batch, -1)).transpose(0, 1)
         if group.size > 1:
             grad_KBW = reduce_scatter_rows(rank_order(grad_KBW, group.size), group)[0]
-        return grad_q.view_as(q_SBND), grad_KBW.to(latents_SBW.dtype), grad_weight.view_as(weight).to(weight.dtype), None, None, None
+        return grad_q.view_as(q_SBND), grad_KBW.to(latents_SBW.dtype), grad_weight.view_as(weight).to(weight.dtype), None, None, None, None

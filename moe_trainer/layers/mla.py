@@ -83,7 +83,8 @@ class MultiLatentAttention(nn.Module):
         if model.experimental_attention_variant == "dsa":
             self.core_attention = SparseAttention(
                 model, ps, layer_number, name=f"{name}.core_attention", head_dim=key_dim, scale=scale, activations=kit.activations,
-                queue=kit.queue, sequence_parallel=sequence_parallel, per_token_loss=per_token_loss, quantized=kit.precision is not None)
+                queue=kit.queue, sequence_parallel=sequence_parallel, per_token_loss=per_token_loss, quantized=kit.precision is not None,
+                steps=kit.kernels.listed)
         else:
             self.core_attention = kit.core_attention(model, layer_number, head_dim=key_dim, scale=scale)
         self.logits = LogitPeaks(model, layer_number, scale, ps.cp)

@@ -42,7 +42,7 @@ from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.memory.activations import Activations
 from moe_trainer.ops.attach_loss import attach_gradients
 from moe_trainer.ops.hadamard import rotate
-from moe_trainer.ops.latent_attention import Latents
+from moe_trainer.ops.latent_attention import PLAIN, Latents, TileSteps
 from moe_trainer.ops.rope import apply_rope
 from moe_trainer.ops.sparse_attention import HeadTeacher, Index, LatentTeacher, Teacher, choose_keys
 from moe_trainer.parallel.collectives import all_reduce
@@ -91,17 +91,17 @@ class Indexer(nn.Module):
 class SparseAttention(ContextParallelAttention):
     """Core attention to chosen keys. name: global name, e.g. "decoder.layers.0.self_attention.core_attention".
 
-    sequence_parallel: the indexer's inputs are this rank's rows. per_token_loss: see balancing_losses. quantized: linears multiply in fewer
+    sequence_parallel: the indexer's inputs are this rank's rows. steps: of attention to listed keys. per_token_loss: see balancing_losses. quantized: linears multiply in fewer
     bits. `recorder`: None, or a list that receives the choice of every pass, a bit per query and key or a list of each query's keys.
     """
 
     def __init__(self, model: ModelArgs, ps: ParallelState, layer_number: int, *, name: str, head_dim: int, scale: float,
                  activations: Activations, queue: WeightGradQueue | None = None, sequence_parallel: bool = False,
-                 per_token_loss: bool = False, quantized: bool = False):
+                 per_token_loss: bool = False, quantized: bool = False, steps: TileSteps = PLAIN):
         super().__init__(model, layer_number, head_dim=head_dim, scale=scale, heads=Group.single("no heads travel"), positions=ps.cp,
                          gathered=True)
         self.tp, self.gathers_rows, self.activations = ps.tp, sequence_parallel and ps.tp.size > 1, activations
-        self.model, self.quantized = model, quantized
+        self.model, self.quantized, self.steps = model, quantized, steps
         self.topk = None if model.dsa_indexer_warmup else model.dsa_indexer_topk
         self.relu, self.selected_only = model.dsa_indexer_scoring_relu, model.dsa_indexer_use_sparse_loss
         self.coeff, self.per_token_loss = model.dsa_indexer_loss_coeff or 0.0, per_token_loss
@@ -141,7 +141,7 @@ class SparseAttention(ContextParallelAttention):
         if choice is None:
             y_SBH = super().forward(q_SBND, *keys, visible)
         elif listed:
-            y_SBH = latent_attention(q_SBND, keys, latents, choice, group)
+            y_SBH = latent_attention(q_SBND, keys, latents, choice, group, self.steps)
         else:
             attend = ring_attention if size == 1 else gathered_attention
             y_SBH = attend(q_SBND, *keys, self.scale, replace(rule, selection=choice), group)

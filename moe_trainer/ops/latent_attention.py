@@ -19,8 +19,9 @@ Shapes: T queries (positions times sequences), K rows of all sequences, C chosen
 R width of the kv latent, W = R + rope width of a row, E value width, F = nope + E rows of the up-projection per head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,23 +70,58 @@ class Latents:
             yield rows, keys_TC[rows], self.gather(keys_TC[rows])
 
 
-def attend(q_TND: Tensor, latents: Latents, keys_TC: Tensor) -> tuple[Tensor, Tensor]:
+class TileSteps(NamedTuple):
+    """What is done with a tile of queries that are brought to latents: forward_of_tile, backward_of_tile, or kernels that stand in for them."""
+
+    forward: Callable[[Tensor, Latents, Tensor], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Latents, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def forward_of_tile(q_TNW: Tensor, latents: Latents, keys_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns: the mean of the chosen latents by the heads' probabilities [T, N, R], log-sum-exp [T, N]."""
+    mean, lse = q_TNW.new_empty(*q_TNW.shape[:2], latents.rank), wide(q_TNW.new_empty(0)).new_empty(q_TNW.shape[:2])
+    for part, keys, rows in latents.parts(keys_TC):
+        scores = latents.scores(q_TNW[part], rows, keys)
+        lse[part] = torch.logsumexp(scores, -1)
+        torch.bmm(_probabilities(scores, lse[part]).to(q_TNW.dtype), rows[..., :latents.rank], out=mean[part])
+    return mean, lse
+
+
+def backward_of_tile(q_TNW: Tensor, latents: Latents, keys_TC: Tensor, grad_TNR: Tensor, delta_TN1: Tensor, lse_TN: Tensor,
+                     grad_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """grad: of the mean; delta: what goes off its products with rows. Adds the gradient of rows to grad_rows.
+
+    Returns: the gradient of q, and the mean again.
+    """
+    mean, grad_q = torch.empty_like(grad_TNR), torch.empty_like(q_TNW)
+    for part, keys, rows in latents.parts(keys_TC):
+        probs = _probabilities(latents.scores(q_TNW[part], rows, keys), lse_TN[part])
+        narrow, values = probs.to(q_TNW.dtype), rows[..., :latents.rank]
+        torch.bmm(narrow, values, out=mean[part])
+        grad_scores = wide(torch.bmm(grad_TNR[part], values.transpose(1, 2))).sub_(delta_TN1[part]).mul_(probs).mul_(latents.scale).to(q_TNW.dtype)
+        torch.bmm(grad_scores, rows, out=grad_q[part])
+        of_rows = torch.bmm(grad_scores.transpose(1, 2), q_TNW[part])
+        of_rows[..., :latents.rank].baddbmm_(narrow.transpose(1, 2), grad_TNR[part])
+        grad_rows.index_add_(0, keys.clamp(min=0).flatten(), of_rows.flatten(0, 1).to(grad_rows.dtype))
+    return grad_q, mean
+
+
+PLAIN = TileSteps(forward_of_tile, backward_of_tile)
+
+
+def attend(q_TND: Tensor, latents: Latents, keys_TC: Tensor, steps: TileSteps = PLAIN) -> tuple[Tensor, Tensor]:
     """keys_TC: int32 numbers of rows, -1: none. Returns: output [T, N, E] in the dtype of q, log-sum-exp [T, N] in fp32 or wider."""
-    rank, nope = latents.rank, latents.nope(q_TND)
+    nope = latents.nope(q_TND)
     out = q_TND.new_empty(*q_TND.shape[:2], latents.weight_NFR.shape[1] - nope)
     lse = wide(q_TND.new_empty(0)).new_empty(q_TND.shape[:2])
     for tile in _slices(len(q_TND), _tile(q_TND)):
-        q = latents.absorb(q_TND[tile])
-        mean, sums = q.new_empty(*q.shape[:2], rank), lse[tile]
-        for part, keys, rows in latents.parts(keys_TC[tile]):
-            scores = latents.scores(q[part], rows, keys)
-            sums[part] = torch.logsumexp(scores, -1)
-            torch.bmm(_probabilities(scores, sums[part]).to(q.dtype), rows[..., :rank], out=mean[part])
+        mean, lse[tile] = steps.forward(latents.absorb(q_TND[tile]), latents, keys_TC[tile])
         out[tile] = _by_head(mean, latents.weight_NFR[:, nope:].transpose(1, 2))
     return out, lse
 
 
-def attend_backward(grad_TNE: Tensor, q_TND: Tensor, latents: Latents, keys_TC: Tensor, out_TNE: Tensor, lse_TN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(grad_TNE: Tensor, q_TND: Tensor, latents: Latents, keys_TC: Tensor, out_TNE: Tensor, lse_TN: Tensor,
+                    steps: TileSteps = PLAIN) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, in its dtype, of latents.rows_KW and of latents.weight_NFR, these fp32 or wider."""
     rank, nope, weight = latents.rank, latents.nope(q_TND), latents.weight_NFR
     grad_q = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
@@ -93,16 +129,7 @@ def attend_backward(grad_TNE: Tensor, q_TND: Tensor, latents: Latents, keys_TC: 
     for tile in _slices(len(q_TND), _tile(q_TND)):
         q, grad = latents.absorb(q_TND[tile]), grad_TNE[tile]
         grad_mean, delta = _by_head(grad, weight[:, nope:]), (wide(grad) * out_TNE[tile]).sum(-1, keepdim=True)
-        mean, grad_latent = torch.empty_like(grad_mean), torch.empty_like(q)
-        for part, keys, rows in latents.parts(keys_TC[tile]):
-            probs = _probabilities(latents.scores(q[part], rows, keys), lse_TN[tile][part])
-            narrow, values = probs.to(q.dtype), rows[..., :rank]
-            torch.bmm(narrow, values, out=mean[part])
-            grad_scores = wide(torch.bmm(grad_mean[part], values.transpose(1, 2))).sub_(delta[part]).mul_(probs).mul_(latents.scale).to(q.dtype)
-            torch.bmm(grad_scores, rows, out=grad_latent[part])
-            of_rows = torch.bmm(grad_scores.transpose(1, 2), q[part])
-            of_rows[..., :rank].baddbmm_(narrow.transpose(1, 2), grad_mean[part])
-            grad_rows.index_add_(0, keys.clamp(min=0).flatten(), of_rows.flatten(0, 1).to(grad_rows.dtype))
+        grad_latent, mean = steps.backward(q, latents, keys_TC[tile], grad_mean, delta, lse_TN[tile], grad_rows)
         grad_q[tile, :, :nope] = _by_head(grad_latent[..., :rank], weight[:, :nope].transpose(1, 2))
         grad_q[tile, :, nope:] = grad_latent[..., rank:]
         grad_weight[:, :nope] += torch.bmm(q_TND[tile, :, :nope].permute(1, 2, 0), grad_latent[..., :rank].transpose(0, 1))

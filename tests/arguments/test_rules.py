@@ -153,6 +153,7 @@ TRITON = "--triton-kernels"
     (f"{TRITON} permute --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --expert-model-parallel-size 2",
      "--moe-token-dispatcher-type", {"permute"}),
     (f"{TRITON} permute --moe-token-dispatcher-type flex --expert-model-parallel-size 2", "--moe-token-dispatcher-type", set()),
+    (f"{TRITON} sparse-attention", "", {"sparse-attention"}),
     (f"{TRITON} norm --normalization LayerNorm", "--normalization", {"norm"}),
     (f"{TRITON} norm --normalization RMSNorm", "--normalization", set()),
     (f"{TRITON} norm --normalization LayerNorm --qk-l2-norm", "--normalization", set()),

@@ -1,6 +1,6 @@
 """Kernels that a layer launches for one microbatch, forward and backward: numbers that may only fall.
 
-Counted is what another layer adds, in bf16 and plain torch. A view launches nothing, a product or a fused operator
+Counted is what another layer adds, in bf16, in plain torch and with Triton. A view launches nothing, a product or a fused operator
 of torch one kernel. The list by operator and source line: PYTHONPATH=tests:. python tests/emulated_cuda/test_kernels.py NAME
 """
 
@@ -11,12 +11,17 @@ import pytest
 from emulated_cuda.run import on_device
 from train.layouts import argv_of
 
+from moe_trainer.layers.kernels import DEFAULT
+
 MICROBATCHES = 2
 HEADS = "--kv-channels 8"  # flash attention takes multiples of eight
 QWEN3 = f"{HEADS} --qk-layernorm --group-query-attention --num-query-groups 2 --moe-router-dtype fp32 --moe-z-loss-coeff None "
 QWEN3_NEXT = (f"{QWEN3} --kv-channels 32 --rotary-percent 0.25 --apply-layernorm-1p --attention-output-gate --moe-shared-expert-intermediate-size 8 "
               "--moe-shared-expert-gate --experimental-attention-variant gated_delta_net --linear-key-head-dim 8 --linear-value-head-dim 8 "
               "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-conv-kernel-dim 4 ")
+# as on a device that has triton; each program of Triton's interpreter takes milliseconds, so there are few tokens
+TRITON = (f" --triton-kernels {' '.join(DEFAULT)} --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 "
+          f"--global-batch-size {MICROBATCHES}")
 # name: model, flags, kernels at most. LAYERS is the number of layers
 BUDGET = {
     "Mixtral": ("plain", HEADS, 144),
@@ -26,6 +31,8 @@ BUDGET = {
     "Qwen3-Next, softmax attention": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [0]*LAYERS", 218),
     "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 503),
 }
+BUDGET |= {f"{name}, Triton": (*BUDGET[name][:1], BUDGET[name][1] + TRITON, budget) for name, budget in (
+    ("Mixtral", 66), ("Mixtral, padded to capacity", 110), ("Qwen3", 85), ("DeepSeek-V3", 109), ("Qwen3-Next, softmax attention", 300))}
 
 
 def kernels(kind: str, flags: str, layers: int) -> Counter:

@@ -1,26 +1,16 @@
 """Triton's kernels on the emulated device, by Triton's interpreter (TRITON_INTERPRET=1)."""
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 from emulation import Device
 
 
-def _in_single(create_dot: Callable, tl: ModuleType) -> Callable:
-    """The interpreter keeps bf16 as 16-bit integers, and would multiply these."""
-
-    def create(builder, a, b, *given):
-        a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return create_dot(builder, a, b, *given)
-
-    return create
-
-
 def use_interpreter(device: Device) -> None:
     """Have the interpreter work on the device's own bytes, and count each launch."""
+    import bf16_products
     import triton
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+    from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__
 
@@ -36,7 +26,7 @@ def use_interpreter(device: Device) -> None:
         device.kernel(f"triton::{executor.fn.__name__}", [given[name] for name in on_device], run)
 
     GridExecutor.__call__ = call
-    InterpreterBuilder.create_dot = _in_single(InterpreterBuilder.create_dot, triton.language)
+    bf16_products.correct()
     # nothing is copied: tensors of the host, whose bytes are the device's
     GridExecutor._init_args_hst = lambda executor, args, kwargs: (args, kwargs)
     GridExecutor._restore_args_dev = lambda executor, *unused: None

@@ -17,7 +17,7 @@ def test_the_default_on_a_device_that_has_triton(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "_load", lambda name: {})
     with caplog.at_level(logging.INFO):
         choose_kernels(OPTIONS["triton_kernels"].default, Backends(cuda=True))
-    assert caplog.messages == ["Triton kernels: activation, norm, rope, permute, router, cross-entropy, quantize"]
+    assert caplog.messages == ["Triton kernels: activation, norm, rope, permute, router, cross-entropy, quantize, sparse-attention"]
 
 
 def test_the_default_tells_why_a_device_has_none(monkeypatch, caplog):

@@ -99,7 +99,16 @@ def quantize():
     yield "amax_kernel", [HALF, FP32, *[INT] * 4, C(8), C(512)]
 
 
-ROOMS = (pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize)
+def latent_attention():
+    for data, keys, precision in ((HALF, 32, "ieee"), (FP32, 16, "ieee")):
+        tile = [C(precision), C(16), C(keys), C(512), C(64)]
+        options = {"num_warps": 8, "num_stages": 1}
+        yield "forward_kernel", [data, data, I32, data, FP32, *[INT] * 5, "fp32", *tile], options
+        yield "query_kernel", [data, data, I32, data, FP32, FP32, data, data, *[INT] * 7, "fp32", *tile], options
+        yield "key_kernel", [data, data, I32, data, FP32, FP32, FP32, *[INT] * 7, "fp32", *tile], options
+
+
+ROOMS = (pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize, latent_attention)
 
 
 def of_ones(arguments: list) -> list:

@@ -19,6 +19,10 @@ SMALL = "--seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --globa
 QUERIES = "--group-query-attention --num-query-groups 2 --qk-layernorm"
 
 
+SPARSE = ("--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 1 "
+          "--dsa-indexer-use-sparse-loss --dsa-attention-form gathered")
+
+
 def on_kernels(names, _backends):
     """As on a CUDA device; the interpreter takes tensors of a CPU."""
     return kernels.choose_kernels(names, Backends("error", cuda=True))
@@ -37,7 +41,7 @@ def noting(called: set):
     def choose(names, backends):
         made = on_kernels(names, backends)
         return replace(
-            made, rms_norm=spy("norm", made.rms_norm), apply_rope=spy("rope", made.apply_rope), fused_topk=spy("router", made.fused_topk),
+            made, listed=type(made.listed)(*(spy("listed", step) for step in made.listed)), rms_norm=spy("norm", made.rms_norm), apply_rope=spy("rope", made.apply_rope), fused_topk=spy("router", made.fused_topk),
             balancing=type(made.balancing)(*(spy("balancing", step) for step in made.balancing)), permutation=spy("permute", made.permutation),
             loss_steps=type(made.loss_steps)(*(spy("loss", step) for step in made.loss_steps)),
             products=type(made.products)(*(spy("products", product) for product in made.products)),
@@ -47,7 +51,8 @@ def noting(called: set):
     return choose
 
 
-@pytest.mark.parametrize("kind,more", [("plain", QUERIES), ("deepseek", ""), ("biases, tied head", "")], ids=["plain", "deepseek", "gelu"])
+@pytest.mark.parametrize("kind,more", [("plain", QUERIES), ("deepseek", ""), ("biases, tied head", ""), ("deepseek", SPARSE)],
+                         ids=["plain", "deepseek", "gelu", "sparse"])
 def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
     """gelu: biases, experts one by one."""
     argv = [*argv_of(kind), *more.split(), *SMALL, "--num-layers", "2"]
@@ -60,8 +65,8 @@ def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
     monkeypatch.setattr(build, "choose_kernels", noting(called))
     ours = train(parse_args([*argv, "--triton-kernels", "all"], 1), 0, ParallelState.single(), steps=1)
     assert [str(difference) for difference in compare(plain, ours, NEAR)] == []
-    missing = {"plain": {"dense"}, "deepseek": set(), "biases, tied head": {"dense", "products"}}[kind]
-    assert {"norm", "rope", "router", "balancing", "permute", "loss", "products", "dense", "experts"} - called == missing
+    missing = {"plain": {"dense", "listed"}, "deepseek": set() if more == SPARSE else {"listed"}, "biases, tied head": {"dense", "products", "listed"}}[kind]
+    assert {"listed", "norm", "rope", "router", "balancing", "permute", "loss", "products", "dense", "experts"} - called == missing
 
 
 @pytest.mark.parametrize("recipe,blocks", [("blockwise", 2), ("mxfp8", 1), ("delayed", 1)])

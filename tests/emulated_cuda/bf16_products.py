@@ -1,0 +1,14 @@
+"""Triton's interpreter keeps bf16 as 16-bit integers, and would multiply these: `correct` has it multiply their values."""
+
+from triton import language as tl
+from triton.runtime.interpreter import InterpreterBuilder
+
+
+def correct() -> None:
+    create_dot = InterpreterBuilder.create_dot
+
+    def create(builder, a, b, *given):
+        a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return create_dot(builder, a, b, *given)
+
+    InterpreterBuilder.create_dot = create

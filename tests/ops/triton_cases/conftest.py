@@ -1,0 +1,3 @@
+from emulated_cuda import bf16_products
+
+bf16_products.correct()
