@@ -220,14 +220,19 @@ def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Run:
         save_history=SaveHistory(),
         timers=timers,
         profiler=Profiler(args.output, runtime.place.rank),
-        whole=_iteration_graph(args, runtime.device, chunks) if args.training.cuda_graph_impl == "full_iteration" else None,
+        whole=_iteration_graph(args, runtime.device, chunks),
         dumps=Dumps(args.output, args.moe, runtime.place.rank),
     )
 
 
-def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transformer]) -> IterationGraph:
+def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transformer]) -> IterationGraph | None:
+    impl = args.training.cuda_graph_impl
+    if impl != "none" and device.type != "cuda":
+        logger.info("--cuda-graph-impl %s: this rank computes without CUDA graphs, for which it would need a CUDA device; the numbers are the same", impl)
+    if impl != "full_iteration" or device.type != "cuda":
+        return None
     streams = [chunk.stream.generator(device) for chunk in chunks if chunk.stream is not None]
-    return IterationGraph(device, args.training.cuda_graph_warmup_steps, streams)
+    return IterationGraph(args.training.cuda_graph_warmup_steps, streams)
 
 
 def prepare_evaluation(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:

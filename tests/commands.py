@@ -69,12 +69,11 @@ def start(argv: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen:
 def run(argv: list[str], cwd: Path, world_size: int = 1, timeout: float = 600.0, apart: bool = False, **env: str) -> Finished:
     """Run `pretrain_moe.py argv` on `world_size` ranks; returns the first failing rank's result, else all output.
 
-    The ranks have torchrun's variables, without torchrun itself, which costs seconds a time. apart: each is a command of its own; so it
-    is where there is a GPU, which a forked process could not use.
+    The ranks have torchrun's variables, without torchrun itself, which costs seconds a time. apart: each is a command of its own.
     """
     with rank_variables(world_size) as ranks:
         envs = [environment(**variables, **env) for variables in ranks]
-        results = (_commands if apart or torch.cuda.is_available() else _forks)(argv, cwd, envs, timeout)
+        results = (_commands if apart else _forks)(argv, cwd, envs, timeout)
     failed = [result for result in results if result.returncode != 0]
     if failed and failed[0].returncode == 2:  # any of the ranks that find the same wrong says so
         return Finished(2, failed[0].stdout, "".join(result.stderr for result in failed if result.returncode == 2))

@@ -10,12 +10,17 @@ DOCUMENTS = 3000
 @pytest.fixture(scope="module", autouse=True)
 def short_mock_data():
     """Forked ranks would spend more on the order of six million samples than on training; tests/data_pipeline has them all."""
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch.setattr)
+        yield
+
+
+def shorten(set_attribute=setattr) -> None:
+    """The same in a process of another parent."""
     whole = MockTokens.__init__
 
     def short(self, *given):
         whole(self, *given)
         self.sequence_lengths = self.sequence_lengths[:DOCUMENTS]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MockTokens, "__init__", short)
-        yield
+    set_attribute(MockTokens, "__init__", short)

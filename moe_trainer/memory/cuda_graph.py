@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from moe_trainer.memory.graph_capture import new_graph, new_pool, put_together, take_apart
+from moe_trainer.memory.graph_capture import Graph, put_together, take_apart
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,7 @@ class Graphs:
 
     def _tell(self) -> None:
         self._told = len(self._slots)
-        how = "CUDA graphs" if self.device.type == "cuda" else "CUDA graphs, emulated on this CPU (slow; for looking at numbers)"
-        logger.info("%s: %d in all for %d passes in flight (%s), %.1f MiB of tensors that stay in their places", how,
+        logger.info("CUDA graphs: %d in all for %d passes in flight (%s), %.1f MiB of tensors that stay in their places",
                     sum(slot.num_graphs for slot in self._slots), len(self._slots), ", ".join(sorted(self.parts)), self.num_bytes / 2**20)
 
 
@@ -121,8 +120,7 @@ class _Slot:
     """The graphs of one pass in flight, in the order in which it calls them."""
 
     def __init__(self, graphs: Graphs):
-        self.graphs, self.device = graphs, graphs.device
-        self.pool = new_pool(graphs.device)
+        self.graphs, self.pool = graphs, torch.cuda.graph_pool_handle()
         self.capturing = False
         self._units: list[_Unit] = []
         self._next = 0
@@ -199,7 +197,7 @@ class _Unit:
         self._hooks = [(module, hook) for root in modules for module in root.modules() for hook in module._forward_pre_hooks.values()]
         self._prepare()
         self.inputs = tuple(slot.place(x) for x in tensors)
-        self._forward_graph, self._backward_graph = new_graph(slot.device, slot.pool), None
+        self._forward_graph, self._backward_graph = Graph(slot.pool), None
         with torch.enable_grad():
             result = self._forward_graph.capture(lambda: fn(*self.inputs))
         found: list[Tensor] = []
@@ -267,7 +265,7 @@ class _Unit:
 
     def _capture_backward(self) -> None:
         wanted = [x for x in self.inputs if x.requires_grad]
-        self._backward_graph = new_graph(self.slot.device, self.slot.pool)
+        self._backward_graph = Graph(self.slot.pool)
         scratch = self.slot.graphs.scratch(self.params)
 
         def run() -> tuple[list[Tensor | None], list[Tensor | None]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe_trainer.memory.graph_capture import Graph, new_graph, new_pool, put_together, take_apart
+from moe_trainer.memory.graph_capture import Graph, put_together, take_apart
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 class IterationGraph:
     """warmup: iterations before the first capture, at least one. generators: that an iteration draws from, besides the device's own one."""
 
-    def __init__(self, device: torch.device, warmup: int, generators: Sequence[torch.Generator] = ()):
-        self.device, self._generators = device, tuple(generators)
+    def __init__(self, warmup: int, generators: Sequence[torch.Generator] = ()):
+        self._generators = tuple(generators)
         self._eager_iterations, self._iterations = max(1, warmup), 0
         self._key: Any = None
         self._graph: Graph | None = None
@@ -52,8 +52,7 @@ class IterationGraph:
     def _capture(self, key: Any, shape: Any, tensors: list[torch.Tensor], fn: Callable[[Any], Any]) -> None:
         self._graph = self._result = self._state = None  # its memory is free before the next one takes any
         self._inputs = [x.clone() for x in tensors]
-        self._graph = new_graph(self.device, new_pool(self.device), self._generators)
+        self._graph = Graph(torch.cuda.graph_pool_handle(), self._generators)
         self._result = self._graph.capture(lambda: fn(put_together(shape, iter(self._inputs))))
         self._key = key
-        how = "" if self.device.type == "cuda" else ", emulated on this CPU (slow; for looking at numbers)"
-        logger.info("CUDA graph of the whole iteration (%s microbatches)%s", key, how)
+        logger.info("CUDA graph of the whole iteration (%s microbatches)", key)

@@ -114,8 +114,9 @@ def _activations(args: Arguments, ps: ParallelState, device: torch.device, strea
 
 
 def _graphs(args: Arguments, device: torch.device, queue: WeightGradQueue | None) -> Graphs:
-    """Which parts of one chunk are captured as CUDA graphs."""
-    return Graphs(captured_parts(args.training), device, warmup=args.training.cuda_graph_warmup_steps, queue=queue)
+    """Which parts of one chunk are captured as CUDA graphs; none on a CPU."""
+    parts = captured_parts(args.training) if device.type == "cuda" else frozenset()
+    return Graphs(parts, device, warmup=args.training.cuda_graph_warmup_steps, queue=queue)
 
 
 def _queue(layout: ChunkLayout, parallel: ParallelArgs) -> WeightGradQueue | None:

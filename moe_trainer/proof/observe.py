@@ -66,7 +66,9 @@ class Outcome:
 def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: int = 0, seed: int = 0, device: str = "cpu") -> Run:
     """Build a run whose batches need no files; `skip` leaves out those of the first steps. Collective."""
     place = Place(rank, ps.world.size, rank, None, None, "proof")
-    run = build_run(args, Runtime(place, torch.device(device), ps), tokenizer(args))
+    # a device of this rank is numbered, as of initialize.py
+    where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    run = build_run(args, Runtime(place, where, ps), tokenizer(args))
     return replace(run, train_batches=iter(_batches(run, skip, steps, seed)))
 
 

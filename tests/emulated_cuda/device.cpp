@@ -14,6 +14,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 #include <unistd.h>
 
@@ -25,6 +26,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -167,11 +169,25 @@ struct Graph {
   std::map<const void*, int64_t> used;             // blocks that are not its own, by number
   std::map<void*, c10::Storage> kept;
   std::vector<c10::DataPtr> parked;
+  bool of_thread = false;                          // other threads, on other streams, may do what a capture does not permit
+  std::thread::id thread;
+  DeviceIndex device = 0;
+  int64_t stream = 0;
 };
 Graph* capturing = nullptr;
+// Collectives of a replay: messages may cross, so nobody waits for one before the next computation.
+std::vector<c10::intrusive_ptr<c10d::Work>> communicating;
+void arrive_all() {
+  for (auto& work : communicating) work->wait();
+  communicating.clear();
+}
 
+bool refuses() {
+  if (!capturing || !capturing->of_thread || std::this_thread::get_id() == capturing->thread) return capturing;
+  return current_device == capturing->device && current_streams[current_device] == capturing->stream;
+}
 void permit(const std::string& what) {
-  TORCH_CHECK(!capturing, "CUDA error: operation not permitted when stream is capturing: ", what);
+  TORCH_CHECK(!refuses(), "CUDA error: operation not permitted when stream is capturing: ", what);
 }
 thread_local int nested = 0;  // inside an operator that is one kernel on a device and is computed from several here
 void host_wait(const std::string& what, const Clock& clock) {
@@ -486,6 +502,7 @@ struct Plan {  // what is known of an operator from its schema
   std::vector<bool> written;
   int generator = -1;
   bool kernel = true, mixes = false, waits = false;
+  bool draws = false;  // from the default generator, without an argument for one (native_dropout)
 };
 const Plan& plan_of(const c10::OperatorHandle& op) {
   static std::unordered_map<const void*, Plan> plans;
@@ -508,6 +525,7 @@ const Plan& plan_of(const c10::OperatorHandle& op) {
   plan.kernel = !NO_KERNEL.count(plan.name) && (writes || !views);
   plan.mixes = HOST_INDICES.count(plan.name) || schema.name().rfind("c10d::", 0) == 0;
   plan.waits = DATA_DEPENDENT.count(plan.name);
+  plan.draws = plan.generator < 0 && op.hasTag(at::Tag::nondeterministic_seeded);
   return plans.emplace(key, std::move(plan)).first->second;
 }
 
@@ -525,7 +543,16 @@ void run_on_host(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex de
     else v = map_tensors(v, [&](const Tensor& t) { return aliases.down(t); });
     if ((int)i == plan.generator && v.isNone()) v = generator_of(device);
   }
-  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  if (plan.draws) {
+    at::Generator of_host = at::detail::getDefaultCPUGenerator(), of_device = generator_of(device);
+    const Tensor before = of_host.get_state();
+    of_host.set_state(of_device.get_state());
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+    of_device.set_state(of_host.get_state());
+    of_host.set_state(before);
+  } else {
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  }
   const size_t m = op.schema().returns().size(), first = stack->size() - m;
   for (size_t i = 0; i < m; i++) (*stack)[first + i] = map_tensors((*stack)[first + i], [&](const Tensor& t) { return aliases.up(t); });
   aliases.follow_all();
@@ -566,8 +593,8 @@ void copy_result(const std::string& name, const Tensor& from, const Tensor& to) 
 void capture(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex device, torch::jit::Stack* stack) {
   const size_t n = op.schema().arguments().size(), begin = stack->size() - n;
   std::vector<IValue> arguments(stack->begin() + begin, stack->end());
-  if (plan.generator >= 0) {
-    const IValue& given = arguments[plan.generator];
+  if (plan.generator >= 0 || plan.draws) {
+    const IValue given = plan.draws ? IValue() : arguments[plan.generator];
     at::Generator generator = given.isNone() ? generator_of(device) : given.toGenerator();
     const void* used = generator.unsafeGetGeneratorImpl();
     TORCH_CHECK(used == generator_of(device).unsafeGetGeneratorImpl() || capturing->generators.count(used),
@@ -582,9 +609,13 @@ void capture(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex device
   const size_t m = op.schema().returns().size(), first = stack->size() - m;
   std::vector<Tensor> kept;
   for (size_t i = 0; i < m; i++) each_tensor((*stack)[first + i], [&](const Tensor& t) { kept.push_back(frozen(t)); });
-  capturing->steps.push_back([op, plan = &plan, device, arguments, kept] {
+  const bool communicates = plan.name.rfind("c10d::", 0) == 0;
+  capturing->steps.push_back([op, communicates, plan = &plan, device, arguments, kept] {
+    if (!communicates) arrive_all();
     torch::jit::Stack again(arguments);
     run_on_host(op, *plan, device, &again);
+    for (auto& value : again)
+      if (value.isCustomClass()) communicating.push_back(value.toCustomClass<c10d::Work>());
     std::vector<Tensor> computed;
     for (auto& value : again) each_tensor(value, [&](const Tensor& t) { computed.push_back(t); });
     for (size_t i = 0; i < kept.size(); i++) copy_result(plan->name, computed[i], kept[i]);
@@ -668,7 +699,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (capturing) {
     if (out) save_before(self);
     Tensor to = frozen(self), from = frozen(source);
-    capturing->steps.push_back([to, from]() mutable { copy_bytes(to, from); });
+    capturing->steps.push_back([to, from]() mutable { arrive_all(); copy_bytes(to, from); });
     copy_bytes(self, source);
     return self;
   }
@@ -901,7 +932,17 @@ void ec_graph_delete(void* graph) {
   for (auto& [data, block] : blocks) if (block.graph == old) block.graph = nullptr;
   delete old;
 }
-int ec_graph_begin(void* graph) { LOCKED; if (capturing) return 1; capturing = static_cast<Graph*>(graph); return 0; }
+int ec_graph_begin(void* graph, int of_thread) {
+  LOCKED;
+  if (capturing) return 1;
+  capturing = static_cast<Graph*>(graph);
+  capturing->of_thread = of_thread;
+  capturing->thread = std::this_thread::get_id();
+  capturing->device = current_device;
+  capturing->stream = current_streams[current_device];
+  return 0;
+}
+int ec_capture_refuses() { return refuses(); }
 void ec_graph_end() {
   LOCKED;
   Graph& graph = *capturing;
@@ -913,7 +954,7 @@ void ec_graph_end() {
   graph.states.clear();
 }
 int ec_is_capturing() { return capturing != nullptr; }
-void ec_graph_call(void (*call)(int64_t), int64_t number) { LOCKED; capturing->steps.push_back([call, number] { call(number); }); }
+void ec_graph_call(void (*call)(int64_t), int64_t number) { LOCKED; capturing->steps.push_back([call, number] { arrive_all(); call(number); }); }
 int ec_graph_steps(void* graph) { return (int)static_cast<Graph*>(graph)->steps.size(); }
 int ec_graph_replay(void* graph, char* error, int size) {
   LOCKED;
@@ -921,6 +962,7 @@ int ec_graph_replay(void* graph, char* error, int size) {
   try {
     check_alive(*static_cast<Graph*>(graph));
     for (auto& step : static_cast<Graph*>(graph)->steps) step();
+    arrive_all();
     for (const void* data : static_cast<Graph*>(graph)->made) blocks[data].empty = false;
   } catch (const std::exception& e) { std::strncpy(error, e.what(), size - 1); return 1; }
   return 0;

@@ -54,7 +54,7 @@ class Device:
             "ec_wait_event": [ctypes.c_int, ctypes.c_int64, ctypes.c_int64], "ec_drop_event": [ctypes.c_int64],
             "ec_kernel_begin": [ctypes.c_char_p, ctypes.c_int64], "ec_host_wait": [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64], "ec_is_complete": [ctypes.c_int64],
             "ec_record_stream": [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64], "ec_resize": [ctypes.c_void_p, ctypes.c_size_t],
-            "ec_share_generator": [ctypes.c_int, ctypes.c_void_p], "ec_graph_begin": [ctypes.c_void_p], "ec_graph_delete": [ctypes.c_void_p], "ec_graph_steps": [ctypes.c_void_p],
+            "ec_share_generator": [ctypes.c_int, ctypes.c_void_p], "ec_graph_begin": [ctypes.c_void_p, ctypes.c_int], "ec_graph_delete": [ctypes.c_void_p], "ec_graph_steps": [ctypes.c_void_p],
             "ec_graph_replay": [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int], "ec_graph_register": [ctypes.c_void_p, ctypes.c_void_p], "ec_graph_call": [ctypes.CFUNCTYPE(None, ctypes.c_int64), ctypes.c_int64],
         }.items():
             getattr(lib, name).argtypes = types
@@ -245,7 +245,7 @@ class Event:
             DEVICE().lib.ec_wait_event(stream.device.index, stream.cuda_stream, self._number)
 
     def query(self) -> bool:
-        if DEVICE().lib.ec_is_capturing():
+        if DEVICE().lib.ec_capture_refuses():
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing: Event.query")
         return not self._number or bool(DEVICE().lib.ec_is_complete(self._number))
 
@@ -270,7 +270,7 @@ class CUDAGraph:
         self._pool = None
 
     def capture_begin(self, pool=None, capture_error_mode="global") -> None:
-        if DEVICE().lib.ec_graph_begin(self._graph):
+        if DEVICE().lib.ec_graph_begin(self._graph, capture_error_mode == "thread_local"):
             raise RuntimeError("CUDA error: a capture is under way")
         self._pool = pool or graph_pool_handle()
 

@@ -55,6 +55,20 @@ def on_device(function: Callable, *args: Any, devices: int = 1, ranks: int = 1) 
     return results[0] if ranks == 1 else results
 
 
+def device_test(test: Callable) -> Callable:
+    """Have a test run in a process of its own with one device; its parameters are pickled."""
+
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        on_device(_run_test, test.__module__, test.__qualname__, given)
+
+    return run
+
+
+def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
+    functools.reduce(getattr, name.split("."), importlib.import_module(module)).__wrapped__(**given)
+
+
 @functools.cache
 def _server() -> Connection:
     ours, theirs = socket.socketpair()

@@ -1,5 +1,7 @@
 """The emulated device notices what a device would refuse, wait for, or compute wrongly without a word."""
 
+import threading
+
 import pytest
 import torch
 from emulated_cuda.run import on_device
@@ -175,6 +177,7 @@ def random_states():
     a, b = torch.rand(3, device="cuda:0"), torch.rand(3, device="cuda:1")
     before = torch.random.get_rng_state()
     torch.rand(3, device="cuda")
+    torch.nn.functional.dropout(torch.ones(3, device="cuda"))
     return same, torch.equal(a.cpu(), b.cpu()), torch.equal(before, torch.random.get_rng_state())
 
 
@@ -226,6 +229,29 @@ def test_what_a_capture_refuses(how):
     message = refused(capture, how)
     expected = {"generator": "not registered", "read": "no replay has filled", "freed": "have been freed"}.get(how, "not permitted when stream is capturing")
     assert expected in message, message
+
+
+def capture_beside_a_thread(mode: str):
+    """A loader's thread pins memory while the main thread captures."""
+    x, found, g = torch.ones(3, device="cuda"), [], torch.cuda.CUDAGraph()
+
+    def pin():
+        try:
+            found.append(torch.ones(3).pin_memory().sum().item())
+        except RuntimeError as error:
+            found.append(str(error))
+
+    with torch.cuda.graph(g, capture_error_mode=mode):
+        thread = threading.Thread(target=pin)
+        thread.start()
+        thread.join()
+        x * 2
+    return found[0]
+
+
+def test_what_a_capture_refuses_of_other_threads():
+    assert on_device(capture_beside_a_thread, "thread_local") == 3
+    assert "not permitted when stream is capturing" in on_device(capture_beside_a_thread, "global")
 
 
 def test_a_capture_takes_a_generator_that_it_knows():

@@ -25,13 +25,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_change_no_number_on_a_device(name):
     kind, flags, graphs = CASES[name]
-    eager, graphed = (train([*line(kind, flags), *more], device="cuda") for more in ([], graphs))
+    eager, graphed = (train([*line(kind, flags), *more]) for more in ([], graphs))
     assert [str(difference) for difference in compare(eager, graphed, NEAR)] == []
 
 
 def test_dropout_draws_anew_in_every_replay():
     """What is drawn differs between passes and between runs of other seeds, and the loss falls as without graphs."""
     argv = line("dense", "--hidden-dropout 0.1 --attention-dropout 0.1")
-    eager, graphed = train(argv, device="cuda"), train([*argv, *local()], device="cuda")
+    eager, graphed = train(argv), train([*argv, *local()])
     assert len({losses["lm loss"] for losses in graphed.losses}) == len(graphed.losses)
     assert graphed.losses[-1]["lm loss"] == pytest.approx(eager.losses[-1]["lm loss"], rel=0.05)

@@ -1,4 +1,4 @@
-"""Trainings with and without CUDA graphs, which on a CPU are emulated; shared by the tests of graphs."""
+"""Trainings on a device with and without CUDA graphs, shared by the tests of graphs."""
 
 import torch
 from train.layouts import MODEL, argv_of
@@ -32,9 +32,9 @@ def line(kind: str, flags: str = "") -> list[str]:
     return [*(dense() if kind == "dense" else argv_of(kind)), *flags.split()]
 
 
-def train(argv: list[str], prepare=None, device: str = "cpu"):
+def train(argv: list[str], prepare=None):
     torch.manual_seed(7)  # dropout draws from the global generator
-    return observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, prepare=prepare, device=device)
+    return observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, prepare=prepare, device="cuda")
 
 
 def unlike(eager, graphed) -> list[str]:

@@ -1,7 +1,7 @@
-"""Graphed trainings on several ranks give the numbers of eager ones, bit for bit."""
+"""Graphed trainings on two ranks, with an emulated device each, give the numbers of eager ones, bit for bit."""
 
 import pytest
-from harness import run_ranks
+from emulated_cuda.run import on_device
 from memory.graphed import line, local, unlike, whole
 from train.layouts import train_ranks
 
@@ -36,5 +36,5 @@ HALVES = [list(CASES)[:8], list(CASES)[8:]]
 @pytest.mark.parametrize("names", HALVES, ids=["model", "data"])
 def test_graphs_change_no_number_on_two_ranks(names):
     argvs = [argv for name in names for plain in [line(*CASES[name][:2])] for argv in (plain, [*plain, *CASES[name][2]])]
-    outcomes = iter(run_ranks(train_ranks, 2, argvs, 3, timeout=900.0)[0])
+    outcomes = iter(on_device(train_ranks, argvs, 3, "cuda", ranks=2, devices=2)[0])
     assert {name: found for name in names if (found := unlike(next(outcomes), next(outcomes)))} == {}

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 from commands import read_metrics
+from emulated_cuda.run import on_device
 from harness import run_ranks
+from mock_data import shorten
 from safetensors.torch import load_file
 
 import arguments
@@ -13,18 +15,23 @@ from moe_trainer import initialize, train
 from moe_trainer.place import Place
 
 
-def pretrain(argv: list[str], folder: Path, world_size: int = 1) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """Run a job in `folder`; returns the records of its metrics file and the exported weights."""
+def pretrain(argv: list[str], folder: Path, world_size: int = 1, device: bool = False) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """Run a job in `folder`; returns the records of its metrics file and the exported weights. device: one rank, on an emulated device."""
     folder.mkdir(parents=True, exist_ok=True)
     outputs = ["--metrics-file", "metrics.jsonl", "--export-weights", "final.safetensors"]
-    assert run_ranks(_rank, world_size, [*argv, *outputs], folder) == [0] * world_size
+    codes = [on_device(_alone, [*argv, *outputs], folder)] if device else run_ranks(_rank, world_size, [*argv, *outputs], folder)
+    assert codes == [0] * world_size
     weights = folder / "final.safetensors"
     return read_metrics(folder / "metrics.jsonl"), load_file(weights) if weights.exists() else {}
 
 
+def _alone(argv, folder):
+    shorten()
+    return _rank(0, 1, argv, folder)
+
+
 def _rank(rank, n, argv, folder):
-    # the harness has joined the ranks and parts them; a forked process must not touch CUDA
+    # the harness has joined the ranks and parts them
     initialize._join = train.close_groups = lambda *given: None
-    torch.cuda.is_available = lambda: False
     os.chdir(folder)
     return train.pretrain(arguments.parse_args(argv, n), Place(rank, n, rank, "127.0.0.1", 1, "test"))

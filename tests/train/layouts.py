@@ -68,9 +68,9 @@ def make_run(argv: list[str], rank: int, ps: ParallelState, steps: int, skip: in
     return observe.make_run(parse_args(argv, ps.world.size), rank, ps, steps, skip)
 
 
-def train(argv: list[str], rank: int, ps: ParallelState, steps: int = 3) -> Outcome:
+def train(argv: list[str], rank: int, ps: ParallelState, steps: int = 3, device: str = "cpu") -> Outcome:
     """Train from the named initialisation. Tensors of the result are whole, and on rank 0 only."""
-    return observe.train(parse_args(argv, ps.world.size), rank, ps, steps)
+    return observe.train(parse_args(argv, ps.world.size), rank, ps, steps, device=device)
 
 
 def groups_of(argv: list[str], rank: int, n: int) -> ParallelState:
@@ -78,6 +78,6 @@ def groups_of(argv: list[str], rank: int, n: int) -> ParallelState:
     return make_groups(parse_args(argv, n), Place(rank, n, rank, None, None, "test"), timedelta(seconds=120))
 
 
-def train_ranks(rank: int, n: int, argvs: list[list[str]], steps: int = 3) -> list[Outcome]:
-    """For run_ranks: several trainings on the same ranks, one after the other, each with the mapping of its command line."""
-    return [train(argv, rank, groups_of(argv, rank, n), steps) for argv in argvs]
+def train_ranks(rank: int, n: int, argvs: list[list[str]], steps: int = 3, device: str = "cpu") -> list[Outcome]:
+    """For run_ranks and on_device: several trainings on the same ranks, one after the other, each with the mapping of its command line."""
+    return [train(argv, rank, groups_of(argv, rank, n), steps, device) for argv in argvs]

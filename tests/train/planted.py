@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from emulated_cuda.run import on_device
 from harness import run_ranks
 
 import arguments
@@ -88,14 +89,16 @@ class Ended:
 
 def train_with(argv: list[str], folder: Path, world_size: int = 1, plants: tuple[Plant, ...] = (), node: str | None = None,
                change: Callable[[Run], None] | None = None) -> list[Ended]:
-    """Run a job with what is planted in it; node: the name of the host that it believes to be on; change: does something to the run."""
+    """Run a job with what is planted in it, with CUDA graphs on an emulated device; node: the name of the host that it believes to be on; change: does something to the run."""
     folder.mkdir(parents=True, exist_ok=True)
-    return run_ranks(_rank, world_size, [*argv, "--metrics-file", "metrics.jsonl"], folder, plants, node, change)
+    argv = [*argv, "--metrics-file", "metrics.jsonl"]
+    if "--cuda-graph-impl" in argv:
+        return [on_device(_rank, 0, 1, argv, folder, plants, node, change)]
+    return run_ranks(_rank, world_size, argv, folder, plants, node, change)
 
 
 def _rank(rank, n, argv, folder, plants, node, change):
     initialize._join = train.close_groups = lambda *given: None
-    torch.cuda.is_available = lambda: False
     os.chdir(folder)
     if node is not None:
         fault_place.platform.node = lambda: node

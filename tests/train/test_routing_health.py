@@ -9,7 +9,7 @@ JOB = [*TINY, *MOCK, "--train-iters", "4", "--moe-per-layer-logging", "--moe-tok
 
 
 def health(tmp_path, flags="", n=1):
-    records, _ = pretrain([*JOB, *flags.split()], tmp_path, n)
+    records, _ = pretrain([*JOB, *flags.split()], tmp_path, n, device="--cuda-graph-impl" in flags)
     return [record["routing"] for record in records if "routing" in record]
 
 

@@ -15,7 +15,7 @@ from moe_trainer.guard import rejection
 
 ARGV = [*TINY, *MOCK, "--lr-decay-iters", "20", "--train-iters"]
 EXPERT = "decoder.layers.1.mlp.experts"
-TIMES = ("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "max_memory_mb", "resumed_from", "run")  # what differs between equal runs
+TIMES = ("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "mfu", "max_memory_mb", "resumed_from", "run")  # what differs between equal runs
 BIAS = ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "1e-2"]
 
 
