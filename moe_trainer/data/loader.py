@@ -43,10 +43,9 @@ class Batch:
     document_ids_BS: Tensor | None = None
 
     def to(self, device, non_blocking: bool = True) -> Batch:
-        """Return the batch on another device."""
-        fields = {
-            name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items() if value is not None
-        }
+        """Return the batch on another device; document ids stay: the host goes by the borders (Documents), and would wait for them."""
+        fields = {name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items()
+                  if value is not None and name != "document_ids_BS"}
         return replace(self, **fields)
 
     def pin_memory(self) -> Batch:

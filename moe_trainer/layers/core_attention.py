@@ -29,15 +29,15 @@ class Visible:
     documents: Documents | None = None
 
     @staticmethod
-    def of(attention_mask: Tensor | None, document_ids_BS: Tensor | None) -> "Visible | None":
-        """attention_mask: True = hidden (Megatron's convention). document_ids_BS: of every position of the whole sequence.
+    def of(attention_mask: Tensor | None, document_ids_BS: Tensor | None, device: torch.device | None = None) -> "Visible | None":
+        """attention_mask: True = hidden (Megatron's convention). document_ids_BS: of every position of the whole sequence; see Documents.of.
 
         Returns: None when there is the causal rule only. Raises: ValueError for both, or decreasing ids.
         """
         if attention_mask is not None and document_ids_BS is not None:
             raise ValueError("give an attention mask or document ids, not both")
         if document_ids_BS is not None:
-            return Visible(documents=Documents.of(document_ids_BS))
+            return Visible(documents=Documents.of(document_ids_BS, device))
         return None if attention_mask is None else Visible(mask=~attention_mask)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_trainer.ops.transfer import to_device
+
 
 class HostReads:
     """Starts reads of one dispatcher; it has a stream for them."""
@@ -47,8 +49,8 @@ class HostReads:
         return self._streams[device]
 
 
-def to_device(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def integers(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Integers of the host as a tensor, for which nobody waits."""
     if len(set(numbers)) == 1:  # also while a graph is captured
         return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return to_device(torch.tensor(numbers, dtype=dtype), device)

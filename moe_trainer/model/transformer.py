@@ -170,7 +170,7 @@ class Transformer(nn.Module):
 
         x_SBH: the previous chunk's output; None on the first one.
         attention_mask: None for causal, else bool [B or 1, 1, S, S], True = hidden (Megatron's convention).
-        document_ids_BS: packed documents, instead of a mask: a position attends to its own document only.
+        document_ids_BS: packed documents, instead of a mask: a position attends to its own document only. In the host's memory: see Documents.
         loss_mask_BS: the caller multiplies the returned loss by it, and differentiates that times one number.
         grad_scale: factor of the auxiliary (balancing, z, MTP) losses in the gradient.
         Returns: the last chunk: per-token LM loss of this cp rank's tokens, fp32 [B, S/cp], when labels are given, else
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
             x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
         elif self.layout.receives_depths and with_mtp:
             x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
-        visible = Visible.of(attention_mask, document_ids_BS)
+        visible = Visible.of(attention_mask, document_ids_BS, self.device)
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)

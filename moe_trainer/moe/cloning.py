@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from moe_trainer.memory.host_read import HostReads, integers
 from moe_trainer.moe.clone_plan import Clone, plan_clones
+from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.collectives import all_gather_flat, all_to_all
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -57,6 +59,7 @@ class HotExperts:
         """slots: --moe-clone-hot-experts, experts that a rank can take in."""
         self.members, self.ep = ps.tp_ep, ps.ep
         self.num_experts, self.slots = num_experts, slots
+        self._reads = HostReads()
 
     @torch.no_grad()
     def plan(self, routing_TE: Tensor) -> Redirect | None:
@@ -64,14 +67,15 @@ class HotExperts:
         counts_E = routing_TE.sum(0)
         counts_SE = counts_E.new_empty(self.members.size, self.num_experts)
         all_gather_flat(counts_SE.view(-1), counts_E, self.members)
-        by_source = counts_SE.tolist()
+        counts = self._reads.start(torch.Tensor.flatten, counts_SE)()
+        by_source = [counts[start:start + self.num_experts] for start in range(0, len(counts), self.num_experts)]
         clones = plan_clones([sum(column) for column in zip(*by_source)], self.ep.size, self.slots)
         if not clones:
             return None
         before = [sum(column) for column in zip(*by_source[:self.members.rank])] or [0] * self.num_experts
         experts, spans = self._columns(clones, [sum(column) for column in zip(*by_source)])
         low, high = zip(*((low - before[expert], high - before[expert]) for expert, (low, high) in zip(experts, spans)))
-        return Redirect(clones, *torch.tensor([experts, low, high], device=routing_TE.device).unbind(0))
+        return Redirect(clones, *to_device(torch.tensor([experts, low, high]), routing_TE.device).unbind(0))
 
     def _columns(self, clones: Sequence[Clone], total_E: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """The expert of every column, and the span of that expert's rows, of all ranks, that it takes."""
@@ -140,8 +144,9 @@ class CloneTrip:
 
     def exchange(self) -> tuple[Tensor, ...]:
         """Send the weights of the local experts that are cloned elsewhere; returns those of the clones on this rank."""
-        leaving = (weight.detach()[self.leaving].flatten(1) for weight in self.weights)
-        arrived = all_to_all(self.ep, self.send, self.receive, torch.cat(tuple(leaving), 1))[0]
+        numbers = integers(self.leaving, self.weights[0].device)
+        leaving = [weight.detach().index_select(0, numbers).flatten(1) for weight in self.weights]
+        arrived = all_to_all(self.ep, self.send, self.receive, torch.cat(leaving, 1))[0]
         pieces = arrived.split([weight[0].numel() for weight in self.weights], 1)
         # copies, so that each has a storage of its own
         return tuple(piece.clone(memory_format=torch.contiguous_format).view(-1, *weight.shape[1:]) for piece, weight in zip(pieces, self.weights))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.memory.activations import Activations
-from moe_trainer.memory.host_read import to_device
+from moe_trainer.memory.host_read import integers
 from moe_trainer.moe.padding import RowPadding
 from moe_trainer.ops.expert_mlp import Block
 
@@ -67,4 +67,4 @@ def grouped_expert_mlp(
 
 
 def _per_row(bias_eN: Tensor, counts: Sequence[int]) -> Tensor:
-    return bias_eN.repeat_interleave(to_device(counts, bias_eN.device), dim=0, output_size=sum(counts))
+    return bias_eN.repeat_interleave(integers(counts, bias_eN.device), dim=0, output_size=sum(counts))

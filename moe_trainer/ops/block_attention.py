@@ -64,15 +64,18 @@ class Documents:
     begins: Sequence[int]
 
     @staticmethod
-    def of(ids_BS: Tensor) -> "Documents":
-        """Raises: ValueError when ids decrease along a sequence: a document is one run of positions."""
+    def of(ids_BS: Tensor, device: torch.device | None = None) -> "Documents":
+        """ids_BS: in the host's memory (pinned), which else waits for a device; device: where attention computes.
+
+        Raises: ValueError when ids decrease along a sequence: a document is one run of positions.
+        """
         if (ids_BS[:, 1:] < ids_BS[:, :-1]).any():
             raise ValueError("document ids must not decrease along the sequence")
         begins_BS = torch.zeros_like(ids_BS)
         begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
         begins_BS = (begins_BS * torch.arange(ids_BS.shape[1], device=ids_BS.device)).cummax(1).values
         earliest, latest = begins_BS.amin(0).tolist(), begins_BS.amax(0).tolist()
-        return Documents(ids_BS, earliest, latest, sorted(set(earliest)) if earliest == latest else ())
+        return Documents(ids_BS if device is None else ids_BS.to(device, non_blocking=True), earliest, latest, sorted(set(earliest)) if earliest == latest else ())
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_trainer.ops.transfer import to_device
+
 # below this many rows per expert a loop spends more time on calls than grouped_mm loses on its kernel
 GROUPED_MAX_ROWS = 96
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -53,8 +55,7 @@ def row_offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     """grouped_mm's offsets: int32, the row after the last of each expert."""
     if len(set(counts)) == 1:  # a graph cannot copy from the host
         return torch.arange(1, len(counts) + 1, dtype=torch.int32, device=device) * counts[0]
-    offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return (offsets.pin_memory() if device.type == "cuda" else offsets).to(device, non_blocking=True)
+    return to_device(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
 def grouped_forward(x_RK: Tensor, w_eNK: Tensor, offsets_e: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.ops.hadamard import hadamard_matrix
+from moe_trainer.ops.transfer import to_device
 
 
 class Format(NamedTuple):
@@ -189,6 +190,6 @@ def hadamard(x_RK: Tensor) -> Tensor:
     """Random Hadamard transform of every 16 elements of the last dimension, filled up with zeros: orthogonal, so that a product
     of two transformed matrices is that of the matrices. Returns [R, K rounded up to 16]."""
     x_RK = F.pad(x_RK, (0, -x_RK.shape[1] % HADAMARD_SIZE))
-    matrix = hadamard_matrix(HADAMARD_SIZE, x_RK.dtype, x_RK.device)
-    signs = torch.tensor(SIGNS, dtype=x_RK.dtype, device=x_RK.device)
-    return (x_RK.unflatten(1, (-1, HADAMARD_SIZE)) @ (signs[:, None] * matrix * HADAMARD_SIZE**-0.5)).flatten(1)
+    signs = torch.tensor(SIGNS, dtype=x_RK.dtype)
+    matrix = signs[:, None] * hadamard_matrix(HADAMARD_SIZE, x_RK.dtype, signs.device) * HADAMARD_SIZE**-0.5
+    return (x_RK.unflatten(1, (-1, HADAMARD_SIZE)) @ to_device(matrix, x_RK.device)).flatten(1)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
+from moe_trainer.ops.grouped_gemm import row_offsets
 from moe_trainer.ops.quantize import E4M3, Quantized, Scaling, quantize
 from moe_trainer.ops.scaled_layouts import in_tiles
 from moe_trainer.ops.scaled_mm import MX, TENSORS, Kind, as_defined, kind_of
@@ -38,12 +39,11 @@ def can_group(x: Tensor, outputs: int, a: Scaling, b: Scaling, dtype: torch.dtyp
 def multiply_groups(a: Sequence[Quantized], b: Sequence[Quantized]) -> Tensor:
     """a_e [R_e, K] times b_e [N, K] transposed for every expert e, by the device. Returns: [R, N], bf16."""
     kind = kind_of(a[0].scaling, b[0].scaling)
-    rows = torch.tensor([x.values.shape[0] for x in a], dtype=torch.int32)
     left = torch.cat([x.values.to(E4M3.dtype) for x in a])
     right = torch.stack([x.values.to(E4M3.dtype).contiguous() for x in b])
     scales, how, swizzle = _scales(a, b, kind)
     return F.scaled_grouped_mm(left, right.transpose(1, 2), scales[0], how, scales[1], how, swizzle, swizzle,
-                               offs=rows.cumsum(0, dtype=torch.int32).to(left.device), output_dtype=torch.bfloat16, use_fast_accum=False)
+                               offs=row_offsets([x.values.shape[0] for x in a], left.device), output_dtype=torch.bfloat16, use_fast_accum=False)
 
 
 def _scales(a: Sequence[Quantized], b: Sequence[Quantized], kind: Kind) -> tuple[tuple[Tensor, Tensor], ScalingType, SwizzleType]:

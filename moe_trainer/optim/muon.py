@@ -30,6 +30,7 @@ from torch.nn import Parameter
 
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.ops.newton_schulz import orthogonalize
+from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, info_of, part_lengths
 from moe_trainer.parallel.state import Group, ParallelState
@@ -86,10 +87,10 @@ class Muon:
             return self._scaled(stack, whole, cut, group)
         run = sum(info.row_blocks)
         # a part of the rows need neither begin nor end with a query group
-        rows = (torch.arange(stack.shape[1], device=stack.device) + first) % run
+        rows = (torch.arange(stack.shape[1]) + first) % run
         found, start = torch.empty_like(stack), 0
         for count in info.row_blocks:
-            here = ((rows >= start) & (rows < start + count)).nonzero().view(-1)
+            here = to_device(((rows >= start) & (rows < start + count)).nonzero().view(-1), stack.device)
             start += count
             if group is not None:
                 found[:, here] = self._scaled(stack[:, here], (whole[0] // run * count, whole[1]), cut, group)

@@ -45,6 +45,7 @@ def alone(flags: str) -> dict[str, int]:
 
 
 PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+FP8 = "--bf16 --fp8-format e4m3 --fp8-recipe"
 CASES = {
     "sizes that depend on the routing": ("", 1),
     "in bf16": ("--bf16", 1),
@@ -54,6 +55,10 @@ CASES = {
     "drops, recompute": ("--moe-expert-capacity-factor 1.0 --recompute-granularity selective --recompute-modules moe", 1),
     "padded to capacity": (PADDED, 0),
     "padded to capacity, recompute": (f"{PADDED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 0),
+    "packed documents": ("--reset-attention-mask --reset-position-ids", 1),
+    "experts in fp8": (f"{FP8} tensorwise", 1),
+    "in fp4": ("--bf16 --fp4-format e2m1", 1),
+    "Muon": ("--optimizer muon", 1),
 }
 
 
@@ -77,6 +82,8 @@ ALL_GATHER = "--moe-token-dispatcher-type allgather"
 @pytest.mark.parametrize(("flags", "per_layer"), [
     ("", 1), ("--moe-expert-capacity-factor 1.0", 1), (PADDED, 0), (ALL_GATHER, 1), (f"{ALL_GATHER} {PADDED}", 0),
     (f"{ALL_GATHER} --recompute-granularity selective --recompute-modules moe", 1),
+    (f"{FP8} mxfp8 --moe-router-padding-for-quantization", 1),
+    ("--moe-clone-hot-experts 1", 2),  # rows of all experts, and of those with clones
 ])
 def test_expert_parallel_ranks(flags, per_layer):
     """Each of two ranks runs half of the microbatches. What gloo's collectives wait for is not the program's."""
