@@ -39,7 +39,7 @@ LAUNCH, WAIT, ALLOCATE, FREE = range(4)
 _EVENT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)
 _RECORD = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _DESCRIBE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.POINTER(ctypes.c_char), ctypes.c_int)
-_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("emulation", "operators", "process_groups", "triton_kernels", "run"))
+_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("emulation", "operators", "process_groups", "triton_kernels", "run", "record_step"))
 _PRODUCT = f"{Path(__file__).parents[2] / 'moe_trainer'}{os.sep}"
 
 

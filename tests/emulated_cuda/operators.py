@@ -221,7 +221,7 @@ def one_kernel(name: str, compute: Callable, device: Device) -> Callable:
             device.lib.ec_kernel_end()
         if device.recorder is not None:
             masked = causal is not None and (kwargs.get("is_causal") or args[causal:causal + 1] == (True,))
-            device.recorder(described(f"aten::{name.split('.')[0]}{' causal' if masked else ''}", (*args, *kwargs.values()), result))
+            device.recorder(described(name.partition(".")[0] + (" causal" if masked else ""), (*args, *kwargs.values()), result))
         return result
 
     return run

@@ -10,6 +10,7 @@ an even routing. `record` with compute=True computes as ever; the tests hold one
 import functools
 import json
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline import schedule
 from moe_trainer.planner.memory import ChunkBytes
 from moe_trainer.proof import observe
-from moe_trainer.run import TrainState
+from moe_trainer.run import TrainState, layers_of
 from moe_trainer.shape.layout import mapping_sizes
 from moe_trainer.training.step import train_step
 
@@ -48,13 +49,17 @@ class Recording:
     def __init__(self) -> None:
         self.events: list[list] = []
         self.texts: dict[str, int] = {}
-        self.on, self.action, self.trace, self.number = False, "", None, 0
+        self.on, self.trace, self.number = False, None, 0
+        self.action, self.microbatch, self.actions = "", 0, 0
+        self._here = threading.local()
 
     def enter(self, kind: int, text: str) -> None:
         if not self.on or text.startswith("c10d::"):
             return
+        if getattr(self._here, "action", None) != self.actions:  # the layer of the last action of this thread
+            self._here.action, self.trace.layer = self.actions, ""
         numbers = [self.texts.setdefault(word, len(self.texts)) for word in (text, self._line(), self.trace.layer, self.action)]
-        self.events.append([kind, *numbers[:3], self.trace.microbatch or 0, numbers[3]])
+        self.events.append([kind, *numbers[:3], self.microbatch, numbers[3]])
 
     def _line(self) -> str:
         """The line of the program; of an operator of autograd, the line whose gradient it computes."""
@@ -90,11 +95,11 @@ def during(recording: Recording, name: str, method: Callable[..., Any]) -> Calla
 
     @functools.wraps(method)
     def run(execution, action, *args):
-        recording.action = f"{name} {action.chunk}"
+        recording.action, recording.microbatch, recording.actions = f"{name} {action.chunk}", action.microbatch + 1, recording.actions + 1
         try:
             return method(execution, action, *args)
         finally:
-            recording.action = ""
+            recording.action, recording.microbatch, recording.actions = "", 0, recording.actions + 1
 
     return run
 
@@ -171,6 +176,8 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
         setattr(schedule._Execution, name, during(recording, kind, getattr(schedule._Execution, name)))
     torch.fx.traceback.format_stack = lambda: [emulation.source_line()]  # what anomaly mode keeps with every node of autograd
     run, state = observe.make_run(args, rank, ps, 2, device="cuda"), TrainState()
+    for _, layer in layers_of(run.chunks):  # what follows the last one is no layer's
+        layer.register_forward_hook(lambda *unused: setattr(ps.trace, "layer", ""))
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         for iteration in range(2):
             recording.on = iteration == 1
