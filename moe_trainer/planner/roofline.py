@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from moe_trainer.parallel.groups import plan_groups
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 OPERATOR, WAIT, START, FINISH = range(4)
 ENOUGH = 3
 """Microbatches that are executed: the first, the last, and one that stands for all between."""
-CAUSES = {"tp": "tensor", "cp": "context", "cp_a2a": "context", "cp_p2p": "context", "ep": "exchange", "etp": "exchange", "tp_ep": "exchange"}
+CAUSES = MappingProxyType({"tp": "tensor", "cp": "context", "cp_a2a": "context", "cp_p2p": "context", "ep": "exchange", "etp": "exchange", "tp_ep": "exchange"})
 """Groups whose collectives are part of a pass, and what their time is called (StepTime)."""
 OVERWRITES = ("zero_", "fill_", "copy", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "triton")
 """Operators that write without reading what was there. So do those with out=."""
@@ -46,9 +47,12 @@ PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm"
             "_scaled_grouped_mm_v2", "triton::rows_kernel", "triton::weight_kernel")
 PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
 ADDS = ("index_add_", "index_put_", "_index_put_impl_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_")
-FORMATS = {"Float8": "fp8", "float8": "fp8", "Float4": "fp4", "float4": "fp4"}
-GRAPHED = {"attn": ("layers/attention", "layers/core_attention", "layers/mla", "layers/latent", "ops/rope", "ops/flash", "ops/attention"),
-           "moe_router": ("moe/router", "ops/triton_router"), "moe_preprocess": ("moe/dispatch", "ops/permute"), "mlp": ("layers/mlp",)}
+"""Operators that read of their first tensor, or write in place, the rows that indices name."""
+FORMATS = (("Float8", "fp8"), ("float8", "fp8"), ("Float4", "fp4"), ("float4", "fp4"))
+GRAPHED = MappingProxyType({
+    "attn": ("layers/attention", "layers/core_attention", "layers/mla", "layers/latent", "ops/rope", "ops/triton_rope", "ops/flash", "ops/attention"),
+    "moe_router": ("moe/router", "ops/triton_router"), "moe_preprocess": ("moe/dispatch", "ops/permute", "ops/triton_permute"), "mlp": ("layers/mlp",),
+})
 """Files whose operators a captured part launches."""
 
 
@@ -102,7 +106,7 @@ def read_operator(text: str) -> Operator:
     if base in PRODUCTS:
         made = [x for x in tensors if x.role != "r" and len(x.shape) >= 2]
         left, right = matrices[-2:] if "add" in base else matrices[:2]
-        width = next((kind for mark, kind in FORMATS.items() if left.dtype.startswith(mark)), "bf16")
+        width = next((kind for mark, kind in FORMATS if left.dtype.startswith(mark)), "bf16")
         gemm = _gemm(left.shape, right.shape, made[-1].shape if made else (), 2 if width == "fp4" else 1)
         m, n, k, count = gemm
         wide = left.dtype.lower() in ("float", "float32", "double", "float64")
@@ -281,13 +285,13 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step; the costs of the busiest stage, and of all that were executed (`serial`); what was executed otherwise than the flags say; how many microbatches."""
+    """A step; costs of the busiest stage, and of all that were executed; what was executed otherwise than the flags say; microbatches executed."""
 
     time: StepTime
     busiest: Costs
     notes: tuple[str, ...]
     stage: int
-    serial: Mapping[int, Costs]
+    stages: Mapping[int, Costs]
     executed: int
 
 

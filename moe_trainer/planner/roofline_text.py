@@ -29,8 +29,8 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
     time, busiest, bar = roofline.time, roofline.busiest, error_bar(plan)
     lines = [
         "------------------------- roofline -------------------------",
-        f"{plan.world_size} x {plan.hardware.name}; executed: pipeline stage{'s' * (len(roofline.serial) > 1)} "
-        f"{' '.join(map(str, roofline.serial))} of {plan.args.parallel.pipeline_model_parallel_size}, of {plan.num_microbatches} microbatches {roofline.executed}",
+        f"{plan.world_size} x {plan.hardware.name}; executed: pipeline stage{'s' * (len(roofline.stages) > 1)} "
+        f"{' '.join(map(str, roofline.stages))} of {plan.args.parallel.pipeline_model_parallel_size}, of {plan.num_microbatches} microbatches {roofline.executed}",
         *(f"  {note}" for note in roofline.notes),
         "",
         f"step: {time.step:.3f} s, {tflops(plan, time.step):.1f} TFLOP/s/GPU; the plan says {plan.time.step:.3f} s +- {bar.percent}, {plan.tflops:.1f} TFLOP/s/GPU",
@@ -109,7 +109,7 @@ def roofline_json(plan: Plan, roofline: Roofline) -> dict[str, object]:
         "world_size": plan.world_size, "hardware": plan.hardware.name, "notes": list(roofline.notes), "microbatches": plan.num_microbatches,
         "step_s": time.step, "tflops_per_gpu": tflops(plan, time.step), "step": {f"{name}_s": getattr(time, name) for name, _ in PARTS},
         "plan": {"step_s": plan.time.step, "tflops_per_gpu": plan.tflops, "step": {f"{name}_s": getattr(plan.time, name) for name, _ in PARTS}},
-        "stages": {str(stage): _costs(costs) for stage, costs in roofline.serial.items()},
+        "stages": {str(stage): _costs(costs) for stage, costs in roofline.stages.items()},
     }
 
 

@@ -565,8 +565,9 @@ at::Generator& generator_of(DeviceIndex device) {
 void run_on_host(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex device, torch::jit::Stack* stack) {
   const size_t n = op.schema().arguments().size(), begin = stack->size() - n;
   const bool collective = plan.name.rfind("c10d::", 0) == 0;
-  // what depends on numbers is computed: of zeros
-  const bool meta = shapes_only && (collective || (!plan.waits && op.hasComputedKernelForDispatchKey(DispatchKey::Meta)));
+  // what depends on numbers is computed: of zeros. So is an operator whose meta kernel lays its result out in another way.
+  const bool computed = plan.waits || plan.name == "aten::nonzero_static";
+  const bool meta = shapes_only && (collective || (!computed && op.hasComputedKernelForDispatchKey(DispatchKey::Meta)));
   Aliases aliases{device, meta};
   for (size_t i = 0; i < n; i++) {
     IValue& v = (*stack)[begin + i];

@@ -154,8 +154,12 @@ def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:
     return ParallelState.create(world_size, rank, **mapping_sizes(args))
 
 
-def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches: int = 2, compute: bool = False) -> dict[str, list]:
-    """Run two iterations of one rank and record the second."""
+def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches: int = 2, compute: bool = False,
+           routed: Sequence[Sequence[int]] | None = None) -> dict[str, list]:
+    """Run two iterations of one rank and record the second.
+
+    compute: as ever, and return as `routed` what the host read of the routing. routed: to be read in place of an even routing.
+    """
     device, recording = emulation.DEVICE(), Recording()
     device.shapes_only(not compute)
     args = executed_args(argv, world_size, microbatches)
@@ -163,13 +167,19 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
     recording.trace = ps.trace
     if not compute:
         build.init_parameter, build._check = (lambda param, seed: None), (lambda chunk: None)
-        start = host_read.HostReads.start
+    start, told, found = host_read.HostReads.start, iter(routed or ()), []
 
-        def started(reads, numbers, *inputs, work=None):
-            ask = start(reads, numbers, *inputs, work=work)
-            return lambda: counts_of(args, ps, len(ask()), inputs[0].numel())
+    def started(reads, numbers, *inputs, work=None):
+        ask = start(reads, numbers, *inputs, work=work)
 
-        host_read.HostReads.start = started
+        def answer():
+            counts = ask()
+            found.append(counts if compute else next(told) if routed else counts_of(args, ps, len(counts), inputs[0].numel()))
+            return found[-1]
+
+        return answer
+
+    host_read.HostReads.start = started
     for module in (collectives, p2p):
         module.communicate = functools.partial(recording.communicate, module.communicate)
     for name, kind in (("_forward", "forward"), ("_backward", "backward"), ("weight_grads", "weight")):
@@ -188,7 +198,7 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
             state.iteration += 1
     device.record(None)
     device.watch(False)
-    return recording.as_json()
+    return {**recording.as_json(), "routed": found}
 
 
 if __name__ == "__main__":
