@@ -27,18 +27,34 @@ sys.path.insert(0, str(ROOT))
 
 from arguments import ArgumentError
 from moe_trainer.exit_codes import ExitCode
-from moe_trainer.planner.dry_run import DEFAULT_HARDWARE, plan_of_flags
+from moe_trainer.planner.dry_run import plan_of_flags
 from moe_trainer.planner.plan import Plan
+from moe_trainer.planner.published import ROWS
 from moe_trainer.planner.roofline import (
+    ENOUGH,
     Roofline,
     make_roofline,
-    microbatches_to_execute,
     rank_of_stage,
     stages_to_execute,
 )
-from moe_trainer.planner.roofline_text import roofline_json, roofline_lines
+from moe_trainer.planner.roofline_text import roofline_json, roofline_lines, table_lines
 
 DEVICE = ROOT / "tests" / "emulated_cuda"
+RECORD = ROOT / "scripts" / "bench_results" / "roofline.md"
+NEXT = ("--preset qwen3_next_80b_a3b --mock-data --seq-length 4096 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 "
+        "--expert-model-parallel-size 32 --micro-batch-size 1 --global-batch-size 256 --recompute-granularity selective "
+        "--recompute-modules moe_act shared_experts layernorm").split()
+PUBLISHED = ("Mixtral-8x22B 128xH100 BF16", "Qwen2-57B 64xH100 BF16", "Moonlight-16B 8xH100 BF16", "Qwen3-30B 16xH100 BF16", "Qwen3-235B 256xH100 BF16",
+             "DeepSeek-V3 1024xH100 FP8")
+ON_GB200 = ("Qwen3-235B 256xGB200 BF16", "DeepSeek-V3 256xGB200 BF16")
+OF_NAME = {row.name: row for row in ROWS}
+MODELS = (
+    *((OF_NAME[name].model, "h100", OF_NAME[name].gpus, OF_NAME[name].argv()) for name in PUBLISHED),
+    ("qwen3_next_80b_a3b", "h100", 128, NEXT),
+    *((OF_NAME[name].model, "gb200", OF_NAME[name].gpus, OF_NAME[name].argv()) for name in (*PUBLISHED[:4], *ON_GB200)),
+    ("qwen3_next_80b_a3b", "gb200", 128, NEXT),
+)
+"""Preset, hardware, GPUs and flags: of published runs where there is one on that hardware; on GB200 else those of H100. Qwen3-Next: of the public zoo."""
 PROCESSES = 2
 """Stages that are executed at a time."""
 
@@ -67,6 +83,23 @@ def main(words: list[str]) -> int:
     return ExitCode.OK
 
 
+def models(words: Sequence[str]) -> int:
+    """The table of the zoo's models. Raises: ValueError, CannotExecute."""
+    if set(words) - {"--write"}:
+        raise CannotExecute(f"models {' '.join(words)}: there is --write, and nothing else")
+    rows = []
+    for name, hardware, gpus, flags in MODELS:
+        words_of = [*flags, "--world-size", str(gpus), "--hardware", hardware]
+        print(f"{name} on {gpus} {hardware}: {' '.join(flags)}", file=sys.stderr)
+        rows.append((name, *roofline_of(words_of)))
+    commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True).stdout.strip()
+    lines = table_lines(rows, commit or "unknown")
+    print("\n".join(lines))
+    if "--write" in words:
+        RECORD.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return ExitCode.OK
+
+
 def fail(text: str) -> int:
     print(f"roofline.py: {text}", file=sys.stderr)
     return ExitCode.USER_ERROR
@@ -85,12 +118,12 @@ def roofline_of(flags: Sequence[str]) -> tuple[Plan, Roofline]:
     plan = plan_of_flags(list(flags))
     if plan.args.keeps_weights:
         raise CannotExecute("a roofline is of training steps, and these flags update no weights (--skip-train, --freeze-all-layers, --train-iters 0)")
-    executed = microbatches_to_execute(plan.args, plan.num_microbatches)
-    return plan, make_roofline(plan, execute(plan, flags, executed), executed)
+    return plan, make_roofline(plan, execute(plan, flags))
 
 
-def execute(plan: Plan, flags: Sequence[str], microbatches: int) -> dict[int, dict[str, list]]:
+def execute(plan: Plan, flags: Sequence[str]) -> dict[int, dict[str, list]]:
     """Record one rank of every kind of stage. Raises: CannotExecute."""
+    microbatches = min(ENOUGH, plan.num_microbatches)
     env = environment("10.0" if plan.hardware.is_blackwell else "9.0")
 
     def run(stage: int, path: Path) -> dict[str, list]:

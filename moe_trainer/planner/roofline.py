@@ -317,18 +317,9 @@ def rank_of_stage(args: Arguments, world_size: int, stage: int) -> int:
     return next(ranks for ranks in plan_groups(world_size, **mapping_sizes(args))["pp"][0] if 0 in ranks)[stage]
 
 
-def microbatches_to_execute(args: Arguments, count: int) -> int:
-    """How many are executed: at least ENOUGH, as many as the schedule can run."""
-    parallel = args.parallel
-    if len(chunk_layouts(args.model, parallel)[0]) == 1:
-        return min(count, ENOUGH)
-    group = parallel.microbatch_group_size_per_vp_stage or parallel.pipeline_model_parallel_size
-    return min(count, max(group, -(-ENOUGH // group) * group))
-
-
-def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]], executed: int) -> Roofline:
-    """The step of a plan from the recordings of its stages (see stages_to_execute)."""
-    args, hardware = plan.args, plan.hardware
+def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> Roofline:
+    """The step of a plan from the recordings of its stages (see stages_to_execute), of ENOUGH microbatches or all."""
+    args, hardware, executed = plan.args, plan.hardware, min(ENOUGH, plan.num_microbatches)
     recorded = Recorded(args, hardware, plan.vocab_rows, plan.num_microbatches, executed)
     costs = {stage: recorded.costs(recording) for stage, recording in recordings.items()}
     kinds = stage_kinds(args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moe_trainer.planner.plan import Plan, nearest
@@ -41,7 +41,7 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
         "",
         f"operators of stage {roofline.stage}: {busiest.kernels:,.0f} kernels of an iteration, {busiest.host_waits:,.0f} waits of the host",
         *(f"  {_seconds(busiest, limit):9.3f} s limited by {text}" for limit, text in LIMITS),
-        f"  {busiest.ahead + busiest.outside:9.3f} s if the host ran ahead within every pass; {busiest.bound:.3f} s at the peaks of the data sheet, without launches",
+        f"  {busiest.ahead:9.3f} s if the host ran ahead within every pass; {busiest.bound:.3f} s at the peaks of the data sheet, without launches",
         "",
         "why they part:",
         *(f"  {reason}" for reason in reasons(plan, roofline)),
@@ -102,6 +102,30 @@ def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
         yield f"by less than {100 * CLOSE:.0f} % in all"
 
 
+def table_lines(rows: Sequence[tuple[str, Plan, Roofline]], commit: str) -> list[str]:
+    """The models of the zoo as a Markdown page. commit: of the program that was executed."""
+    lines = [
+        "# Steps of the zoo's models from the operators that they launch", "",
+        f"`python scripts/roofline.py models --write`, commit {commit}. Executed on the emulated CUDA device; nothing here was measured on a GPU.",
+        "[What the columns mean and why they part](../../docs/planning.md#a-roofline-from-what-runs). TFLOP/s are those of one GPU.", "",
+        "| model | on | step | TFLOP/s | planned | published | kernels | launches | memory | products | at peaks |", "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, plan, found in rows:
+        costs, near = found.busiest, nearest(plan)
+        known = f"{near.row.tflops:.0f}" if not near.differs else ""
+        parts = " | ".join(f"{_seconds(costs, limit):.3f}" for limit in ("launch", "memory", "compute"))
+        lines.append(f"| {name} | {plan.world_size} {plan.hardware.name} {plan.width} | {found.time.step:.3f} | {tflops(plan, found.time.step):.0f} | {plan.tflops:.0f} | {known} "
+                     f"| {costs.kernels:,.0f} | {parts} | {costs.bound:.3f} |")
+    lines += ["", "Seconds of an iteration; kernels and what limits them are those of the busiest pipeline stage. Planned and published: TFLOP/s of the same flags.", ""]
+    for name, plan, found in rows:
+        lines += [f"## {name} on {plan.hardware.name}", "", "| seconds | kernels | limited by | line |", "|---|---|---|---|"]
+        for place, line in dearest(found.busiest):
+            limit = dict(LIMITS)[max(line.seconds, key=line.seconds.__getitem__)]
+            lines.append(f"| {line.seconds.total():.3f} | {line.kernels.total():,.0f} | {limit} | `{place}` |")
+        lines += ["", *(f"- {reason}" for reason in (*found.notes, *reasons(plan, found))), ""]
+    return lines[:-1]
+
+
 def roofline_json(plan: Plan, roofline: Roofline) -> dict[str, object]:
     """What --report FILE holds."""
     time = roofline.time
@@ -115,7 +139,7 @@ def roofline_json(plan: Plan, roofline: Roofline) -> dict[str, object]:
 
 def _costs(costs: Costs) -> dict[str, object]:
     return {
-        "kernels": costs.kernels, "host_waits": costs.host_waits, "operators_s": costs.total, "host_ahead_s": costs.ahead + costs.outside,
+        "kernels": costs.kernels, "host_waits": costs.host_waits, "operators_s": costs.total, "host_ahead_s": costs.ahead,
         "at_peaks_s": costs.bound, "unfilled_launches_s": costs.unfilled, "layers_s": dict(costs.layers),
         "passes": {f"{direction} of chunk {chunk}": vars(each) for (direction, chunk), each in costs.passes.items()},
         "lines": {place: {"seconds": dict(line.seconds), "kernels": dict(line.kernels), "bytes": line.bytes, "flops": line.flops}

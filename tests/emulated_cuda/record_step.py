@@ -4,7 +4,8 @@
 
 The rank is one of a world of any size, and its shapes are the real ones: the device makes tensors and computes nothing (device.cpp),
 and collectives go to torch's fake process group. Numbers that the host reads to make shapes of them, the tokens of each expert, are those of
-an even routing. `record` with compute=True computes as ever; the tests hold one against the other.
+an even routing. Nobody waits for other stages, so every microbatch goes through all chunks of the rank forward and then backward.
+`record` with compute=True computes as ever; the tests hold one against the other.
 """
 
 import functools
@@ -24,9 +25,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import moe_trainer.run
 from arguments import Arguments, parse_args
 from moe_trainer.memory import host_read
 from moe_trainer.model import build
+from moe_trainer.ops import scaled_grouped, scaled_mm
 from moe_trainer.parallel import collectives, p2p
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline import schedule
@@ -34,6 +37,7 @@ from moe_trainer.planner.memory import ChunkBytes
 from moe_trainer.proof import observe
 from moe_trainer.run import TrainState, layers_of
 from moe_trainer.shape.layout import mapping_sizes
+from moe_trainer.shape.timetable import BACKWARD, FORWARD, WEIGHT, Action, Order
 from moe_trainer.training.step import train_step
 
 OPERATOR, WAIT, START, FINISH = range(4)
@@ -64,10 +68,11 @@ class Recording:
     def _line(self) -> str:
         """The line of the program; of an operator of autograd, the line whose gradient it computes."""
         line = emulation.source_line()
-        if not line.startswith("backward: "):
+        node = torch._C._current_autograd_node()
+        if node is None:
             return line
-        made = torch._C._current_autograd_node().metadata.get("traceback_", ["?"])[0]
-        return f"{made}, backward"
+        line = line.removeprefix(f"{node.name()}: ")
+        return f"{node.metadata.get('traceback_', ['?'])[0]}, backward" if line == "?" else line
 
     def as_json(self) -> dict[str, list]:
         return {"texts": list(self.texts), "events": self.events}
@@ -154,6 +159,29 @@ def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:
     return ParallelState.create(world_size, rank, **mapping_sizes(args))
 
 
+def one_by_one(pp: int, num_chunks: int, apart: bool) -> Callable[[int], list[Order]]:
+    """An order of work in which a microbatch ends before the next begins, for a pipeline of any kind."""
+    kinds = (BACKWARD, WEIGHT) if apart else (BACKWARD,)
+
+    def orders(num_microbatches: int) -> list[Order]:
+        order = []
+        for microbatch in range(num_microbatches):
+            order += [Action(FORWARD, chunk, microbatch) for chunk in range(num_chunks)]
+            order += [Action(kind, chunk, microbatch) for chunk in reversed(range(num_chunks)) for kind in kinds]
+        return [tuple(order)] * pp
+
+    return orders
+
+
+def computes_so(compute: Callable[[], Tensor], expected: Tensor, complaint: str) -> bool:
+    """In place of scaled_mm.as_defined, which looks at numbers: whether the operator takes such operands."""
+    try:
+        compute()
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
 def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches: int = 2, compute: bool = False,
            routed: Sequence[Sequence[int]] | None = None) -> dict[str, list]:
     """Run two iterations of one rank and record the second.
@@ -167,6 +195,8 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
     recording.trace = ps.trace
     if not compute:
         build.init_parameter, build._check = (lambda param, seed: None), (lambda chunk: None)
+        scaled_mm.as_defined = scaled_grouped.as_defined = computes_so
+    moe_trainer.run.sizes_that_wait = lambda args, replicas: []  # virtual stages take any number of microbatches one by one
     start, told, found = host_read.HostReads.start, iter(routed or ()), []
 
     def started(reads, numbers, *inputs, work=None):
@@ -188,13 +218,14 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
     run, state = observe.make_run(args, rank, ps, 2, device="cuda"), TrainState()
     for _, layer in layers_of(run.chunks):  # what follows the last one is no layer's
         layer.register_forward_hook(lambda *unused: setattr(ps.trace, "layer", ""))
+    run.schedule.orders = one_by_one(ps.pp.size, len(run.chunks), run.schedule.apart)
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        for iteration in range(2):
+        for iteration, count in enumerate((1, microbatches)):  # the first makes what stays
             recording.on = iteration == 1
             device.record((lambda text: recording.enter(OPERATOR, text)) if recording.on else None)
             callbacks = emulation._EVENT(lambda kind, what, size: recording.enter(WAIT, what.decode()) or 0 if kind == emulation.WAIT else 0)
             device.lib.ec_callbacks(callbacks, device._callbacks[1])
-            train_step(run, state, microbatches)
+            train_step(run, state, count)
             state.iteration += 1
     device.record(None)
     device.watch(False)
