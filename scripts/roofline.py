@@ -76,15 +76,14 @@ def main(words: list[str]) -> int:
         path = plan.args.output.report
         if path is not None:
             write_report(path, plan, roofline)
-    except ArgumentError as error:
-        return fail(f"no estimate, since the trainer rejects this: {error}")
-    except (ValueError, CannotExecute) as error:
-        return fail(str(error))
+    except CannotExecute as error:
+        print(f"roofline.py: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
     return ExitCode.OK
 
 
 def models(words: Sequence[str]) -> int:
-    """The table of the zoo's models. Raises: ValueError, CannotExecute."""
+    """The table of the zoo's models. Raises: CannotExecute."""
     if set(words) - {"--write"}:
         raise CannotExecute(f"models {' '.join(words)}: there is --write, and nothing else")
     rows = []
@@ -100,11 +99,6 @@ def models(words: Sequence[str]) -> int:
     return ExitCode.OK
 
 
-def fail(text: str) -> int:
-    print(f"roofline.py: {text}", file=sys.stderr)
-    return ExitCode.USER_ERROR
-
-
 def write_report(path: str, plan: Plan, roofline: Roofline) -> None:
     """Raises: CannotExecute."""
     try:
@@ -114,8 +108,13 @@ def write_report(path: str, plan: Plan, roofline: Roofline) -> None:
 
 
 def roofline_of(flags: Sequence[str]) -> tuple[Plan, Roofline]:
-    """Plan a command line and execute it. Raises: ValueError for its flags, CannotExecute."""
-    plan = plan_of_flags(list(flags))
+    """Plan a command line and execute it. Raises: CannotExecute."""
+    try:
+        plan = plan_of_flags(list(flags))
+    except ArgumentError as error:
+        raise CannotExecute(f"no estimate, since the trainer rejects this: {error}") from None
+    except ValueError as error:
+        raise CannotExecute(str(error)) from None
     if plan.args.keeps_weights:
         raise CannotExecute("a roofline is of training steps, and these flags update no weights (--skip-train, --freeze-all-layers, --train-iters 0)")
     return plan, make_roofline(plan, execute(plan, flags))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from moe_trainer.parallel.groups import plan_groups
+from moe_trainer.parallel.grid import make_layout
 from moe_trainer.planner.layer_time import BACKWARD_OF_ATTENTION, Pass, attention_rates, gemm_seconds
 from moe_trainer.planner.links import Links, exchange_seconds
 from moe_trainer.planner.memory import ChunkBytes
@@ -44,7 +44,9 @@ CAUSES = MappingProxyType({"tp": "tensor", "cp": "context", "cp_a2a": "context",
 OVERWRITES = ("zero_", "fill_", "copy", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "triton")
 """Operators that write without reading what was there. So do those with out=."""
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
-            "_scaled_grouped_mm_v2", "triton::rows_kernel", "triton::weight_kernel")
+            "_scaled_grouped_mm_v2")
+TRITON_PRODUCTS = ("triton::rows_kernel", "triton::weight_kernel")
+SINGLE = ("Float", "float32", "Double", "float64")
 PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
 ADDS = ("index_add_", "index_put_", "_index_put_impl_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_")
 """Operators that read of their first tensor, or write in place, the rows that indices name."""
@@ -103,14 +105,20 @@ def read_operator(text: str) -> Operator:
     triton = base.startswith("triton::")
     matrices = [x for x in tensors if (triton or x.role == "r") and len(x.shape) >= 2]
     moved = _bytes(base, "out" in overload or "grad_input" in overload, tensors)
+    shapes = [x.shape for x in matrices[:3]]
+    if base in TRITON_PRODUCTS and tuple(map(len, shapes)) in ((2, 3, 2), (2, 2, 3)):  # rows, weights of experts, rows; the last: their gradient
+        (rows, one), other = shapes[0], shapes[2]
+        experts = max(shapes, key=len)[0]
+        gemm = (rows / experts, other[1], one, experts) if len(other) == 2 else (one, shapes[1][1], rows / experts, experts)
+        m, n, k, count = gemm
+        return Operator(name, moved, round(2 * m * n * k * count), gemm, size=4 if matrices[0].dtype in SINGLE else 2)
     if base in PRODUCTS:
         made = [x for x in tensors if x.role != "r" and len(x.shape) >= 2]
         left, right = matrices[-2:] if "add" in base else matrices[:2]
         width = next((kind for mark, kind in FORMATS if left.dtype.startswith(mark)), "bf16")
         gemm = _gemm(left.shape, right.shape, made[-1].shape if made else (), 2 if width == "fp4" else 1)
         m, n, k, count = gemm
-        wide = left.dtype.lower() in ("float", "float32", "double", "float64")
-        return Operator(name, moved, round(2 * m * n * k * count), gemm, width, 4 if wide else 2)
+        return Operator(name, moved, round(2 * m * n * k * count), gemm, width, 4 if left.dtype in SINGLE else 2)
     if "flash_attention" in base or "efficient_attention" in base or "cudnn_attention" in base:
         backward = "backward" in base
         query, key, value = matrices[1:4] if backward else matrices[:3]
@@ -314,7 +322,8 @@ def stages_to_execute(args: Arguments) -> list[int]:
 
 def rank_of_stage(args: Arguments, world_size: int, stage: int) -> int:
     """The first rank of a pipeline stage."""
-    return next(ranks for ranks in plan_groups(world_size, **mapping_sizes(args))["pp"][0] if 0 in ranks)[stage]
+    axes = {name: size for name, size in mapping_sizes(args).items() if name in ("tp", "cp", "pp", "ep", "etp", "order")}
+    return next(ranks for ranks in make_layout(world_size, **axes).groups("pp") if 0 in ranks)[stage]
 
 
 def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> Roofline:

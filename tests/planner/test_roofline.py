@@ -41,6 +41,9 @@ OPERATORS = {
     "aten::index_select|r,BFloat16,1000x8,16000|r,Long,5,40|o,BFloat16,5x8,80": (200, 0),
     "aten::index_add_|w,Float,1000x8,32000|r,Long,5,40|r,Float,5x8,160": (520, 0),
     "aten::_embedding_bag_forward_only|r,BFloat16,64x16,2048|r,Long,32,256|r,Long,17,136|o,BFloat16,16x16,512": (1024 + 256 + 136 + 512, 0),
+    "triton::rows_kernel|o,BFloat16,10x8,160|o,BFloat16,2x6x8,192|o,BFloat16,10x6,120|o,Int,2,8": (480, 2 * 10 * 8 * 6),
+    "triton::weight_kernel|o,BFloat16,10x6,120|o,BFloat16,10x8,160|o,BFloat16,2x6x8,192|o,Int,2,8": (480, 2 * 10 * 8 * 6),
+    "triton::rows_kernel|o,BFloat16,10x8,160|o,Long,10,80": (240, 0),
     "triton::norm_kernel|o,BFloat16,4x8,64|o,BFloat16,4x8,64": (128, 0),
 }
 
