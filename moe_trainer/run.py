@@ -303,7 +303,7 @@ def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer])
     parallel, late_head = args.parallel, deferral.of_the_head(args.parallel)
     return choose(
         parallel.pipeline_schedule, runtime.ps.pp, len(chunks), runtime.device,
-        group_size=parallel.microbatch_group_size_per_vp_stage, overlap=parallel.overlap_p2p_comm,
+        second=runtime.ps.pp_second, group_size=parallel.microbatch_group_size_per_vp_stage, overlap=parallel.overlap_p2p_comm,
         queues=[chunk.weight_grads for chunk in chunks] if deferral.of_all_layers(parallel) or late_head else None,
         head_lag=parallel.wgrad_deferral_limit if late_head else None,
         baton=chunks[0].baton if parallel.overlap_moe_expert_parallel_comm else None,

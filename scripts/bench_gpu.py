@@ -8,8 +8,8 @@ pretrain_moe.py to every shape (say --recompute-granularity), and the table name
 
 Measured, for each shape in a process of its own: median seconds of `train_step`, tokens per second, model FLOPs (Megatron-LM's formula,
 shape/flops.py) per second and as a share of the GEMM rate of the same process (8,192 cubed, bf16), peak memory by the allocator; then
-from a profile of one step: the device's time by kind of kernel, and how long it had nothing to do. Where the package transformers is
-installed, MixtralForCausalLM of the first shape trains beside it. --write records the table in scripts/bench_results/gpu.md.
+from a profile of one step: the device's time by kind of kernel, and how long it had nothing to do. Where the packages are installed,
+transformers' MixtralForCausalLM of the first shape trains beside it, and torchtitan's layers (peers.py; without a balancing loss). --write records the table in scripts/bench_results/gpu.md.
 
 --device cpu --tiny runs the same program on small slices, to see that it works; its figures mean nothing.
 """
@@ -69,10 +69,9 @@ def measured(step, steps: int, device: str) -> tuple[float, float]:
 def breakdown(step, device: str) -> list[str]:
     """Device time of one step by kind of kernel, and the time without any."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import profile
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities) as found:
+    with profile() as found:
         wall = timed(step, device)
     of_device = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     sums: dict[str, float] = {}
@@ -147,6 +146,41 @@ def theirs(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
     pipe.send((seconds, batch * seq / seconds, flops, flops / rate, peak, breakdown(step, device)))
 
 
+def titan(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
+    """torchtitan's model of the same shape, bf16 parameters and fused AdamW; as many microbatches at once as a step has."""
+    import torch
+
+    import arguments
+    from moe_trainer.shape.flops import training_flops
+    from scripts.peers import Model, build_torchtitan
+
+    args = arguments.parse_args(argv, 1)
+    model, moe, seq, batch = args.model, args.moe, args.data.seq_length, args.training.global_batch_size
+    shape = Model(layers=model.num_layers, hidden=model.hidden_size, ffn=moe.moe_ffn_hidden_size or model.ffn_hidden_size, experts=moe.num_experts,
+                  topk=moe.moe_router_topk, kv_heads=model.query_groups, seq=seq, micro=batch, together=False, heads=model.num_attention_heads,
+                  vocab=args.data.vocab_size + 1)
+    rate = gemm_rate(torch.bfloat16, 512 if tiny else 8192, device)
+    step, _ = build_torchtitan(shape, "bf16", device)
+    seconds, peak = measured(step, steps, device)
+    flops = training_flops(args, batch, seq, shape.vocab) / seconds
+    pipe.send((seconds, batch * seq / seconds, flops, flops / rate, peak, breakdown(step, device)))
+
+
+CONTENDERS = {"moe-trainer": ours, "transformers": theirs, "torchtitan": titan}
+
+
+def contenders(shape: str) -> tuple[str, ...]:
+    """Who trains a shape: the others have Mixtral's."""
+    return tuple(CONTENDERS) if shape == "mixtral" else ("moe-trainer",)
+
+
+def problem(contender: str) -> str | None:
+    """Why a contender cannot train here; None if it can."""
+    from importlib.util import find_spec
+
+    return None if contender == "moe-trainer" or find_spec(contender) is not None else f"the package {contender} is not installed"
+
+
 def apart(work, *given) -> tuple:
     """Run `work` in a process of its own, so that nothing it allocated stays. Returns: what it sent."""
     context = multiprocessing.get_context("spawn")
@@ -167,17 +201,14 @@ def table(given: argparse.Namespace) -> list[str]:
     seq = 64 if given.tiny else SEQ
     for shape in given.shapes:
         argv = command_line(shape, seq, given.tiny, given.flags)
-        for name, work in [("moe-trainer", ours), *([("transformers", theirs)] if shape == "mixtral" and has_transformers() else [])]:
-            seconds, tokens, flops, share, peak, kinds = apart(work, argv, given.steps, given.device, given.tiny)
+        for name in contenders(shape):
+            if missing := problem(name):
+                print(f"{name} is left out: {missing}", file=sys.stderr)
+                continue
+            seconds, tokens, flops, share, peak, kinds = apart(CONTENDERS[name], argv, given.steps, given.device, given.tiny)
             lines.append(f"| {shape} | {name} | {seconds:.3f} | {tokens:,.0f} | {flops / 1e12:.2f} | {share:.0%} | {peak:.1f} | {', '.join(kinds)} |")
             print(lines[-1], flush=True)
     return lines
-
-
-def has_transformers() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("transformers") is not None
 
 
 def main() -> None:

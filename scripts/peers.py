@@ -28,6 +28,7 @@ class Model:
     micro: int
     together: bool
     heads: int = 8
+    vocab: int = VOCAB
 
     @property
     def tokens(self) -> int:
@@ -42,7 +43,7 @@ class Model:
             f"--seq-length {self.seq} --max-position-embeddings {self.seq} --micro-batch-size {self.micro} --global-batch-size {self.micro} "
             "--attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0 "
             "--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --train-iters 1000000 --eval-iters 0 --eval-interval 1000 "
-            f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --transformer-impl local --logging-level 30"
+            f"--mock-data --tokenizer-type NullTokenizer --vocab-size {self.vocab - 1} --transformer-impl local --logging-level 30"
         ).split()
 
     def flops_per_step(self) -> float:
@@ -50,7 +51,7 @@ class Model:
         import arguments
         from moe_trainer.shape.flops import training_flops
 
-        return training_flops(arguments.parse_args(self.flags(), world_size=1), self.micro, self.seq, VOCAB)
+        return training_flops(arguments.parse_args(self.flags(), world_size=1), self.micro, self.seq, self.vocab)
 
 
 MODELS = {
@@ -60,13 +61,13 @@ MODELS = {
 }
 
 
-def make_batches(model: Model):
+def make_batches(model: Model, device: str = "cpu"):
     """Endless random (tokens, labels), the same for all contenders."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
     while True:
-        ids = torch.randint(0, VOCAB, (model.micro, model.seq + 1), generator=generator)
+        ids = torch.randint(0, model.vocab, (model.micro, model.seq + 1), generator=generator).to(device)
         yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -125,7 +126,7 @@ def build_transformers(model: Model, dtype: str, implementation: str, autocast: 
     return make_their_step(module, forward, make_batches(model), autocast), f"experts: {implementation}, attention: sdpa"
 
 
-def build_torchtitan(model: Model, dtype: str):
+def build_torchtitan(model: Model, dtype: str, device: str = "cpu"):
     """Returns step() -> loss, and a description."""
     import torch
     from torchtitan.models import qwen3
@@ -141,18 +142,19 @@ def build_torchtitan(model: Model, dtype: str):
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
         layer.attention.qk_norm = None
     embedding = {"weight": functools.partial(torch.nn.init.normal_, std=0.02)}
-    module = qwen3.Qwen3Model.Config(
-        vocab_size=VOCAB, dim=model.hidden, norm=qwen3._qwen3_norm(model.hidden), layers=layers,
-        tok_embeddings=qwen3.Embedding.Config(num_embeddings=VOCAB, embedding_dim=model.hidden, param_init=embedding),
-        lm_head=qwen3.Linear.Config(in_features=model.hidden, out_features=VOCAB, param_init=embedding),
-    ).build()
-    torch.manual_seed(1)
-    module.init_states()
+    with torch.device(device):
+        module = qwen3.Qwen3Model.Config(
+            vocab_size=model.vocab, dim=model.hidden, norm=qwen3._qwen3_norm(model.hidden), layers=layers,
+            tok_embeddings=qwen3.Embedding.Config(num_embeddings=model.vocab, embedding_dim=model.hidden, param_init=embedding),
+            lm_head=qwen3.Linear.Config(in_features=model.hidden, out_features=model.vocab, param_init=embedding),
+        ).build()
+        torch.manual_seed(1)
+        module.init_states()
     module = module.train()
     if dtype == "bf16":
         module = module.bfloat16()
-    positions = torch.arange(model.seq).repeat(model.micro, 1)
-    return make_their_step(module, lambda tokens: (module(tokens, positions), 0.0), make_batches(model), False), "experts: grouped_mm, attention: sdpa"
+    positions = torch.arange(model.seq, device=device).repeat(model.micro, 1)
+    return make_their_step(module, lambda tokens: (module(tokens, positions), 0.0), make_batches(model, device), False), "experts: grouped_mm, attention: sdpa"
 
 
 def make_their_step(module, forward, batches, autocast: bool):
@@ -166,7 +168,7 @@ def make_their_step(module, forward, batches, autocast: bool):
         tokens, labels = next(batches)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits, extra = forward(tokens)
-        loss = F.cross_entropy(logits.view(-1, VOCAB).float(), labels.view(-1))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.view(-1))
         (loss + extra).backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()

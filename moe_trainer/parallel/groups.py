@@ -22,7 +22,7 @@ _GROUPS = (
 
 def plan_groups(world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, order: str = DEFAULT_ORDER,
                 optimizer_instances: int = 1, embedding_stages: Collection[int] | None = None,
-                cp_levels: Sequence[int] | None = None) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
+                cp_levels: Sequence[int] | None = None, second_pipeline: bool = False) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
     """All groups of a layout, without making any: name -> (the groups that the ranks fall into, lane). Arguments: as for create."""
     layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
     plans = {name: (layout.groups(*axes), lane) for name, axes, lane in _GROUPS}
@@ -34,6 +34,7 @@ def plan_groups(world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: i
         raise ValueError(f"hierarchical context-parallel sizes {neighbours} * {across} are not cp = {cp}")
     inner, outer = cut_groups(layout.groups("cp"), neighbours)
     plans["cp_a2a"], plans["cp_p2p"] = (inner, "context"), (outer, "context")
+    plans["pp_second"] = layout.groups("pp"), "second pipeline" if second_pipeline else "pipeline"
     plans["embedding"] = (_embedding_groups(layout, embedding_stages), "embedding")
     return plans
 

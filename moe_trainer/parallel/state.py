@@ -47,6 +47,7 @@ class ParallelState:
     over it; dp_cp_outer, edp_outer: the ranks of all instances that hold the same shard. One instance: inner is everything.
     cp_a2a, cp_p2p: the two levels of cp (neighbours; across them) when hierarchical context parallelism gives their sizes;
     otherwise one rank and all of cp.
+    pp_second: the ranks of pp, by a communicator of its own where messages of interleaved stages overlap (pipeline/plan.py: channel).
     embedding: the pipeline stages that hold the word embeddings; any other stage has a group of its own.
     """
 
@@ -68,6 +69,7 @@ class ParallelState:
     edp_outer: Group
     cp_a2a: Group
     cp_p2p: Group
+    pp_second: Group
     embedding: Group
 
     @property
@@ -99,20 +101,21 @@ class ParallelState:
     @staticmethod
     def create(world_size: int, rank: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1,
                order: str = DEFAULT_ORDER, *, optimizer_instances: int = 1, embedding_stages: Collection[int] | None = None,
-               cp_levels: Sequence[int] | None = None, backend: str | None = None,
+               cp_levels: Sequence[int] | None = None, second_pipeline: bool = False, backend: str | None = None,
                timeout: timedelta | None = None) -> "ParallelState":
         """Create every communicator. Collective: all ranks call it with the same arguments.
 
         optimizer_instances: parts of dp_cp, and of edp, that each hold all of the sharded optimizer state.
         embedding_stages: pipeline ranks that hold the word embeddings; None: the first and the last.
         cp_levels: sizes of cp_a2a and cp_p2p, whose product is cp; None: 1 and cp.
+        second_pipeline: whether pp_second has a communicator of its own; else it is that of pp.
 
         torch.distributed must be initialized when world_size > 1. backend None: that of the default group.
         timeout None: torch's default (NOTE: not that of the default group).
         Raises: ValueError when the sizes do not fit (see grid.make_layout).
         """
         partitions = plan_groups(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order, optimizer_instances=optimizer_instances,
-                                 embedding_stages=embedding_stages, cp_levels=cp_levels)
+                                 embedding_stages=embedding_stages, cp_levels=cp_levels, second_pipeline=second_pipeline)
         factory = _Factory(rank, backend, timeout)
         world = Group("world", tuple(range(world_size)), rank, world_size, dist.group.WORLD if world_size > 1 else None,
                       factory.trace)

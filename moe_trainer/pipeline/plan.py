@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moe_trainer.shape.timetable import Action, Costs, Order, Pair, actions_of, source, target, timetable
+from moe_trainer.shape.timetable import BACKWARD, Action, Costs, Order, Pair, actions_of, source, target, timetable
 
 
 class Message(NamedTuple):
@@ -30,6 +30,17 @@ class Launch(NamedTuple):
     """Messages to start, in this order or as one batch."""
 
     messages: tuple[Message, ...]
+
+
+def channel(rank: int, message: Message, num_ranks: int) -> int:
+    """Which of two communicators carries a message; both its ends say the same.
+
+    A communicator of NCCL works off its messages one by one, so one that is late holds up all behind it. Between two ranks each way has
+    its own: what a rank receives never holds up what it sends. Among more, forward has one and backward the other.
+    """
+    if num_ranks == 2:
+        return rank if message.is_send else 1 - rank
+    return int(message.action.kind == BACKWARD)
 
 
 def program(orders: Sequence[Order], num_chunks: int, rank: int, ahead: int,

@@ -14,8 +14,8 @@ What a rank holds between forward and backward of a microbatch is the graph, not
 place in the graph is kept (Megatron-LM's deallocation of pipeline outputs, by way of torch's gradient edges). Received tensors are
 leaves; their `.grad` goes back. Sends are not waited for until two more have followed, so a neighbour that is late by less holds nobody up.
 
-With virtual stages messages are started one action ahead of their use, one by one; without, or with
---no-overlap-p2p-communication, right before it and as one batch. All backwards but a chunk's last run inside `accumulate`, so
+With virtual stages messages are started one action ahead of their use, one by one and over two communicators (plan.py: channel); without,
+or with --no-overlap-p2p-communication, right before it and as one batch. All backwards but a chunk's last run inside `accumulate`, so
 gradients are reduced once and behind the last one.
 """
 
@@ -35,7 +35,7 @@ from moe_trainer.parallel.baton import Baton
 from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import PendingGrads, WeightGradQueue
 from moe_trainer.pipeline.overlap import Pairs
-from moe_trainer.pipeline.plan import Launch, Message, program
+from moe_trainer.pipeline.plan import Launch, Message, channel, program
 from moe_trainer.shape.orders import orders as orders_of
 from moe_trainer.shape.timetable import (
     BACKWARD,
@@ -80,15 +80,17 @@ class Schedule:
     """The way one rank works; see the module's head.
 
     orders: (number of microbatches) -> by rank, what it does.
+    second: the ranks of pp by another communicator, for half of the messages that overlap.
     queues: by local chunk, where its layers leave weight gradients in backward; W actions compute them (apart), or the end of the
     backward that left them. costs: to plan with. pairs: runs the pairs of the orders.
     """
 
     def __init__(self, orders: Callable[[int], list[Order]], pp: Group, num_chunks: int, device: torch.device, *,
-                 overlap: bool = False, queues: Sequence[WeightGradQueue | None] | None = None,
+                 second: Group | None = None, overlap: bool = False, queues: Sequence[WeightGradQueue | None] | None = None,
                  apart: bool = False, costs: Costs | None = None, pairs: Pairs | None = None):
         self.orders = orders
         self.pp = pp
+        self.channels = (pp, second or pp)
         self.num_chunks = num_chunks
         self.device = device
         self.overlap = overlap
@@ -155,11 +157,13 @@ class _Execution(Generic[Result]):
 
     def launch(self, step: Launch) -> None:
         """Start messages."""
-        group, ops = self.schedule.pp, [self._op(message) for message in step.messages]
+        pp, ops = self.schedule.pp, [self._op(message) for message in step.messages]
         if self.schedule.overlap:
-            works = [p2p.isend(op.x, group, op.to) if isinstance(op, p2p.Send) else p2p.irecv(op.out, group, op.source) for op in ops]
+            groups = [self.schedule.channels[channel(pp.rank, message, pp.size)] for message in step.messages]
+            works = [p2p.isend(op.x, group, op.to) if isinstance(op, p2p.Send) else p2p.irecv(op.out, group, op.source)
+                     for op, group in zip(ops, groups, strict=True)]
         else:
-            works = [p2p.exchange(ops, group)] * len(ops)
+            works = [p2p.exchange(ops, pp)] * len(ops)
         for (action, is_send), op, work in zip(step.messages, ops, works):
             if is_send:
                 self.under_way.append((work, op.x))
@@ -268,7 +272,7 @@ def _active(queue: WeightGradQueue | None):
             queue.active = False
 
 
-def choose(kind: str | None, pp: Group, num_chunks: int, device: torch.device, *, group_size: int | None = None,
+def choose(kind: str | None, pp: Group, num_chunks: int, device: torch.device, *, second: Group | None = None, group_size: int | None = None,
            overlap: bool = False, queues: Sequence[WeightGradQueue | None] | None = None, head_lag: int | None = None,
            baton: Baton | None = None) -> Schedule:
     """Build a schedule: "1f1b", "interleaved" or "zero-bubble"; None: by the number of chunks per rank.
@@ -287,4 +291,4 @@ def choose(kind: str | None, pp: Group, num_chunks: int, device: torch.device, *
     assert not apart or queues is not None, f"{kind}, head_lag {head_lag}: without queues"
     costs = Costs(backward=1.0) if kind == "zero-bubble" else Costs(weight=0.1)
     pairs = None if baton is None else Pairs(baton, device)
-    return Schedule(orders, pp, num_chunks, device, overlap=overlap, queues=queues, apart=apart, costs=costs, pairs=pairs)
+    return Schedule(orders, pp, num_chunks, device, second=second, overlap=overlap, queues=queues, apart=apart, costs=costs, pairs=pairs)

@@ -24,11 +24,7 @@ class Profiler:
         self._torch_profiler = None
         self._execution: torch.profiler.ExecutionTraceObserver | None = None
         if self._active and (output.use_pytorch_profiler or not torch.cuda.is_available()):
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._torch_profiler = torch.profiler.profile(
-                activities=activities,
                 record_shapes=output.pytorch_profiler_collect_shapes,
                 with_stack=output.pytorch_profiler_collect_callstack,
             )

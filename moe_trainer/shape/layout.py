@@ -153,4 +153,5 @@ def mapping_sizes(args: Arguments) -> dict[str, Any]:
         embedding_stages=embedding_stages(chunk_layouts(args.model, parallel),
                                           not args.model.untie_embeddings_and_output_weights),
         cp_levels=parallel.hierarchical_context_parallel_sizes,
+        second_pipeline=parallel.overlap_p2p_comm,
     )

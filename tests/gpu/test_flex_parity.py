@@ -23,15 +23,15 @@ HIDDEN, TOKENS, RANKS = 512, 64, 2
 KINDS = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}
 
 
-def one_rank(rank: int, folder: str, backend: str, topk: int) -> None:
+def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS) -> None:
     """Rows bit for bit; results and gradients to bf16's rounding."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
-    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS, device_id=device)
-    ps = ParallelState.create(RANKS, rank, ep=RANKS)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, device_id=device)
+    ps = ParallelState.create(ranks, rank, ep=ranks)
     args = sections(
-        hidden_size=HIDDEN, ffn_hidden_size=256, moe_router_topk=topk, moe_router_dtype="fp32", moe_token_dispatcher_type="flex",
+        num_experts=4 * ranks, hidden_size=HIDDEN, ffn_hidden_size=256, moe_router_topk=topk, moe_router_dtype="fp32", moe_token_dispatcher_type="flex",
         moe_flex_dispatcher_backend=backend, moe_flex_dispatcher_num_sms=20)
     layer = shard_of(args, ps, torch.bfloat16).to(device)
     rows = Rows(HIDDEN, TOKENS, torch.bfloat16, device)

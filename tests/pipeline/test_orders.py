@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from moe_trainer.pipeline.plan import Launch, program
+from moe_trainer.pipeline.plan import Launch, Message, channel, program
 from moe_trainer.shape import interleaved, one_f_one_b
 from moe_trainer.shape.timetable import (
     BACKWARD,
@@ -75,13 +75,14 @@ def receives(step):
     return [message.action for message in step.messages if not message.is_send]
 
 
-def rendezvous(programs, pp, chunks, batched):
+def rendezvous(programs, pp, chunks, batched, channels=1):
     """Run the programs where a batch of messages ends only when both sides of all its messages have started, and a rank goes on
     only when what it has sent is through; True: all end."""
+    queues = range(channels * pp)  # rank * channels + channel
     place = [0] * pp
     started = [set() for _ in range(pp)]  # ids of messages whose end at this rank is started
-    open_batches = [[] for _ in range(pp)]  # NCCL: a rank's batches run one after the other
-    unlaunched = [[] for _ in range(pp)]
+    open_batches = [[] for _ in queues]  # NCCL: a rank's batches of one communicator run one after the other
+    unlaunched = [[] for _ in queues]
     leaving = [[] for _ in range(pp)]
 
     def ident(rank, action, is_send):
@@ -91,15 +92,18 @@ def rendezvous(programs, pp, chunks, batched):
         moved = True
         while moved:
             moved = False
-            for rank in range(pp):
-                if not open_batches[rank] and unlaunched[rank]:
-                    batch = unlaunched[rank].pop(0)
-                    started[rank] |= batch
-                    open_batches[rank] = [batch]
+            for queue in queues:
+                if not open_batches[queue] and unlaunched[queue]:
+                    batch = unlaunched[queue].pop(0)
+                    started[queue // channels] |= batch
+                    open_batches[queue] = [batch]
                     moved = True
-                if open_batches[rank] and all(sum(message in s for s in started) == 2 for message in open_batches[rank][0]):
-                    open_batches[rank].pop()
+                if open_batches[queue] and all(sum(message in s for s in started) == 2 for message in open_batches[queue][0]):
+                    open_batches[queue].pop()
                     moved = True
+
+    def under_way(rank):
+        return [batch for queue in range(rank * channels, (rank + 1) * channels) for batch in (*unlaunched[queue], *open_batches[queue])]
 
     moved = True
     while moved:
@@ -108,14 +112,15 @@ def rendezvous(programs, pp, chunks, batched):
         for rank in range(pp):
             while place[rank] < len(programs[rank]):
                 step = programs[rank][place[rank]]
-                if any(sent in batch for sent in leaving[rank] for batch in (*unlaunched[rank], *open_batches[rank])):
+                if any(sent in batch for sent in leaving[rank] for batch in under_way(rank)):
                     break
                 if isinstance(step, Launch):
                     leaving[rank] = [ident(rank, a, True) for a in sends(step)]
-                    messages = [ident(rank, *message) for message in step.messages]
-                    unlaunched[rank] += [set(messages)] if batched else [{message} for message in messages]
+                    messages = [(channel(rank, message, pp) % channels, ident(rank, *message)) for message in step.messages]
+                    for which, messages in [(0, {message for _, message in messages})] if batched else [(number, {message}) for number, message in messages]:
+                        unlaunched[rank * channels + which].append(messages)
                 else:
-                    pending = [*unlaunched[rank], *open_batches[rank]]
+                    pending = under_way(rank)
                     needed = {source(rank, action, pp, chunks) for action in actions_of(step)} - {None}
                     if needed - started[rank] or any(needed & batch for batch in pending):
                         break
@@ -144,7 +149,25 @@ def test_blocking_messages_never_deadlock(name, ahead):
                 if target(a, x, pp, chunks)[0] == b]
         received = [x for step in programs[b] if isinstance(step, Launch) for x in receives(step) if source(b, x, pp, chunks)[0] == a]
         assert sent == received
-    assert rendezvous(programs, pp, chunks, batched=True) and rendezvous(programs, pp, chunks, batched=False)
+    assert rendezvous(programs, pp, chunks, batched=True)
+    assert all(rendezvous(programs, pp, chunks, batched=False, channels=channels) for channels in (1, 2))
+
+
+@pytest.mark.parametrize("name", [name for name, (_, chunks) in CASES.items() if chunks > 1])
+def test_neither_way_waits_for_the_other(name):
+    """Both ends of a message use the same communicator. On none of them does a rank wait for what comes to send what it has made (two
+    ranks), or in one direction for the other (more)."""
+    orders, chunks = CASES[name]
+    pp, carried = len(orders), {}
+    for rank in range(pp):
+        for step in program(orders, chunks, rank, 1):
+            for message in step.messages if isinstance(step, Launch) else ():
+                which = channel(rank, message, pp)
+                carried.setdefault((rank, which), set()).add(message.is_send if pp == 2 else message.action.kind)
+                if message.is_send:
+                    other, action = target(rank, message.action, pp, chunks)
+                    assert channel(other, Message(action, False), pp) == which
+    assert len(carried) == 2 * pp and all(len(kinds) == 1 for kinds in carried.values())
 
 
 @pytest.mark.parametrize(("pp", "vpp", "m", "group", "pairs", "forwards"), [

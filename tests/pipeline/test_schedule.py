@@ -8,6 +8,7 @@ from harness import run_ranks
 from torch import nn
 from toy import Toy, loss_of, machinery
 
+from moe_trainer.parallel import p2p
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.pipeline.feed import MicrobatchFeed
@@ -62,11 +63,13 @@ def one_process(num_chunks, m):
 
 
 def _run(rank, pp, kind, vpp, m, group_size, overlap):
-    ps = ParallelState.create(pp, rank, pp=pp)
+    ps = ParallelState.create(pp, rank, pp=pp, second_pipeline=overlap)
+    used, isend = [], p2p.isend
+    p2p.isend = lambda x, group, to: used.append((group, to)) or isend(x, group, to)
     zero_bubble = kind == "zero-bubble"
     queues = [WeightGradQueue() for _ in range(vpp)] if zero_bubble else None
     chunks = [Chunk(index * pp + rank, queues[index] if zero_bubble else None) for index in range(vpp)]
-    schedule = choose(kind, ps.pp, vpp, CPU, group_size=group_size, overlap=overlap, queues=queues)
+    schedule = choose(kind, ps.pp, vpp, CPU, second=ps.pp_second, group_size=group_size, overlap=overlap, queues=queues)
     depth, reduced, totals = [0], [], {}
 
     @contextlib.contextmanager
@@ -95,6 +98,9 @@ def _run(rank, pp, kind, vpp, m, group_size, overlap):
     with torch.no_grad():
         evaluated = schedule.run(Work(forward_step, m, specs, forward_only=True))
     losses = schedule.run(Work(forward_step, m, specs, grad_scale=0.25, accumulate=accumulate))
+    # two ranks: a communicator for what each sends; else one for what goes forward and one for what goes back
+    assert [group for group, _ in used] == [(ps.pp, ps.pp_second)[rank if pp == 2 else to != (rank + 1) % pp] for _, to in used]
+    assert bool(used) == (ps.pp.handle is not ps.pp_second.handle) == (overlap and pp > 1)
     assert losses == evaluated
     assert sorted(reduced) == [(index, name) for index in range(vpp) for name in ("bias", "weight")]
     return [(totals[index, "weight"], totals[index, "bias"]) for index in range(vpp)], losses
