@@ -29,6 +29,7 @@ from moe_trainer.shape.sparse_keys import chooses, gathers
 if TYPE_CHECKING:
     from arguments import Arguments
     from arguments.model import ModelArgs
+    from moe_trainer.planner.hardware import Hardware
 
 SCORES, LEARNING, TILES, LISTED = 4, (7, 8), (7, 14), (8, 13)
 """How often an element of [heads, queries, keys] is written or read as fp32, counted in ops/sparse_attention.py and ops/block_attention.py:
@@ -78,6 +79,27 @@ def window_share(model: ModelArgs, length: int, layer_number: int) -> float:
     return min(1.0, 2.0 * (left + TILE) / length) if left >= 0 else 1.0
 
 
+def gemm_seconds(hardware: Hardware, m: float, n: float, k: float, width: str = "bf16", size: int = 2) -> float:
+    """Seconds in which the tensor cores multiply [m, k] x [k, n]. width: format of the operands; size: bytes of an element where that is bf16
+    or wider."""
+    narrow = width != "bf16" and hardware.fp8 > 0
+    fraction = hardware.constants.products_fp8 if narrow else hardware.constants.products_bf16
+    peak = hardware.peak(width if narrow else "bf16") * fraction
+    if size == 4 and not hardware.synchronous:
+        peak /= 2  # TF32
+    return 2.0 * m * n * (k + hardware.constants.fill) / peak
+
+
+def attention_rates(hardware: Hardware, length: float) -> tuple[float, float]:
+    """FLOP/s of attention's core, forward and backward, of sequences of this length (a rank's part of them)."""
+    peak = hardware.peak("bf16")
+    if hardware.synchronous:  # a CPU's kernels multiply here as everywhere
+        return (peak * hardware.constants.products_bf16,) * 2
+    _, *both = next(row for row in ATTENTION if row[0] == hardware.is_blackwell)
+    forward, backward = (fraction * peak * length / (length + half) for fraction, half in both)
+    return forward, backward
+
+
 class LayerTime:
     """Times of the layers of one command line. sizes: of what they keep, for the traffic of memory."""
 
@@ -105,12 +127,8 @@ class LayerTime:
     def product(self, m: float, n: float, k: float, count: int = 1, plain: bool = False) -> float:
         """Seconds of `count` products [m, k] x [k, n]. plain: in bf16 whatever the flags say."""
         narrow = self.width != "bf16" and not plain and self.hardware.fp8 > 0
-        fraction = self.constants.products_fp8 if narrow else self.constants.products_bf16
-        peak = self.hardware.peak(self.width if narrow else "bf16") * fraction
-        if self.size == 4 and not self.hardware.synchronous:
-            peak /= 2  # TF32
         traffic = (m * k + n * k) * (1 if narrow else self.size) + m * n * self.size
-        seconds = count * max(2.0 * m * n * (k + self.constants.fill) / peak, traffic / self.memory)
+        seconds = count * max(gemm_seconds(self.hardware, m, n, k, self.width if narrow else "bf16", self.size), traffic / self.memory)
         if narrow:  # what is quantised is read, and written for both directions
             seconds += count * m * k * (self.size + 2) / self.memory
         return seconds
@@ -148,12 +166,7 @@ class LayerTime:
         else:
             widths = 2 * model.kv_channels
         operations = self.tokens * self.args.data.seq_length * heads * widths
-        length = self.args.data.seq_length / self.cp
-        _, forward, backward = next(row for row in ATTENTION if row[0] == self.hardware.is_blackwell)
-        peak = self.hardware.peak("bf16")
-        rates = [fraction * peak * length / (length + half) for fraction, half in (forward, backward)]
-        if self.hardware.synchronous:  # a CPU's kernels multiply here as everywhere
-            rates = [peak * self.constants.products_bf16] * 2
+        rates = attention_rates(self.hardware, self.args.data.seq_length / self.cp)
         there, back = operations / rates[0], BACKWARD_OF_ATTENTION * operations / rates[1]
         if self.chooses:
             there, back = (time + 4.0 * count * heads * self.pairs / self.memory for time, count in zip((there, back), TILES))

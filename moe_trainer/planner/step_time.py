@@ -127,23 +127,28 @@ def taken_share(args: Arguments, hardware: Hardware) -> float:
 
 def plan_step(args: Arguments, world_size: int, vocab_rows: int, num_microbatches: int, memory: Sequence[StageMemory], hardware: Hardware) -> StepTime:
     """The time of one iteration. memory: of all stages (planner/memory.py), for what each holds."""
-    parallel, links, sizes = args.parallel, Links(hardware), ChunkBytes(args, vocab_rows)
-    times = LayerTime(args, links, sizes)
-    pp = parallel.pipeline_model_parallel_size
-    layouts = chunk_layouts(args.model, parallel)
+    times = LayerTime(args, Links(hardware), ChunkBytes(args, vocab_rows))
+    layouts = chunk_layouts(args.model, args.parallel)
     kinds = {layout: chunk_passes(times, layout) for layout in {chunk for chunks in layouts for chunk in chunks}}
+    optimizer = max(optimizer_seconds(args, world_size, stage, hardware) for stage in memory)
+    host = 0.0 if args.training.cuda_graph_impl == "full_iteration" else times.constants.iteration
+    passes = [[kinds[chunk] for chunk in chunks] for chunks in layouts]
+    return step_of_passes(args, world_size, times.sizes, num_microbatches, memory, hardware, passes, optimizer, host)
+
+
+def step_of_passes(args: Arguments, world_size: int, sizes: ChunkBytes, num_microbatches: int, memory: Sequence[StageMemory], hardware: Hardware,
+                   passes: Sequence[Sequence[tuple[Pass, Pass]]], optimizer: float, host: float) -> StepTime:
+    """The time of an iteration whose passes cost this: [pipeline rank][chunk] -> forward, backward. optimizer, host: seconds of these."""
+    parallel, links, pp = args.parallel, Links(hardware), args.parallel.pipeline_model_parallel_size
     message = 0.0
     if pp > 1 and not parallel.overlap_p2p_comm:
         message = links.message(sizes.rows * args.model.hidden_size * sizes.size, world_size // pp)
-    clock = Clock([[kinds[chunk] for chunk in chunks] for chunks in layouts], message, taken_share(args, hardware),
-                  parallel.pipeline_schedule == "zero-bubble")
-    makespan, busy, spent = _play(args, clock, num_microbatches, len(layouts[0]))
+    clock = Clock(passes, message, taken_share(args, hardware), parallel.pipeline_schedule == "zero-bubble")
+    makespan, busy, spent = _play(args, clock, num_microbatches, len(passes[0]))
     rank = max(range(pp), key=lambda number: busy[number])
     window = sum((forward + backward for forward, backward in clock.passes[rank]), Pass())
-    messages = 2 * len(layouts[0]) * num_microbatches * message
+    messages = 2 * len(passes[0]) * num_microbatches * message
     data = _data_parallel(args, world_size, memory[rank], links, clock.passes[rank], window, num_microbatches, sizes.size)
-    optimizer = max(_optimizer(args, world_size, stage, hardware) for stage in memory)
-    host = 0.0 if args.training.cuda_graph_impl == "full_iteration" else times.constants.iteration
     return StepTime(spent[rank].compute, spent[rank].exchange, spent[rank].tensor, spent[rank].context, messages, data,
                     max(0.0, makespan - busy[rank]), optimizer, host)
 
@@ -201,7 +206,7 @@ def parallel_bytes(args: Arguments) -> float:
     return 2.0 if narrow and args.precision.bf16 else 4.0
 
 
-def _optimizer(args: Arguments, world_size: int, stage: StageMemory, hardware: Hardware) -> float:
+def optimizer_seconds(args: Arguments, world_size: int, stage: StageMemory, hardware: Hardware) -> float:
     """Seconds of the update: what it reads and writes, on the device and on the host."""
     memory = hardware.hbm_tb_s * 1e12 * hardware.constants.update
     seconds = 0.0

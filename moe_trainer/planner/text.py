@@ -14,7 +14,7 @@ from moe_trainer.planner.uncertainty import PUBLISHED_HARDWARE, error_bar
 if TYPE_CHECKING:
     from moe_trainer.planner.fixes import Fix
 
-_PARTS = (("compute", "computation"), ("exchange", "expert exchange, exposed"), ("tensor", "tensor parallel, exposed"),
+PARTS = (("compute", "computation"), ("exchange", "expert exchange, exposed"), ("tensor", "tensor parallel, exposed"),
           ("context", "context parallel, exposed"), ("pipeline", "pipeline messages, exposed"), ("data", "gradients and parameters, exposed"),
           ("bubble", "pipeline bubble"), ("optimizer", "optimizer"), ("host", "between iterations"))
 
@@ -44,7 +44,7 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
     bar = error_bar(plan)
     lines += [_fit_line(plan), *(fix_lines(fixes, "cheapest changes that fit") if plan.margin < 0 else []), "", f"step: {time.step:.3f} s +- {bar.percent}"]
     lines += [f"  +- {100 * value:.0f} % of these: {name}" for name, value in bar.reasons]
-    lines += [f"  {text:36s} {getattr(time, name):9.3f} s  {100 * getattr(time, name) / time.step:5.1f} %" for name, text in _PARTS
+    lines += [f"  {text:36s} {getattr(time, name):9.3f} s  {100 * getattr(time, name) / time.step:5.1f} %" for name, text in PARTS
               if getattr(time, name) > 0]
     lines += [
         f"speed: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s/GPU, MFU {100 * plan.mfu:.1f} % of the {plan.width} peak, "
@@ -122,7 +122,7 @@ def plan_json(plan: Plan, fixes: Sequence[Fix] = ()) -> dict[str, object]:
         "step_s": time.step,
         "step_error": bar.relative,
         "step_error_reasons": [{"reason": name, "error": value} for name, value in bar.reasons],
-        "step": {f"{name}_s": getattr(time, name) for name, _ in _PARTS},
+        "step": {f"{name}_s": getattr(time, name) for name, _ in PARTS},
         "tflops_per_gpu": plan.tflops,
         "tokens_per_s_per_gpu": plan.tokens_per_second,
         "tokens_per_day": plan.tokens_per_day,

@@ -7,6 +7,9 @@
 // Errors are raised for operands on several devices, for two accesses of the same bytes on two streams that nothing orders, for memory that
 // is freed while another stream may still read it, and for whatever a capturing stream does not permit. A copy to pinned memory that nobody
 // has waited for leaves garbage there until somebody does.
+//
+// Shapes only (ec_shapes_only): operators make tensors of the right sizes and compute nothing (their meta kernels run), and memory is
+// address space that nobody touches. So a rank of any size runs in any process, for what it launches.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,6 +17,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/mman.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 #include <unistd.h>
@@ -84,11 +88,14 @@ int count_devices() {
 }
 thread_local DeviceIndex current_device = 0;
 thread_local int64_t current_streams[MAX_DEVICES] = {};
+bool shapes_only = false;
 
 // ---------------------------------------------------------------- what the host is told
 enum Kind { LAUNCH = 0, WAIT = 1, ALLOCATE = 2, FREE = 3 };
 using Callback = int64_t (*)(int kind, const char* what, int64_t bytes);  // returns the number of the source line
 Callback on_event = nullptr;
+using Recorder = void (*)(const char* operation);  // name|role,dtype,sizes,bytes|... of an operator that has run
+Recorder recorder = nullptr;
 int64_t launches = 0, waits = 0;
 int wait_mode = 0;  // torch.cuda.set_sync_debug_mode: 0 ignore, 1 warn, 2 error
 std::map<std::string, int64_t> op_counts;
@@ -332,15 +339,32 @@ int64_t launch(const std::string& what, int64_t bytes) {
 }
 
 // ---------------------------------------------------------------- memory
+std::unordered_map<void*, size_t> untouched;  // address space of shapes without contents: reads as zeros
+void* address_space(size_t n) {
+  void* data = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(data != MAP_FAILED, "no address space for ", n, " bytes");
+  Lock guard;
+  untouched[data] = n;
+  return data;
+}
+bool give_back(void* data) {
+  Lock guard;
+  auto found = untouched.find(data);
+  if (found == untouched.end()) return false;
+  munmap(data, found->second);
+  untouched.erase(found);
+  return true;
+}
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
-    void* data = c10::GetCPUAllocator()->raw_allocate(std::max<size_t>(n, 1));
+    const size_t size = std::max<size_t>(n, 1);
+    void* data = shapes_only ? address_space(size) : c10::GetCPUAllocator()->raw_allocate(size);
     new_block(data, n, current_device);
     return {data, data, &release, Device(DeviceType::CUDA, current_device)};
   }
   static void release(void* data) {
     free_block(data);
-    c10::GetCPUAllocator()->raw_deallocate(data);
+    if (!give_back(data)) c10::GetCPUAllocator()->raw_deallocate(data);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, std::size_t n) const override { std::memcpy(to, from, n); }
@@ -383,23 +407,26 @@ void retire(c10::DataPtr old) {
 // ---------------------------------------------------------------- the same bytes, seen from the host
 struct Aliases {
   DeviceIndex device;
+  bool meta = false;  // aliases without bytes
   std::unordered_map<c10::StorageImpl*, c10::Storage> host;    // by the device's storage
   std::unordered_map<c10::StorageImpl*, c10::Storage> origin;  // by the host's
   std::unordered_map<c10::TensorImpl*, Tensor> given;          // by the host's alias
   std::vector<Tensor> aliases;
 
   Tensor down(const Tensor& t) {
-    if (!t.defined() || !t.is_cuda()) return t;
+    if (!t.defined() || !(t.is_cuda() || (meta && t.device().is_cpu() && t.dim() > 0))) return t;
     auto* key = t.storage().unsafeGetStorageImpl();
     auto found = host.find(key);
     if (found == host.end()) {
+      const Device where = meta ? Device(DeviceType::Meta) : HOST;
       c10::Storage storage(c10::Storage::use_byte_size_t(), t.storage().sym_nbytes(),
-                           c10::DataPtr(t.storage().mutable_data(), nullptr, &c10::detail::deleteNothing, HOST), c10::GetCPUAllocator(), true);
+                           c10::DataPtr(meta ? nullptr : t.storage().mutable_data(), nullptr, &c10::detail::deleteNothing, where),
+                           c10::GetAllocator(where.type()), true);
       origin.emplace(storage.unsafeGetStorageImpl(), t.storage());
       found = host.emplace(key, std::move(storage)).first;
     }
     c10::Storage storage = found->second;
-    Tensor x = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), DispatchKeySet(DispatchKey::CPU), t.dtype());
+    Tensor x = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), DispatchKeySet(meta ? DispatchKey::Meta : DispatchKey::CPU), t.dtype());
     auto* impl = x.unsafeGetTensorImpl();
     impl->set_storage_offset(t.storage_offset());
     impl->set_sizes_and_strides(t.sizes(), t.strides());
@@ -411,7 +438,7 @@ struct Aliases {
     return x;
   }
   Tensor up(const Tensor& x) {
-    if (!x.defined() || !x.device().is_cpu()) return x;
+    if (!x.defined() || !(meta ? x.is_meta() : x.device().is_cpu())) return x;
     auto same = given.find(x.unsafeGetTensorImpl());
     if (same != given.end()) {
       follow(x, same->second);
@@ -422,7 +449,8 @@ struct Aliases {
     if (known != origin.end()) {
       storage = known->second;
     } else {
-      storage = c10::Storage(c10::Storage::use_byte_size_t(), x.storage().sym_nbytes(), adopt(x.storage()), &device_allocator, true);
+      c10::DataPtr data = meta ? device_allocator.allocate(x.storage().nbytes()) : adopt(x.storage());
+      storage = c10::Storage(c10::Storage::use_byte_size_t(), x.storage().sym_nbytes(), std::move(data), &device_allocator, true);
       origin.emplace(x.storage().unsafeGetStorageImpl(), storage);
     }
     Tensor t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), DispatchKeySet(DispatchKey::CUDA), x.dtype());
@@ -447,8 +475,8 @@ struct Aliases {
   // an argument of out= may have been resized
   void follow(const Tensor& x, const Tensor& t) {
     auto* impl = t.unsafeGetTensorImpl();
-    if (x.storage().data() != t.storage().data() || x.storage().nbytes() != t.storage().nbytes()) {
-      retire(t.storage().set_data_ptr(adopt(x.storage())));
+    if (meta ? x.storage().nbytes() > t.storage().nbytes() : x.storage().data() != t.storage().data() || x.storage().nbytes() != t.storage().nbytes()) {
+      retire(t.storage().set_data_ptr(meta ? device_allocator.allocate(x.storage().nbytes()) : adopt(x.storage())));
       t.storage().set_nbytes(x.storage().sym_nbytes());
     }
     if (x.sizes() != t.sizes() || x.strides() != t.strides()) impl->set_sizes_and_strides(x.sizes(), x.strides());
@@ -536,14 +564,18 @@ at::Generator& generator_of(DeviceIndex device) {
 
 void run_on_host(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex device, torch::jit::Stack* stack) {
   const size_t n = op.schema().arguments().size(), begin = stack->size() - n;
-  Aliases aliases{device};
+  const bool collective = plan.name.rfind("c10d::", 0) == 0;
+  // what depends on numbers is computed: of zeros. So is an operator whose meta kernel lays its result out in another way.
+  const bool computed = plan.waits || plan.name == "aten::nonzero_static";
+  const bool meta = shapes_only && (collective || (!computed && op.hasComputedKernelForDispatchKey(DispatchKey::Meta)));
+  Aliases aliases{device, meta};
   for (size_t i = 0; i < n; i++) {
     IValue& v = (*stack)[begin + i];
-    if (v.isDevice() && v.toDevice().is_cuda()) v = HOST;
+    if (v.isDevice() && v.toDevice().is_cuda()) v = meta ? Device(DeviceType::Meta) : HOST;
     else v = map_tensors(v, [&](const Tensor& t) { return aliases.down(t); });
     if ((int)i == plan.generator && v.isNone()) v = generator_of(device);
   }
-  if (plan.draws) {
+  if (plan.draws && !meta) {
     at::Generator of_host = at::detail::getDefaultCPUGenerator(), of_device = generator_of(device);
     const Tensor before = of_host.get_state();
     of_host.set_state(of_device.get_state());
@@ -551,7 +583,7 @@ void run_on_host(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex de
     of_device.set_state(of_host.get_state());
     of_host.set_state(before);
   } else {
-    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+    op.redispatchBoxed(DispatchKeySet(meta && !collective ? DispatchKey::Meta : DispatchKey::CPU), stack);
   }
   const size_t m = op.schema().returns().size(), first = stack->size() - m;
   for (size_t i = 0; i < m; i++) (*stack)[first + i] = map_tensors((*stack)[first + i], [&](const Tensor& t) { return aliases.up(t); });
@@ -559,6 +591,32 @@ void run_on_host(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex de
 }
 
 int64_t bytes_of(const Tensor& t) { return t.defined() ? t.numel() * t.itemsize() : 0; }
+
+// What an operator reads (r), changes or overwrites (w) and makes (o). Bytes: those of an expanded dimension count once.
+void describe_tensor(std::string& text, char role, const Tensor& t) {
+  if (!t.defined()) return;
+  int64_t bytes = t.itemsize();
+  text += std::string("|") + role + "," + c10::toString(t.scalar_type()) + ",";
+  for (int64_t d = 0; d < t.dim(); d++) {
+    if (d) text += "x";
+    text += std::to_string(t.size(d));
+    bytes *= t.stride(d) || !t.size(d) ? t.size(d) : 1;
+  }
+  text += "," + std::to_string(bytes);
+}
+std::string described(const c10::OperatorHandle& op, const Plan& plan, const torch::jit::Stack& stack) {
+  const size_t n = op.schema().arguments().size(), begin = stack.size() - n;
+  std::string text = plan.name;
+  for (size_t i = 0; i < n; i++)
+    each_tensor(stack[begin + i], [&](const Tensor& t) { if (t.is_cuda() || t.dim() > 0) describe_tensor(text, plan.written[i] ? 'w' : 'r', t); });
+  return text;
+}
+void record(const std::string& text) {
+  if (!recorder || nested || !Py_IsInitialized()) return;
+  int gil = PyGILState_Ensure();
+  recorder(text.c_str());
+  PyGILState_Release(gil);
+}
 
 // The same addresses and shapes, whatever becomes of the tensor later.
 Tensor frozen(const Tensor& t) {
@@ -657,6 +715,8 @@ void by_cpu(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* st
     if (plan.name == "aten::repeat_interleave.Tensor" && (*stack)[begin + 1].isNone()) waited = "aten::repeat_interleave without output_size";
   }
   if (!waited.empty()) permit(waited);
+  std::string operation;
+  if (recorder && plan.kernel && !nested) operation = described(op, plan, *stack);
   if (plan.kernel && !capturing)
     for (size_t i = 0; i < n; i++) each_tensor((*stack)[begin + i], [&](const Tensor& t) { check_filled(t, plan.written[i], plan.name); });
   if (capturing && plan.kernel) capture(op, plan, device, stack);
@@ -664,6 +724,12 @@ void by_cpu(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* st
     guard.unlock();  // a collective may wait for other threads
     run_on_host(op, plan, device, stack);
     guard.lock();
+  }
+  if (!operation.empty()) {
+    const size_t m = op.schema().returns().size(), first = stack->size() - m;
+    for (size_t i = 0; i < m; i++)
+      if (!op.schema().returns()[i].alias_info()) each_tensor((*stack)[first + i], [&](const Tensor& t) { describe_tensor(operation, 'o', t); });
+    record(operation);
   }
   if (plan.kernel && check_races && !capturing) {
     const size_t m = op.schema().returns().size(), first = stack->size() - m;
@@ -688,6 +754,17 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   const bool fast = out && in ? true : non_blocking && is_pinned((out ? source : self).storage().data());
   if (!fast && !(out && !in && source.dim() == 0)) permit(what);
   const int64_t line = launch(what, 2 * bytes_of(self));
+  if (recorder) {
+    std::string operation = what;
+    describe_tensor(operation, 'r', source);
+    describe_tensor(operation, 'w', self);
+    record(operation);
+  }
+  if (shapes_only) {
+    if (!out) self.zero_();
+    if (!fast) wait_for_current(what + ", blocking");
+    return self;
+  }
   if (check_races && !capturing) {
     if (in) touch(source, false, what, line);
     if (out) touch(self, true, what, line);
@@ -798,6 +875,12 @@ void touch_all(at::TensorList tensors, const std::string& what) {
   int64_t bytes = 0;
   for (const Tensor& t : tensors) bytes += bytes_of(t);
   const int64_t line = launch(what, bytes);
+  if (recorder) {
+    std::string operation = what;
+    for (const Tensor& t : tensors) describe_tensor(operation, 'o', t);
+    record(operation);
+  }
+  if (shapes_only) return;
   for (const Tensor& t : tensors) {
     if (capturing) { save_before(t); frozen(t); }
     else { check_filled(t, true, what); if (check_races) touch(t, true, what, line); }
@@ -859,6 +942,9 @@ int ec_device_count() { return count_devices(); }
 void ec_hide_from_this_process() { hidden_in = getpid(); }
 void ec_callbacks(Callback event, Describe text) { on_event = event; describe = text; }
 void ec_check_races(int on) { LOCKED; check_races = on; for (auto& [data, block] : blocks) block.accesses.clear(); debts.clear(); }
+void ec_shapes_only(int on) { LOCKED; shapes_only = on; }
+int ec_is_shapes_only() { return shapes_only; }
+void ec_recorder(Recorder call) { LOCKED; recorder = call; }
 void ec_wait_mode(int mode) { wait_mode = mode; }
 int ec_get_wait_mode() { return wait_mode; }
 int64_t ec_launches() { return launches; }

@@ -37,8 +37,9 @@ import torch  # noqa: E402
 
 LAUNCH, WAIT, ALLOCATE, FREE = range(4)
 _EVENT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)
+_RECORD = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _DESCRIBE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.POINTER(ctypes.c_char), ctypes.c_int)
-_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("emulation", "operators", "process_groups", "triton_kernels", "run"))
+_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("emulation", "operators", "process_groups", "triton_kernels", "run", "record_step"))
 _PRODUCT = f"{Path(__file__).parents[2] / 'moe_trainer'}{os.sep}"
 
 
@@ -63,6 +64,8 @@ class Device:
         self.capability, self.memory = capability, memory
         self.ledger: Ledger | None = None
         self.libraries: list[torch.library.Library] = []
+        self.recorder: Callable[[str], None] | None = None
+        self._record_callback = _RECORD()
         self._lines: dict[str, int] = {}
         self._replay = ctypes.CFUNCTYPE(None, ctypes.c_int64)(lambda number: self.captured[number]())
         self.captured: dict[int, Callable[[], None]] = {}
@@ -73,6 +76,17 @@ class Device:
         """Call back into Python at every launch, wait and allocation."""
         self._watching = on
         self.lib.ec_callbacks(self._callbacks[0] if on else _EVENT(), self._callbacks[1])
+
+    def record(self, recorder: Callable[[str], None] | None) -> None:
+        """Tell every operator that has run: its name and, each behind a |, the tensors that it reads (r), writes (w) and makes (o, and all
+        of a Triton kernel) as "role,dtype,AxBxC,bytes". None: tell nobody."""
+        self.recorder = recorder
+        self._record_callback = _RECORD() if recorder is None else _RECORD(lambda text: recorder(text.decode()))
+        self.lib.ec_recorder(self._record_callback)
+
+    def shapes_only(self, on: bool) -> None:
+        """Compute nothing from now on; see device.cpp."""
+        self.lib.ec_shapes_only(on)
 
     def _event(self, kind: int, what: bytes, size: int) -> int:
         line = "" if kind == FREE else source_line()
@@ -89,6 +103,8 @@ class Device:
     def kernel(self, what: str, tensors: Sequence[torch.Tensor], run: Callable[..., None]) -> None:
         """Launch a kernel that is written in Python: `run` takes the same bytes as tensors of the host."""
         torch.ops.emulated_cuda.touch_all(tensors, what)
+        if self.lib.ec_is_shapes_only():
+            return
         aliases = [torch.ops.emulated_cuda.host_alias(x) for x in tensors]
         run(*aliases)
         if self.lib.ec_is_capturing():

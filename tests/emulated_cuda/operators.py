@@ -1,15 +1,21 @@
 """Operators that only a CUDA build of torch has, or that are one kernel there and many on the CPU."""
 
 import functools
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
-from emulation import Device
+from emulation import DEVICE, Device
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
 aten, host_alias = torch.ops.aten, torch.ops.emulated_cuda.host_alias
+
+
+def shapes_only() -> bool:
+    return bool(DEVICE().lib.ec_is_shapes_only())
 
 
 def _repeat_heads(x_BHSD: Tensor, heads: int) -> Tensor:
@@ -144,6 +150,8 @@ def scaled_mm(a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, 
 def scaled_grouped_mm(a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, offs=None, bias=None, out_dtype=None, contraction_dim=(),
                       use_fast_accum=False):
     _refuse(offs is None or offs.dtype != torch.int32 or not offs.is_cuda, "offsets of groups: int32, on the device")
+    if shapes_only():
+        return a.new_empty(a.shape[0], b.shape[-1], dtype=out_dtype)
     stops = host_alias(offs).tolist()
     tiled = recipe_a[0] == ScalingType.BlockWise1x32.value
     pieces, start, first = [], 0, 0
@@ -187,17 +195,34 @@ def _attention(general: Callable, query, key, value, attn_mask=None, dropout_p=0
     return general(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
+def described(name: str, inputs: Iterable[object], outputs: object) -> str:
+    """As device.cpp describes an operator."""
+    found = [("r", x) for x in inputs] + [("o", x) for x in (outputs if isinstance(outputs, tuple) else (outputs,))]
+    tensors = (f"|{role},{str(x.dtype)[6:]},{'x'.join(map(str, x.shape))},{distinct_bytes(x)}" for role, x in found if isinstance(x, Tensor))
+    return name + "".join(tensors)
+
+
+def distinct_bytes(x: Tensor) -> int:
+    return x.itemsize * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size)
+
+
 def one_kernel(name: str, compute: Callable, device: Device) -> Callable:
     """Count what `compute` launches as one kernel."""
+    parameters = inspect.signature(compute).parameters
+    causal = list(parameters).index("is_causal") if "is_causal" in parameters else None
 
     @functools.wraps(compute)
     def run(*args, **kwargs):
         size = sum(x.numel() * x.itemsize for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         device.lib.ec_kernel_begin(name.encode(), size)
         try:
-            return compute(*args, **kwargs)
+            result = compute(*args, **kwargs)
         finally:
             device.lib.ec_kernel_end()
+        if device.recorder is not None:
+            masked = causal is not None and (kwargs.get("is_causal") or args[causal:causal + 1] == (True,))
+            device.recorder(described(name.partition(".")[0] + (" causal" if masked else ""), (*args, *kwargs.values()), result))
+        return result
 
     return run
 

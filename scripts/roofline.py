@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""The time of a training step from the operators that it launches: every one at the limit of the device that it meets. No GPU.
+
+    python scripts/roofline.py FLAGS --world-size N --hardware H        one command line
+    python scripts/roofline.py models [--write]                         seven models of the zoo on H100 and GB200; --write: as
+                                                                        scripts/bench_results/roofline.md
+
+FLAGS are the trainer's, with or without --preset NAME; H as for scripts/plan.py (h100). One rank of every kind of pipeline stage is executed on the
+emulated CUDA device of tests/emulated_cuda (it needs g++ and torch's headers), with the shapes of the real run and without arithmetic. --report FILE
+writes everything as JSON. docs/planning.md explains what is printed.
+Exit code: 0; 2 where the flags allow no plan, or the device cannot be built.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from arguments import ArgumentError
+from moe_trainer.exit_codes import ExitCode
+from moe_trainer.planner.dry_run import plan_of_flags
+from moe_trainer.planner.plan import Plan
+from moe_trainer.planner.published import ROWS
+from moe_trainer.planner.roofline import (
+    ENOUGH,
+    Roofline,
+    make_roofline,
+    rank_of_stage,
+    stages_to_execute,
+)
+from moe_trainer.planner.roofline_text import roofline_json, roofline_lines, table_lines
+
+DEVICE = ROOT / "tests" / "emulated_cuda"
+RECORD = ROOT / "scripts" / "bench_results" / "roofline.md"
+NEXT = ("--preset qwen3_next_80b_a3b --mock-data --seq-length 4096 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 "
+        "--expert-model-parallel-size 32 --micro-batch-size 1 --global-batch-size 256 --recompute-granularity selective "
+        "--recompute-modules moe_act shared_experts layernorm").split()
+PUBLISHED = ("Mixtral-8x22B 128xH100 BF16", "Qwen2-57B 64xH100 BF16", "Moonlight-16B 8xH100 BF16", "Qwen3-30B 16xH100 BF16", "Qwen3-235B 256xH100 BF16",
+             "DeepSeek-V3 1024xH100 FP8")
+ON_GB200 = ("Qwen3-235B 256xGB200 BF16", "DeepSeek-V3 256xGB200 BF16")
+OF_NAME = {row.name: row for row in ROWS}
+MODELS = (
+    *((OF_NAME[name].model, "h100", OF_NAME[name].gpus, OF_NAME[name].argv()) for name in PUBLISHED),
+    ("qwen3_next_80b_a3b", "h100", 128, NEXT),
+    *((OF_NAME[name].model, "gb200", OF_NAME[name].gpus, OF_NAME[name].argv()) for name in (*PUBLISHED[:4], *ON_GB200)),
+    ("qwen3_next_80b_a3b", "gb200", 128, NEXT),
+)
+"""Preset, hardware, GPUs and flags: of published runs where there is one on that hardware; on GB200 else those of H100. Qwen3-Next: of the public zoo."""
+PROCESSES = 2
+"""Stages that are executed at a time."""
+
+
+class CannotExecute(Exception):
+    """Why there is no recording."""
+
+
+def main(words: list[str]) -> int:
+    """Run the program. Returns the exit code."""
+    if not words or {"--help", "-h"} & set(words):
+        print(__doc__.strip())
+        return ExitCode.OK if words else ExitCode.USER_ERROR
+    try:
+        if words[0] == "models":
+            return models(words[1:])
+        plan, roofline = roofline_of(words)
+        print("\n".join(roofline_lines(plan, roofline)))
+        path = plan.args.output.report
+        if path is not None:
+            write_report(path, plan, roofline)
+    except CannotExecute as error:
+        print(f"roofline.py: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    return ExitCode.OK
+
+
+def models(words: Sequence[str]) -> int:
+    """The table of the zoo's models. Raises: CannotExecute."""
+    if set(words) - {"--write"}:
+        raise CannotExecute(f"models {' '.join(words)}: there is --write, and nothing else")
+    rows = []
+    for name, hardware, gpus, flags in MODELS:
+        words_of = [*flags, "--world-size", str(gpus), "--hardware", hardware]
+        print(f"{name} on {gpus} {hardware}: {' '.join(flags)}", file=sys.stderr)
+        rows.append((name, *roofline_of(words_of)))
+    commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True).stdout.strip()
+    lines = table_lines(rows, commit or "unknown")
+    print("\n".join(lines))
+    if "--write" in words:
+        RECORD.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return ExitCode.OK
+
+
+def write_report(path: str, plan: Plan, roofline: Roofline) -> None:
+    """Raises: CannotExecute."""
+    try:
+        Path(path).write_text(json.dumps(roofline_json(plan, roofline), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CannotExecute(f"--report {path}: the file cannot be written ({error.strerror})") from None
+
+
+def roofline_of(flags: Sequence[str]) -> tuple[Plan, Roofline]:
+    """Plan a command line and execute it. Raises: CannotExecute."""
+    try:
+        plan = plan_of_flags(list(flags))
+    except ArgumentError as error:
+        raise CannotExecute(f"no estimate, since the trainer rejects this: {error}") from None
+    except ValueError as error:
+        raise CannotExecute(str(error)) from None
+    if plan.args.keeps_weights:
+        raise CannotExecute("a roofline is of training steps, and these flags update no weights (--skip-train, --freeze-all-layers, --train-iters 0)")
+    return plan, make_roofline(plan, execute(plan, flags))
+
+
+def execute(plan: Plan, flags: Sequence[str]) -> dict[int, dict[str, list]]:
+    """Record one rank of every kind of stage. Raises: CannotExecute."""
+    microbatches = min(ENOUGH, plan.num_microbatches)
+    env = environment("10.0" if plan.hardware.is_blackwell else "9.0")
+
+    def run(stage: int, path: Path) -> dict[str, list]:
+        rank = rank_of_stage(plan.args, plan.world_size, stage)
+        command = [sys.executable, str(DEVICE / "record_step.py"), str(path), str(rank), str(plan.world_size), str(microbatches), *flags]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise CannotExecute(f"the step of pipeline stage {stage} cannot be executed on the emulated device:\n" + "\n".join(done.stderr.splitlines()[-3:]))
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    stages = stages_to_execute(plan.args)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as pool:
+        return dict(zip(stages, pool.map(run, stages, [Path(folder, f"{stage}.json") for stage in stages])))
+
+
+def environment(capability: str) -> dict[str, str]:
+    """What a process needs to have the emulated device. Raises: CannotExecute where it cannot be built."""
+    if not (DEVICE / "record_step.py").is_file():
+        raise CannotExecute(f"{DEVICE} is missing: the emulated device is part of the source tree, and this is none")
+    built = subprocess.run([sys.executable, str(DEVICE / "build.py")], capture_output=True, text=True)
+    if built.returncode:
+        raise CannotExecute((built.stderr.strip().splitlines() or ["the emulated device cannot be built"])[-1].removeprefix("CannotBuild: ").removeprefix("__main__."))
+    path = [str(DEVICE / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "EMULATED_CUDA": "1", "EMULATED_CUDA_CAPABILITY": capability, "EMULATED_CUDA_LIBRARY": built.stdout.strip(),
+            "PYTHONPATH": os.pathsep.join(filter(None, path)), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,237 @@
+"""Record what one rank of a training step launches on the emulated device, for scripts/roofline.py.
+
+    python tests/emulated_cuda/record_step.py FILE.json RANK WORLD_SIZE MICROBATCHES FLAGS
+
+The rank is one of a world of any size, and its shapes are the real ones: the device makes tensors and computes nothing (device.cpp),
+and collectives go to torch's fake process group. Numbers that the host reads to make shapes of them, the tokens of each expert, are those of
+an even routing. Nobody waits for other stages, so every microbatch goes through all chunks of the rank forward and then backward.
+`record` with compute=True computes as ever; the tests hold one against the other.
+"""
+
+import functools
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import emulation
+import torch
+import torch.distributed as dist
+import torch.fx.traceback
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import moe_trainer.run
+from arguments import Arguments, parse_args
+from moe_trainer.memory import host_read
+from moe_trainer.model import build
+from moe_trainer.ops import scaled_grouped, scaled_mm
+from moe_trainer.parallel import collectives, p2p
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.pipeline import schedule
+from moe_trainer.planner.memory import ChunkBytes
+from moe_trainer.proof import observe
+from moe_trainer.run import TrainState, layers_of
+from moe_trainer.shape.layout import mapping_sizes
+from moe_trainer.shape.timetable import BACKWARD, FORWARD, WEIGHT, Action, Order
+from moe_trainer.training.step import train_step
+
+OPERATOR, WAIT, START, FINISH = range(4)
+
+
+class Recording:
+    """Events of one iteration in their order: [kind, text, line, layer, microbatch, pass].
+
+    OPERATOR: its tensors as emulation.Device.record describes them. WAIT: of the host. START, FINISH: of a collective,
+    "operation|group|ranks|distance of two|bytes|its number". pass: "forward 0" of local chunk 0 and so on, "" outside the microbatches.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[list] = []
+        self.texts: dict[str, int] = {}
+        self.on, self.trace, self.number = False, None, 0
+        self.action, self.microbatch, self.actions = "", 0, 0
+        self._here = threading.local()
+
+    def enter(self, kind: int, text: str) -> None:
+        if not self.on or text.startswith("c10d::"):
+            return
+        if getattr(self._here, "action", None) != self.actions:  # the layer of the last action of this thread
+            self._here.action, self.trace.layer = self.actions, ""
+        numbers = [self.texts.setdefault(word, len(self.texts)) for word in (text, self._line(), self.trace.layer, self.action)]
+        self.events.append([kind, *numbers[:3], self.microbatch, numbers[3]])
+
+    def _line(self) -> str:
+        """The line of the program; of an operator of autograd, the line whose gradient it computes."""
+        line = emulation.source_line()
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return line
+        line = line.removeprefix(f"{node.name()}: ")
+        return f"{node.metadata.get('traceback_', ['?'])[0]}, backward" if line == "?" else line
+
+    def as_json(self) -> dict[str, list]:
+        return {"texts": list(self.texts), "events": self.events}
+
+    def communicate(self, launch: Callable[..., Any], trace: Any, group: str, ranks: Sequence[int], operation: str, x: Tensor | None,
+                    async_op: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """In place of parallel.trace.communicate."""
+        pending = launch(trace, group, ranks, operation, x, async_op, call, *args, **kwargs)
+        if x is None or not x.is_cuda:
+            return pending
+        self.number += 1
+        size = max(tensor.numel() * tensor.itemsize for tensor in (x, *args) if isinstance(tensor, Tensor))
+        text = f"{operation}|{group}|{len(ranks)}|{ranks[1] - ranks[0]}|{size}|{self.number}"
+        self.enter(START, text)
+        if not async_op:
+            self.enter(FINISH, text)
+            return pending
+        wait = pending.wait
+        pending.wait = lambda: (self.enter(FINISH, text), wait())[1]
+        return pending
+
+
+def during(recording: Recording, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an execution of a schedule, which tells of its action."""
+
+    @functools.wraps(method)
+    def run(execution, action, *args):
+        recording.action, recording.microbatch, recording.actions = f"{name} {action.chunk}", action.microbatch + 1, recording.actions + 1
+        try:
+            return method(execution, action, *args)
+        finally:
+            recording.action, recording.microbatch, recording.actions = "", 0, recording.actions + 1
+
+    return run
+
+
+def even(rows: int, count: int) -> list[int]:
+    """So many rows over so many experts."""
+    return [rows // count + (index < rows % count) for index in range(count)]
+
+
+def counts_of(args: Arguments, ps: ParallelState, num_numbers: int, num_experts: int) -> list[int]:
+    """What the host would read of an even routing: rows of each expert, or rows for each rank and from each rank for each local expert."""
+    rows = even(ChunkBytes(args, 1).sent, num_experts)
+    if num_numbers == num_experts:
+        return rows
+    local = num_experts // ps.ep.size
+    leaving = [sum(rows[rank * local:(rank + 1) * local]) for rank in range(ps.ep.size)]
+    arriving = rows[ps.ep.rank * local:(ps.ep.rank + 1) * local]
+    return leaving + arriving * ((num_numbers - ps.ep.size) // local)
+
+
+def executed_args(argv: Sequence[str], world_size: int, microbatches: int) -> Arguments:
+    """The flags as they are executed: see the notes of planner/roofline.py."""
+    args = parse_args(list(argv), world_size)
+    sizes = mapping_sizes(args)
+    replicas = world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"])
+    dispatcher = {} if args.moe.moe_token_dispatcher_type == "alltoall" else {"moe_token_dispatcher_type": "alltoall"}
+    drops = args.moe.moe_expert_capacity_factor is not None and args.moe.moe_expert_capacity_factor >= 0
+    training = args.training
+    return replace(
+        args,
+        training=replace(training, global_batch_size=microbatches * training.micro_batch_size * replicas, rampup_batch_size=None,
+                         train_iters=training.train_iters or 10, cuda_graph_impl="none", cuda_graph_modules=[]),
+        parallel=replace(args.parallel, overlap_moe_expert_parallel_comm=False, delay_wgrad_compute=False,
+                         overlap_dispatch_backward_with_experts_wgrad=False),
+        moe=replace(args.moe, moe_pad_expert_input_to_capacity=drops, **dispatcher),
+        precision=replace(args.precision, on_missing_backend="fallback"),
+        optimizer=replace(args.optimizer, optimizer_cpu_offload=False, chunked_optimizer_state_offload=False, lr=args.optimizer.lr or 1e-4),
+        data=replace(args.data, vocab_size=args.data.vocab_size or args.data.padded_vocab_size - 1),
+        output=replace(args.output, init_from=None, load=None, save=None),
+    )
+
+
+def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:
+    """The groups of a rank whose peers are imagined."""
+    if world_size == 1:
+        return ParallelState.single()
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    new_group = dist.new_group
+    dist.new_group = lambda ranks, **unused: new_group(ranks, backend="fake") if rank in ranks else None
+    return ParallelState.create(world_size, rank, **mapping_sizes(args))
+
+
+def one_by_one(pp: int, num_chunks: int, apart: bool) -> Callable[[int], list[Order]]:
+    """An order of work in which a microbatch ends before the next begins, for a pipeline of any kind."""
+    kinds = (BACKWARD, WEIGHT) if apart else (BACKWARD,)
+
+    def orders(num_microbatches: int) -> list[Order]:
+        order = []
+        for microbatch in range(num_microbatches):
+            order += [Action(FORWARD, chunk, microbatch) for chunk in range(num_chunks)]
+            order += [Action(kind, chunk, microbatch) for chunk in reversed(range(num_chunks)) for kind in kinds]
+        return [tuple(order)] * pp
+
+    return orders
+
+
+def computes_so(compute: Callable[[], Tensor], expected: Tensor, complaint: str) -> bool:
+    """In place of scaled_mm.as_defined, which looks at numbers: whether the operator takes such operands."""
+    try:
+        compute()
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches: int = 2, compute: bool = False,
+           routed: Sequence[Sequence[int]] | None = None) -> dict[str, list]:
+    """Run two iterations of one rank and record the second.
+
+    compute: as ever, and return as `routed` what the host read of the routing. routed: to be read in place of an even routing.
+    """
+    device, recording = emulation.DEVICE(), Recording()
+    device.shapes_only(not compute)
+    args = executed_args(argv, world_size, microbatches)
+    ps = groups(args, rank, world_size)
+    recording.trace = ps.trace
+    if not compute:
+        build.init_parameter, build._check = (lambda param, seed: None), (lambda chunk: None)
+        scaled_mm.as_defined = scaled_grouped.as_defined = computes_so
+    moe_trainer.run.sizes_that_wait = lambda args, replicas: []  # virtual stages take any number of microbatches one by one
+    start, told, found = host_read.HostReads.start, iter(routed or ()), []
+
+    def started(reads, numbers, *inputs, work=None):
+        ask = start(reads, numbers, *inputs, work=work)
+
+        def answer():
+            counts = ask()
+            found.append(counts if compute else next(told) if routed else counts_of(args, ps, len(counts), inputs[0].numel()))
+            return found[-1]
+
+        return answer
+
+    host_read.HostReads.start = started
+    for module in (collectives, p2p):
+        module.communicate = functools.partial(recording.communicate, module.communicate)
+    for name, kind in (("_forward", "forward"), ("_backward", "backward"), ("weight_grads", "weight")):
+        setattr(schedule._Execution, name, during(recording, kind, getattr(schedule._Execution, name)))
+    torch.fx.traceback.format_stack = lambda: [emulation.source_line()]  # what anomaly mode keeps with every node of autograd
+    run, state = observe.make_run(args, rank, ps, 2, device="cuda"), TrainState()
+    for _, layer in layers_of(run.chunks):  # what follows the last one is no layer's
+        layer.register_forward_hook(lambda *unused: setattr(ps.trace, "layer", ""))
+    run.schedule.orders = one_by_one(ps.pp.size, len(run.chunks), run.schedule.apart)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        for iteration, count in enumerate((1, microbatches)):  # the first makes what stays
+            recording.on = iteration == 1
+            device.record((lambda text: recording.enter(OPERATOR, text)) if recording.on else None)
+            callbacks = emulation._EVENT(lambda kind, what, size: recording.enter(WAIT, what.decode()) or 0 if kind == emulation.WAIT else 0)
+            device.lib.ec_callbacks(callbacks, device._callbacks[1])
+            train_step(run, state, count)
+            state.iteration += 1
+    device.record(None)
+    device.watch(False)
+    return {**recording.as_json(), "routed": found}
+
+
+if __name__ == "__main__":
+    path, rank, world_size, microbatches, *flags = sys.argv[1:]
+    Path(path).write_text(json.dumps(record(flags, int(rank), int(world_size), int(microbatches))), encoding="utf-8")

@@ -1,0 +1,42 @@
+"""What a step launches by shapes alone is what it launches when it computes: every operator, with its tensors, line, layer and pass."""
+
+from collections import Counter
+
+import pytest
+from emulated_cuda.run import on_device
+from train.layouts import argv_of
+
+WIDE = "--hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --seq-length 32 --max-position-embeddings 32"
+# name: model, flags
+CASES = {
+    "Mixtral": ("plain", "--bf16 --kv-channels 8"),
+    "other sizes": ("plain", f"--bf16 {WIDE} --num-experts 4 --micro-batch-size 1 --global-batch-size 3 --num-layers 3"),
+    "fp32, distributed optimizer": ("distributed optimizer, overlap", ""),
+    "DeepSeek-V3, recompute": ("deepseek", "--bf16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+                               "--recompute-granularity selective --recompute-modules core_attn layernorm mla_up_proj moe"),
+    "padded to capacity": ("padded capacity", "--bf16 --kv-channels 8"),
+    "full recompute": ("plain", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "gated DeltaNet": ("plain", "--bf16 --kv-channels 8 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+                       "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
+}
+
+
+def recorded(argv: list[str], routed: list[list[int]] | None) -> tuple[Counter, list[list[int]]]:
+    """How often each event happens, and what the host read of the routing."""
+    from emulated_cuda.record_step import record
+
+    found = record(argv, compute=routed is None, routed=routed)
+    # what is made beside the sums says nothing on any device, and has other sizes on each
+    texts = [text.partition("|o,Long")[0] if text.startswith("aten::_embedding_bag") else text for text in found["texts"]]
+    return Counter((kind, texts[text], texts[line], texts[layer], microbatch, texts[action])
+                   for kind, text, line, layer, microbatch, action in found["events"]), found["routed"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_alone_launch_the_same(name):
+    kind, flags = CASES[name]
+    argv = [*argv_of(kind), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *flags.split()]
+    computed, routed = on_device(recorded, argv, None)
+    shaped, _ = on_device(recorded, argv, routed)
+    assert sum(computed.values()) > 500
+    assert [sorted((shaped - computed).items(), key=str), sorted((computed - shaped).items(), key=str)] == [[], []]
