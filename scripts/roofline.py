@@ -86,11 +86,11 @@ def models(words: Sequence[str]) -> int:
     """The table of the zoo's models. Raises: CannotExecute."""
     if set(words) - {"--write"}:
         raise CannotExecute(f"models {' '.join(words)}: there is --write, and nothing else")
-    rows = []
+    rows, known = [], {}
     for name, hardware, gpus, flags in MODELS:
         words_of = [*flags, "--world-size", str(gpus), "--hardware", hardware]
         print(f"{name} on {gpus} {hardware}: {' '.join(flags)}", file=sys.stderr)
-        rows.append((name, *roofline_of(words_of)))
+        rows.append((name, *roofline_of(words_of, known)))
     commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True).stdout.strip()
     lines = table_lines(rows, commit or "unknown")
     print("\n".join(lines))
@@ -107,17 +107,26 @@ def write_report(path: str, plan: Plan, roofline: Roofline) -> None:
         raise CannotExecute(f"--report {path}: the file cannot be written ({error.strerror})") from None
 
 
-def roofline_of(flags: Sequence[str]) -> tuple[Plan, Roofline]:
-    """Plan a command line and execute it. Raises: CannotExecute."""
+def roofline_of(flags: Sequence[str], known: dict[tuple, dict] | None = None) -> tuple[Plan, Roofline]:
+    """Plan a command line and execute it. known: recordings, which are looked up and added; in bf16 those of all hardware are the same.
+
+    Raises: CannotExecute.
+    """
     try:
         plan = plan_of_flags(list(flags))
     except ArgumentError as error:
         raise CannotExecute(f"no estimate, since the trainer rejects this: {error}") from None
     except ValueError as error:
         raise CannotExecute(str(error)) from None
+    if plan.hardware.synchronous:
+        raise CannotExecute(f"--hardware {plan.hardware.name}: what is executed are CUDA devices' operators; name one of these")
     if plan.args.keeps_weights:
         raise CannotExecute("a roofline is of training steps, and these flags update no weights (--skip-train, --freeze-all-layers, --train-iters 0)")
-    return plan, make_roofline(plan, execute(plan, flags))
+    known = {} if known is None else known
+    key = (plan.width != "bf16" and plan.hardware.name, *(word for word in flags if word != plan.hardware.name))
+    if key not in known:
+        known[key] = execute(plan, flags)
+    return plan, make_roofline(plan, known[key])
 
 
 def execute(plan: Plan, flags: Sequence[str]) -> dict[int, dict[str, list]]:
@@ -130,7 +139,8 @@ def execute(plan: Plan, flags: Sequence[str]) -> dict[int, dict[str, list]]:
         command = [sys.executable, str(DEVICE / "record_step.py"), str(path), str(rank), str(plan.world_size), str(microbatches), *flags]
         done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
-            raise CannotExecute(f"the step of pipeline stage {stage} cannot be executed on the emulated device:\n" + "\n".join(done.stderr.splitlines()[-3:]))
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise CannotExecute(f"the step of pipeline stage {stage} cannot be executed on the emulated device: {reason}")
         return json.loads(path.read_text(encoding="utf-8"))
 
     stages = stages_to_execute(plan.args)
@@ -144,9 +154,10 @@ def environment(capability: str) -> dict[str, str]:
         raise CannotExecute(f"{DEVICE} is missing: the emulated device is part of the source tree, and this is none")
     built = subprocess.run([sys.executable, str(DEVICE / "build.py")], capture_output=True, text=True)
     if built.returncode:
-        raise CannotExecute((built.stderr.strip().splitlines() or ["the emulated device cannot be built"])[-1].removeprefix("CannotBuild: ").removeprefix("__main__."))
+        raise CannotExecute((built.stderr.strip().splitlines() or ["the emulated device cannot be built"])[-1].removeprefix("__main__.CannotBuild: "))
     path = [str(DEVICE / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "EMULATED_CUDA": "1", "EMULATED_CUDA_CAPABILITY": capability, "EMULATED_CUDA_LIBRARY": built.stdout.strip(),
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return {**inherited, "EMULATED_CUDA": "1", "EMULATED_CUDA_CAPABILITY": capability, "EMULATED_CUDA_LIBRARY": built.stdout.strip(),
             "PYTHONPATH": os.pathsep.join(filter(None, path)), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
