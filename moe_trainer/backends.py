@@ -19,7 +19,7 @@ class Backends:
 
     on_missing: None stands for "error" where this rank has a CUDA device and the user typed the backend's flag, and for
     "fallback" everywhere else: Megatron's own defaults and ranks on a CPU never stop a run.
-    typed: destinations of the flags on the command line. cuda: whether this rank computes on a CUDA device.
+    typed: destinations of the flags on the command line. cuda: whether this rank computes on a CUDA device. capability: of that device.
     missing: gathers what stops the run until `check`, so that all of it is told at once; None: the first one raises.
     """
 
@@ -27,9 +27,10 @@ class Backends:
     typed: frozenset[str] = frozenset()
     cuda: bool = False
     missing: list[str] | None = None
+    capability: tuple[int, int] = (0, 0)
 
-    def use(self, dests: tuple[str, ...], *, flag: str, problem: str | None, remedy: str, instead: str) -> bool:
-        """Whether to use a backend. Called once per model and backend: a fallback is one line in the log.
+    def use(self, dests: tuple[str, ...], *, flag: str, problem: str | None, remedy: str, instead: str, loud: bool = False) -> bool:
+        """Whether to use a backend. Called once per model and backend: a fallback is one line in the log, loud: a warning.
 
         dests: destinations of the flags that ask for it. flag: as the user would write it. problem: what stands in the way
         ("the package deep_ep is not installed"), None if nothing does. remedy: what to do about it, with the install line.
@@ -45,7 +46,7 @@ class Backends:
                 raise MissingBackend(text)
             self.missing.append(text)
             return False
-        logger.info("%s: %s; using %s", flag, problem, instead)
+        logger.log(logging.WARNING if loud else logging.INFO, "%s: %s; using %s", flag, problem, instead)
         return False
 
     def check(self) -> None:

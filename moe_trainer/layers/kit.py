@@ -128,13 +128,15 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
            precision: PrecisionArgs, defers: bool, stores: bool) -> Kit:
     """The kit of TransformerEngine, with the local layers where it does not do what the flags ask for."""
 
-    def fits(what: str, problem: str | None) -> bool:
+    def fits(what: str, problem: str | None, loud: bool = False) -> bool:
         # nobody types what stays local, so only --on-missing-backend error stops here
         return backends.use((), flag="--transformer-impl transformer_engine", problem=problem and f"{what}: {problem}",
-                            remedy="Use --transformer-impl local", instead=f"the local layers for {what}")
+                            remedy="Use --transformer-impl local", instead=f"the local layers for {what}", loud=loud)
 
     recipe, stream = recipe_of(precision), None
-    low = recipe is not None and fits(f"linears with {recipe.name} scaling", library_products.recipe_problem(precision, stores) or te.recipe_problem(recipe))
+    # loud: the products are what 8 and 4 bits are asked for
+    low = recipe is not None and fits(f"linears and experts with {recipe.name} scaling",
+                                      library_products.recipe_problem(precision, stores) or te.recipe_problem(recipe), loud=True)
     attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
     fits("linears", "it puts off all weight gradients or none, and the schedule decides pass by pass" if defers else None)
     if attends and ps.cp.size > 1:
@@ -144,9 +146,12 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
         def experts_problem(alignment: int) -> str | None:
             return te_layers.experts_problem(te.load(), model, moe, ps, alignment)
 
-        quantized = low and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment))
-        plain = precision.params_dtype_name != "bf16" and fits(f"experts in {precision.params_dtype_name}", experts_problem(1))
-        if precision.params_dtype_name == "bf16":
+        quantized = low and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment), loud=True)
+        bf16 = precision.params_dtype_name == "bf16"
+        named = "triton_kernels" in backends.typed and local.kernels.products is not None
+        plain = (backends.capability >= te_layers.BF16_EXPERTS_FROM and not named and experts_problem(1) is None if bf16
+                 else fits(f"experts in {precision.params_dtype_name}", experts_problem(1)))
+        if bf16 and not plain:
             # torch's one product for all experts keeps less for backward (ops/expert_mlp.py), so nothing is missing: not for `fits`
             logger.info("experts in bf16 are computed by this program's own grouped products, not by TransformerEngine's")
         experts = {"quantized_experts": quantized, "plain_experts": plain, "row_multiple": te.row_multiple(recipe) if quantized else 1}

@@ -12,7 +12,7 @@ What it does not do is done by the local layers:
 
 | what | why |
 |---|---|
-| experts in bf16 | torch's grouped product takes the stack of weights as it is, with group sizes on the device; ours keeps less for backward, and no gradients of views need be put together |
+| experts in bf16 before compute capability 10 | torch's grouped product takes the stack of weights as it is, with group sizes on the device; ours keeps less for backward, and no gradients of views need be put together |
 | some experts in other formats | see `experts_problem`; without --moe-grouped-gemm they run one by one |
 | linears of a chunk whose weight gradients may wait | the library puts all of them off or none, and writes `.grad` itself; the schedules decide pass by pass, and hooks must see each gradient once |
 | linears with delayed scaling, or without fp8 gradients of weights | see te.recipe_problem |
@@ -43,6 +43,9 @@ from moe_trainer.shape import library_products
 
 NAMES = ("Linear", "RMSNorm", "LayerNorm", "DotProductAttention")
 """What the layers take from transformer_engine.pytorch."""
+
+BF16_EXPERTS_FROM = (10, 0)
+"""Compute capability from which its products of experts in bf16 come before torch's, which was written for 9.0."""
 
 Context = Callable[[], contextlib.AbstractContextManager]
 

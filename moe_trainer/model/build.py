@@ -48,7 +48,9 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     """
     device = torch.device(device)
     dtype = dict(DTYPES)[args.precision.params_dtype_name]
-    backends = Backends(args.precision.on_missing_backend, args.typed, device.type == "cuda", missing=[])
+    cuda = device.type == "cuda"
+    backends = Backends(args.precision.on_missing_backend, args.typed, cuda, missing=[],
+                        capability=torch.cuda.get_device_capability(device) if cuda else (0, 0))
     kernels = choose_kernels(args.precision.triton_kernels, backends)
     kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type, backends, kernels, model=args.model,
                  moe=args.moe, precision=args.precision, defers=deferral.of_all_layers(args.parallel), stores=keeps_8_bits(args))

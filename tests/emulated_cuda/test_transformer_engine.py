@@ -19,7 +19,7 @@ from moe_trainer.parallel.state import ParallelState
 
 @pytest.mark.parametrize(("capability", "which"), [
     ("9.0", "not two_gpus and not mxfp8 and not nvfp4"),  # which this device has no units for
-    ("10.0", "products or mxfp8"),
+    ("10.0", "products or mxfp8 or plain"),  # experts in bf16 are the library's here
 ])
 def test_parity_with_the_local_layers(capability, which):
     """Linears, norms, attention, whole models with recompute and offload, and products by every recipe."""
@@ -72,6 +72,35 @@ def count_casts(folder: Path, flags: str, once: bool = True) -> tuple[list[int],
     te_quantizers.quantize, step.run_microbatches, observe.run_microbatches = counted, run, run
     outcome = observe.train(parse_args([*argv_of("plain"), *FP8.split(), *flags.split()], 1), 0, ParallelState.single(), 2, device="cuda")
     return casts, len(weights), outcome.losses
+
+
+def train_with(rank: int, n: int, folder: Path, flags: str) -> tuple[list[float], dict, int]:
+    """Losses, gradients of the first iteration, and how often the library computed gradients of experts' weights that it had put off."""
+    te_package.use(folder)
+    from train.layouts import argv_of, groups_of
+
+    from arguments import parse_args
+    from moe_trainer.layers.te_experts import FusedGroupedLinear
+    from moe_trainer.proof import observe
+
+    put_off, later = FusedGroupedLinear._put_off, []
+    FusedGroupedLinear._put_off = lambda *args: later.append(None) or put_off(*args)
+    argv = [*argv_of("plain"), *FP8.split(), *flags.split()]
+    outcome = observe.train(parse_args(argv, n), rank, groups_of(argv, rank, n), 2, device="cuda")
+    return [losses["lm loss"] for losses in outcome.losses], {name: grad.float() for name, grad in outcome.grads.items()}, len(later)
+
+
+@pytest.mark.parametrize(("mapping", "waiting"), [
+    ("--pipeline-model-parallel-size 2", "--pipeline-schedule zero-bubble"),
+    ("--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
+])
+def test_weight_gradients_of_experts_in_8_bits_wait(mapping, waiting):
+    """They stay the library's; linears, which do not, compute the same."""
+    one, other = (on_device(train_with, te_package.unpacked(), f"{mapping} {flags}", ranks=2, devices=2)[0]
+                  for flags in ("", f"{waiting} --on-missing-backend fallback"))
+    assert one[2] == 0 < other[2] and other[0] == pytest.approx(one[0], rel=1e-3)
+    for name, grad in one[1].items():
+        assert (other[1][name] - grad).norm() <= 0.05 * grad.norm(), name
 
 
 def count_waits(folder: Path) -> dict[str, int]:

@@ -189,7 +189,7 @@ def test_recipes_that_the_local_linears_compute(double, caplog, flags, reason):
     with caplog.at_level(logging.INFO):
         local = FirstLayers(double, "--bf16", flags)
     told = [message for message in caplog.messages if reason in message]
-    assert len(told) == 1 and "using the local layers for linears with" in told[0]
+    assert len(told) == 1 and "using the local layers for linears and experts with" in told[0]
     assert local.linears == ["RowParallelLinear"] * 4 and all(local.experts) and "RMSNorm" in short(double.called())
 
 

@@ -264,6 +264,23 @@ def test_experts_in_bf16_are_torchs_grouped_products(double, caplog):
     assert type(made) is FusedGroupedLinear and not told
 
 
+def test_experts_in_bf16_are_the_librarys_from_compute_capability_10_on(double, caplog):
+    for capability, made in (((9, 0), type(None)), ((10, 0), FusedGroupedLinear), ((10, 3), FusedGroupedLinear)):
+        assert type(chosen("--bf16", caplog, Backends(cuda=True, capability=capability))[0]) is made
+
+
+@pytest.mark.parametrize(("flags", "reason"), [
+    (f"{FP8} --fp8-param-gather --use-distributed-optimizer", "it would keep their weights in bf16 (--fp8-param-gather)"),
+    (f"{FP8} {BUDGET} --moe-paged-stash", "--moe-paged-stash"),
+])
+def test_quantised_experts_that_stay_local_are_a_warning(double, caplog, flags, reason):
+    args = parse_args(fused(f"--bf16 {flags}"), 2)
+    with caplog.at_level(logging.WARNING):
+        kits.choose("transformer_engine", ParallelState.single(), ["p2p"], Backends(cuda=True), model=args.model, moe=args.moe,
+                    precision=args.precision, stores=keeps_8_bits(args))
+    assert [reason in message and "experts with" in message for message in caplog.messages] == [True]
+
+
 def test_widths_that_the_units_do_not_take(double, caplog):
     assert te_layers.experts_problem(te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 16).startswith(
         "its units take widths in multiples of 16, and these are 32, 32 and 40 over 1 ranks")
