@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_cuda.run import HERE, on_device
+from emulated_cuda.run import HERE, environment, on_device
 from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
 
 BRANCH = "origin/hybrid-ep"
@@ -105,3 +105,12 @@ def test_the_host_waits_once_for_each_layer(sources, backend, flags):
     expects = expected(0, 0) | dict.fromkeys((f"{kind} moe/dispatch/{backend}.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
     for found in on_device(count_with, sources, f"--moe-flex-dispatcher-backend {backend} {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects
+
+
+def test_parity_with_the_all_to_all(sources):
+    """tests/gpu/test_flex_parity.py as it stands, on two devices."""
+    env = environment(RANKS) | {"DEEP_EP_SOURCES": str(sources)}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), str(HERE / "libraries"), str(sources), env["PYTHONPATH"]])
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "gpu/test_flex_parity.py"],
+                          cwd=HERE.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "skipped" not in done.stdout.splitlines()[-1], done.stdout[-6000:] + done.stderr[-2000:]

@@ -32,7 +32,7 @@ MODEL = (
     "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
     f"--moe-grouped-gemm --seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size {BATCH} --global-batch-size 4 "
     "--train-iters 3 --lr 1e-3 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --mock-data --eval-iters 0 "
-    "--tokenizer-type NullTokenizer --vocab-size 250 --on-missing-backend error"
+    "--tokenizer-type NullTokenizer --vocab-size 250 --on-missing-backend error --triton-kernels none"
 )
 LATENT = ("--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 --v-head-dim 32 "
           "--qk-layernorm")
