@@ -29,7 +29,6 @@ IDLE = MappingProxyType(
         "use_te_activation_func": _KERNEL,
         "use_grouped_gemm_for_shared_expert": _KERNEL,
         "use_grouped_gemm_for_dense_mlp": _KERNEL,
-        "gradient_accumulation_fusion": _KERNEL,
         "disable_jit_fuser": _KERNEL,
         "dsa_indexer_k_norm_fp32": "norms are computed in fp32, whatever format their input has",
         "mla_down_proj_fusion": "the two down projections are computed, stored and saved one by one",

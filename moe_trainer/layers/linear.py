@@ -20,8 +20,8 @@ communication hides behind products; the price is one more all-gather.
 A layer built with a WeightGradQueue hands the weight's product over while the queue is active (the gathered input stays
 alive until it runs). It names the parameter itself: what comes out of `saved_tensors` may be another object, whose gradient nobody
 reads, where saved tensors pass through hooks (memory/activations.py). A layer built with `quantize` has its three products computed in fewer bits (ops/fp8.py), of operands as they
-are when the product begins: what travels does so in high precision, and gathered rows are quantised together. With one rank and
-neither of both a layer is torch's own linear.
+are when the product begins: what travels does so in high precision, and gathered rows are quantised together. Plain products
+add weights' gradients to where they add up, where they may (ops/main_grad.py). With one rank and none of these a layer is torch's own linear.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +34,7 @@ from torch.nn import Parameter
 
 from moe_trainer.layers.init import Init, make_parameter
 from moe_trainer.ops.fp8 import QuantizedProducts
+from moe_trainer.ops.main_grad import weight_grad
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import columns_to_rows, gather_last_dim_replicated, gather_rows, reduce_scatter_rows
 from moe_trainer.parallel.params import ParamInfo
@@ -42,7 +43,9 @@ from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 
 class Products(Protocol):
-    """The three products of a linear layer; leading dimensions are rows."""
+    """The three products of a linear layer; leading dimensions are rows. plain: see ops/main_grad.py."""
+
+    plain: bool
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """x W^T."""
@@ -57,6 +60,8 @@ class Products(Protocol):
 class PlainProducts:
     """Products in the dtype of their operands."""
 
+    plain = True
+
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
@@ -67,12 +72,12 @@ class PlainProducts:
         return lambda: grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
-def _computed_or_deferred(weight: Parameter, grad: Tensor, x: Tensor, queue: WeightGradQueue | None, products: Products) -> Tensor | None:
-    compute = products.weight_grad_later(grad, x)
-    if queue is None or not queue.active:
-        return compute()
-    queue.defer(weight, compute)
-    return None
+def _weight_grad(weight: Parameter, grad: Tensor, x: Tensor, queue: WeightGradQueue | None, products: Products) -> Tensor | None:
+    """The gradient of a weight; None where it is deferred, or added to the main gradient already."""
+    if queue is not None and queue.active:
+        queue.defer(weight, products.weight_grad_later(grad, x))
+        return None
+    return weight_grad(weight, grad, x, products)
 
 
 def column_grads(grad: Tensor, x: Tensor, weight: Parameter, group: Group, *, sequence_parallel: bool,
@@ -98,7 +103,7 @@ def column_grads(grad: Tensor, x: Tensor, weight: Parameter, group: Group, *, se
     if gathered is not None:
         gathered.wait()
     if needs_weight:
-        grad_weight = _computed_or_deferred(weight, grad, whole, queue, products)
+        grad_weight = _weight_grad(weight, grad, whole, queue, products)
     if reduced is not None:
         reduced.wait()
     return grad_x, grad_weight
@@ -146,7 +151,7 @@ class _Row(torch.autograd.Function):
         group, sequence_parallel, queue, products = ctx.plan
         if sequence_parallel:
             grad = gather_rows(grad, group)[0]
-        grad_weight = _computed_or_deferred(weight, grad, x, queue, products) if ctx.needs_input_grad[1] else None
+        grad_weight = _weight_grad(weight, grad, x, queue, products) if ctx.needs_input_grad[1] else None
         return products.input_grad(grad, weight) if ctx.needs_input_grad[0] else None, grad_weight, None, None, None, None
 
 
@@ -186,7 +191,7 @@ class _Linear(nn.Module):
         self.quantized = quantize(name, cut=self.sharded_dim is not None or self.sequence_parallel) if quantize is not None else None
 
     def _without_ranks(self, x: Tensor) -> Tensor:
-        if self.queue is None and self.quantized is None:
+        if self.queue is None and self.quantized is None and not hasattr(self.weight, "main_grad_sum"):
             return F.linear(x, self.weight, self.bias)
         return _Column.apply(x, self.weight, self.bias, Group.single(self.group.name), False, self.queue, self.quantized)
 

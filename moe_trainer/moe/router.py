@@ -40,6 +40,7 @@ from moe_trainer.moe.finermoe import choose_slices
 from moe_trainer.moe.margin import choice_margin, in_best_groups
 from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.quantile_balancing import QuantileBias
+from moe_trainer.ops.main_grad import HALF_DTYPES, sum_for
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
@@ -47,12 +48,15 @@ from moe_trainer.parallel.state import ParallelState
 ROUTER_DTYPES = (("fp32", torch.float32), ("fp64", torch.float64))
 
 
-class _MixedLinear(torch.autograd.Function):
-    """x @ w^T in another dtype than x and w have, without keeping the converted copies for backward."""
+class _Gate(torch.autograd.Function):
+    """x @ w^T in a dtype that x and w need not have, without keeping converted copies for backward."""
 
     @staticmethod
     def forward(ctx, x_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
+        ctx.weight = weight_EH
+        if x_TH.is_cuda and dtype == torch.float32 and x_TH.dtype == weight_EH.dtype in HALF_DTYPES:
+            return torch.mm(x_TH, weight_EH.t(), out_dtype=dtype)  # the same sums, without copies
         return x_TH.to(dtype) @ weight_EH.to(dtype).t()
 
     @staticmethod
@@ -60,8 +64,11 @@ class _MixedLinear(torch.autograd.Function):
         x_TH, weight_EH = ctx.saved_tensors
         dtype = grad_TE.dtype
         grad_x = (grad_TE @ weight_EH.to(dtype)).to(x_TH.dtype)
-        grad_w = (grad_TE.t() @ x_TH.to(dtype)).to(weight_EH.dtype)
-        return grad_x, grad_w, None
+        x_TH, total = x_TH.to(dtype), sum_for(ctx.weight, grad_TE)
+        if total is None:
+            return grad_x, (grad_TE.t() @ x_TH).to(weight_EH.dtype), None
+        total.add(grad_TE.t(), x_TH)
+        return grad_x, None, None
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -323,10 +330,11 @@ class TopKRouter(nn.Module):
         if eps is not None and active:
             with drawing(self.stream, x_TH.device):
                 x_TH = x_TH * torch.empty_like(x_TH).uniform_(1.0 - eps, 1.0 + eps)
-        if self.dtype is None or self.dtype == x_TH.dtype == self.weight.dtype:
+        dtype = self.dtype or self.weight.dtype
+        if dtype == x_TH.dtype == self.weight.dtype and not hasattr(self.weight, "main_grad_sum"):
             logits_TE = F.linear(x_TH, self.weight)
         else:
-            logits_TE = _MixedLinear.apply(x_TH, self.weight, self.dtype)
+            logits_TE = _Gate.apply(x_TH, self.weight, dtype)
         return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
     def _draw_bias(self) -> Tensor:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.ops.logits import LogitProducts
+from moe_trainer.ops.main_grad import sum_for, weight_grad
 
 BLOCK_NUMEL = 1 << 18  # fp32 elements widened at a time: 1 MB, a core's L2
 CHUNK_BYTES = 1 << 26  # of logits held at once, where they are not held whole
@@ -115,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         log_sum_exp_T, target_T = steps.softmax(probs_TV, labels_T)
         loss_T = log_sum_exp_T.sub_(target_T)
         ctx.save_for_backward(x_TH, weight_VH, labels_T, loss_T)
-        ctx.probs_TV, ctx.steps, ctx.products = probs_TV, steps, products
+        ctx.probs_TV, ctx.steps, ctx.products, ctx.weight = probs_TV, steps, products, weight_VH
         return loss_T
 
     @staticmethod
@@ -127,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.steps.gradient(grad_TV, labels_T, grad_T, torch.expm1(-loss_T).mul_(grad_T))
         grad_TV = ctx.products.narrowed(grad_TV, weight_VH)
         grad_x = ctx.products.input_grad(grad_TV, weight_VH) if ctx.needs_input_grad[0] else None
-        grad_weight = ctx.products.weight_grad_later(grad_TV, x_TH)() if ctx.needs_input_grad[1] else None
+        grad_weight = weight_grad(ctx.weight, grad_TV, x_TH, ctx.products) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None, None, None
 
 
@@ -211,9 +212,14 @@ class Gradients:
         """That of x times a number; consumes it."""
         return self._of_x.mul_(factor)
 
-    def of_weight(self, factor: Tensor) -> Tensor:
-        """That of the weight times a number, in the weight's format; consumes it."""
-        return self._of_weight.mul_(factor).to(self._weight.dtype)
+    def of_weight(self, factor: Tensor) -> Tensor | None:
+        """That of the weight times a number, in the weight's format; None where it is added to the main gradient. Consumes it."""
+        grad = self._of_weight.mul_(factor)
+        total = sum_for(self._weight, grad)
+        if total is None:
+            return grad.to(self._weight.dtype)
+        total.add_gradient(grad)
+        return None
 
 
 def linear_cross_entropy(x: Tensor, weight_VH: Tensor, labels: Tensor, weights: Tensor | None = None,

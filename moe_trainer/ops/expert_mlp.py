@@ -13,7 +13,8 @@ those of the experts behind, no copies; what they give is overwritten by its own
 gradient.
 
 The weights' gradients may be computed later: given a queue that is active in backward, they are handed to it as functions that keep
-what they need (activations, their gradients), and autograd gets none.
+what they need (activations, their gradients), and autograd gets none. Else the loop adds them to the main gradients itself where it may
+(main_grad.py).
 
 The block functions below come in pairs: `forward(h, p) -> a` and `backward(h, p, grad_a) -> (a, grad_h, grad_p)`, where a is the
 activation times the probability. SwiGLU, gelu and squared ReLU are written by hand; any other activation goes through autograd, block
@@ -37,6 +38,7 @@ from moe_trainer.ops.grouped_gemm import (
     row_offsets,
     spans,
 )
+from moe_trainer.ops.main_grad import MainGradSum, sum_for
 from moe_trainer.ops.pointwise import Activation
 
 BLOCK_ROWS = 256  # rows of an elementwise block in the grouped form on CPU
@@ -139,7 +141,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
         ctx.counts, ctx.activation, ctx.products = counts, activation, products
         ctx.has_b1 = b1 is not None
-        ctx.queue, ctx.weights = queue, (None, None) if queue is None else (w1, w2)
+        ctx.queue, ctx.weights = queue, (w1, w2)
         return y_RH
 
     @staticmethod
@@ -167,11 +169,14 @@ def now_or_later(queue: Any, weight: Tensor, grad: Callable[[], Tensor] | None) 
 class _StackGrad:
     """The gradient of all experts' weights, expert by expert: each as it is added, or all when it is asked for."""
 
-    def __init__(self, weight_eNK: Tensor, complete: bool, later: bool):
-        """complete: every expert has rows, so nothing needs zeros. later: keep what is added and compute when called."""
-        self.weight_eNK, self.complete, self.later = weight_eNK, complete, later
+    def __init__(self, weight_eNK: Tensor, experts: Sequence[int], later: bool, total: MainGradSum | None):
+        """experts: which have rows. later: keep what is added and compute when called. total: where to add it instead."""
+        self.weight_eNK, self.complete, self.later, self.total = weight_eNK, len(experts) == len(weight_eNK), later, total
         self.pieces: list[tuple[int, Tensor, Tensor]] = []
-        self.grad_eNK = None if later else self._new()
+        self.grad_eNK = None if later or total is not None else self._new()
+        if total is not None:
+            for expert in set(range(len(weight_eNK))).difference(experts):
+                total.slice(expert).clear()
 
     def _new(self) -> Tensor:
         return torch.empty_like(self.weight_eNK) if self.complete else torch.zeros_like(self.weight_eNK)
@@ -179,10 +184,12 @@ class _StackGrad:
     def add(self, expert: int, grad_RN: Tensor, x_RK: Tensor) -> None:
         if self.later:
             self.pieces.append((expert, grad_RN, x_RK))
+        elif self.total is not None:
+            self.total.slice(expert).add(grad_RN.t(), x_RK)
         else:
             torch.mm(grad_RN.t(), x_RK, out=self.grad_eNK[expert])
 
-    def __call__(self) -> Tensor:
+    def __call__(self) -> Tensor | None:
         if self.later:
             self.grad_eNK, self.later = self._new(), False
             for piece in self.pieces:
@@ -228,7 +235,8 @@ def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     grad_p = None if p_R is None else torch.empty_like(p_R)
     grad_w1 = grad_w2 = None
     if needs_w:
-        grad_w1, grad_w2 = (_StackGrad(w, len(found) == len(ctx.counts), _defers(ctx.queue)) for w in (w1, w2))
+        experts, later = [expert for expert, *_ in found], _defers(ctx.queue)
+        grad_w1, grad_w2 = (_StackGrad(w, experts, later, None if later else sum_for(param, x_RH)) for w, param in zip((w1, w2), ctx.weights))
     grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
     grad_b2 = None if b2 is None else torch.zeros_like(b2)
     for expert, start, stop, size in found:

@@ -156,6 +156,7 @@ class QuantizedProducts(nn.Module):
     """
 
     stored: StoredWeight | None = None
+    plain = False
 
     def __init__(self, recipe: Recipe, name: str, rounding: Rounding | None = None,
                  quantizer: Callable[..., Quantized] = quantize):

@@ -20,6 +20,11 @@ class LogitProducts:
     dtype: torch.dtype | None = None
     quantized: QuantizedProducts | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether the weight's gradient is grad^T x of narrowed operands."""
+        return self.quantized is None
+
     def format(self, weight: Tensor) -> torch.dtype:
         """Of the logits."""
         return weight.dtype if self.dtype is None else self.dtype

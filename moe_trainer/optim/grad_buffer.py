@@ -3,7 +3,8 @@
 Every parameter gets `main_grad`, a view of a flat buffer (fp32; bf16 with --grad-reduce-in-bf16 or --main-grads-dtype bf16). A hook
 adds each fresh `.grad` to it and drops `.grad`, so only one gradient per parameter exists for long. The first micro-batch
 overwrites instead of adding: nobody has to clear the buffer. The factor of the data-parallel mean is applied in the
-same pass. A parameter of a bf16 buffer may add its micro-batches up in an fp32 tensor of its own, which is rounded once, when its
+same pass. With --gradient-accumulation-fusion the products of most weights do all this themselves (ops/main_grad.py), and their hooks find
+no `.grad`. A parameter of a bf16 buffer may add its micro-batches up in an fp32 tensor of its own, which is rounded once, when its
 bucket is reduced (--ddp-param-name-patterns-for-fp32-local-accumulation).
 
 Reduction works on buckets (flat.py): all-reduce, or with the distributed optimizer reduce-scatter (and, where it has several
@@ -31,6 +32,7 @@ from torch.nn import Parameter
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
+from moe_trainer.ops.main_grad import MainGradSum, adds_products
 from moe_trainer.optim.flat import Bucket, FlatLayout, Slot, plan_layouts
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import info_of
@@ -141,8 +143,9 @@ class DataParallelGrads:
 
     def __init__(self, params: Iterable[Parameter], ps: ParallelState, parallel: ParallelArgs, precision: PrecisionArgs, *,
                  per_token_loss: bool, main_grads: str = "fp32", whole: Callable[[Parameter], bool] = lambda param: False,
-                 apart: Collection[Parameter] = ()):
+                 apart: Collection[Parameter] = (), fused: bool = False):
         """Allocate the buffers and register hooks. `params` in order of use. main_grads: --main-grads-dtype. whole, apart: see plan_layouts.
+        fused: products may add to the buffers by themselves.
 
         Raises: ValueError when a parameter carries no ParamInfo.
         """
@@ -158,6 +161,7 @@ class DataParallelGrads:
         self._next = 0  # first bucket in order that is not launched
         self.finished = 0  # iterations
         self._accumulating = False
+        self._added: set[Slot] = set()  # whose gradients products have added in this backward pass
         devices = {buffer.layout.device for buffer in self.buffers if buffer.layout.outer.size > 1}
         self._side_stream = next((torch.cuda.Stream(device) for device in devices if device.type == "cuda"), None)
         for pending in self._order:
@@ -167,12 +171,15 @@ class DataParallelGrads:
                     pending.local[slot] = torch.empty_like(slot.param.main_grad, dtype=torch.float32)
                 hook = functools.partial(self._on_grad, pending, slot)
                 slot.param.register_post_accumulate_grad_hook(hook)
+                if fused:
+                    slot.param.main_grad_sum = functools.partial(self._open_sum, pending, slot)
 
     def zero(self) -> None:
         """Begin an iteration. Costs nothing: the first micro-batch overwrites."""
         for pending in self._order:
             pending.reset()
         self._next = 0
+        self._added.clear()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -234,26 +241,32 @@ class DataParallelGrads:
     @torch.no_grad()
     def _on_grad(self, pending: _PendingBucket, slot: Slot, param: Parameter) -> None:
         """Runs inside backward, once per parameter and micro-batch: .grad goes into main_grad."""
-        if param.grad is None:
+        if param.grad is not None:
+            self._sum(pending, slot).add_gradient(param.grad)
+            param.grad = None
+        elif slot not in self._added:
             return  # this pass put its gradient off (parallel/weight_grads.py); it will come this way
-        assert pending.work is None, f"{param.info.names[0]}: a gradient came after its bucket was reduced"
-        grad, main, factor = param.grad, pending.local.get(slot, param.main_grad), pending.buffer.factor
-        if slot not in pending.stale:
-            main.add_(grad, alpha=factor)
-        elif factor == 1.0:
-            main.copy_(grad)
-        elif grad.dtype == main.dtype:
-            torch.mul(grad, factor, out=main)
-        else:
-            main.copy_(grad).mul_(factor)  # a product in the grad's own, coarser dtype would round twice
-        pending.stale.discard(slot)
-        param.grad = None
+        self._added.discard(slot)
         if self.overlap and not self._accumulating:
             if self.finished == 0:
                 pending.visits[slot] += 1
             else:
                 pending.visit(slot)
                 self._launch_complete()
+
+    def _sum(self, pending: _PendingBucket, slot: Slot) -> MainGradSum:
+        """Where the next gradient of a parameter is added; the caller adds it."""
+        assert pending.work is None, f"{slot.param.info.names[0]}: a gradient came after its bucket was reduced"
+        beta = 0.0 if slot in pending.stale else 1.0
+        pending.stale.discard(slot)
+        return MainGradSum(pending.local.get(slot, slot.param.main_grad), beta, pending.buffer.factor)
+
+    def _open_sum(self, pending: _PendingBucket, slot: Slot, operand: Tensor) -> MainGradSum | None:
+        """The same for a product of tensors like `operand`; None where its gradient has to come by the hook."""
+        if not adds_products(pending.local.get(slot, slot.param.main_grad), operand):
+            return None
+        self._added.add(slot)
+        return self._sum(pending, slot)
 
     def _launch_complete(self) -> None:
         while self._next < len(self._order) and not self._order[self._next].missing:

@@ -185,7 +185,6 @@ def test_refused_with_what_to_use_instead(argv, text):
         ["--no-rope-fusion"],
         ["--use-flash-attn"],
         ["--tp-comm-overlap"],
-        ["--no-gradient-accumulation-fusion"],
         ["--use-mcore-models"],
         ["--moe-n-hash-layers", "0", "--no-one-logger"],
         ["--DDP-impl", "local"],

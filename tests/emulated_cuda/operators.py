@@ -51,6 +51,12 @@ def addmm_dtype(c, a, b, out_dtype, *, beta=1, alpha=1):
     return torch.addmm(c.to(out_dtype), a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha)
 
 
+def addmm_into(c, a, b, out_dtype, *, beta=1, alpha=1, out):
+    _refuse(out.dtype != out_dtype or c.dtype != out_dtype or a.dtype != b.dtype, "addmm: one dtype of both matrices, one of both sums")
+    _refuse(out_dtype not in (a.dtype, torch.float32), f"addmm: {out_dtype} is not the dtype of the matrices, nor fp32")
+    return torch.addmm(c, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha, out=out)
+
+
 def softmax(log: bool):
     def forward(x, dim, half_to_float):
         y = x.float()
@@ -178,6 +184,7 @@ KERNELS = {
     "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
     "mm.dtype": mm_dtype,
     "addmm.dtype": addmm_dtype,
+    "addmm.dtype_out": addmm_into,
     "_fused_rms_norm": rms_norm,
     "_fused_rms_norm_backward": rms_norm_backward,
     "_softmax": softmax(False),

@@ -46,12 +46,40 @@ def rope(interleaved: bool, x_SBND):
     return apply_rope(x_SBND, cos, sin, interleaved, offset=4)
 
 
+def weight_gradient(total: str, left_RN, right_RK):
+    """Two gradients of a weight, the second one added to the first."""
+    import torch
+
+    from moe_trainer.ops.main_grad import MainGradSum, adds_products
+
+    left, right = left_RN.detach(), right_RK.detach()
+    into = torch.full((left.shape[1], right.shape[1]), float("nan"), dtype=getattr(torch, total), device=left.device)
+    for beta in (0.0, 1.0):
+        part = MainGradSum(into, beta, 0.5)
+        if adds_products(into, left):
+            part.add(left.t(), right)
+        else:
+            assert not left.is_cuda
+            part.add_gradient(left.t() @ right)
+    return into + 0 * (left_RN.sum() + right_RK.sum())
+
+
+def router(x_TH, weight_EH):
+    import torch
+
+    from moe_trainer.moe.router import _Gate
+
+    return _Gate.apply(x_TH, weight_EH, torch.float32)
+
+
 NORMED = ((ROWS, WIDTH), (WIDTH,))
 CASES = {
     "norm": (partial(norm, None, False), NORMED[:1]),
     "norm, bf16 gain": (partial(norm, "bfloat16", False), NORMED),
     "norm, fp32 gain": (partial(norm, "float32", False), NORMED),
     "norm, bf16 gain from one": (partial(norm, "bfloat16", True), NORMED),
+    "weight gradient in fp32": (partial(weight_gradient, "float32"), ((ROWS, 3), (ROWS, WIDTH))),
+    "logits in fp32": (router, ((ROWS, WIDTH), (4, WIDTH))),
     "rope, halves": (partial(rope, False), ((4, 2, 3, WIDTH),)),
     "rope, interleaved": (partial(rope, True), ((4, 2, 3, WIDTH),)),
 }
