@@ -41,6 +41,7 @@ Megatron-Core defines them, and a one-process oracle has to compute them for the
 Shape letters: S sequence, B sequences of the microbatch, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ from moe_trainer.layers.kernels import Balancing
 from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.quantile_balancing import update_quantile_bias
 from moe_trainer.parallel.collectives import all_reduce
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
 
 # order of the log line; positions in `loss_sums` of every router
 LOSS_NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
@@ -93,7 +94,10 @@ class _AttachGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_TE: Tensor):
-        return grad_TE + (ctx.grad_TE * ctx.grad_scale).to(grad_TE.dtype), None, None
+        out = torch.empty_like(grad_TE)
+        if isinstance(ctx.grad_scale, Tensor):
+            return torch.addcmul(grad_TE, ctx.grad_TE, ctx.grad_scale, out=out), None, None
+        return torch.add(grad_TE, ctx.grad_TE, alpha=ctx.grad_scale, out=out), None, None
 
 
 def attach_gradient(logits_TE: Tensor, grad_TE: Tensor, grad_scale: float | Tensor) -> Tensor:
@@ -103,7 +107,7 @@ def attach_gradient(logits_TE: Tensor, grad_TE: Tensor, grad_scale: float | Tens
 
 @dataclass(frozen=True)
 class BalancingLosses:
-    """values: fp32 [4], order LOSS_NAMES, without coefficients, this rank's part; grad_TE: gradient of their weighted sum."""
+    """values: [4], order LOSS_NAMES, without coefficients, this rank's part; grad_TE: gradient of their weighted sum."""
 
     values: Tensor
     grad_TE: Tensor
@@ -125,14 +129,15 @@ def normalised_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, T
 
 
 def scores_and_counts(logits_TE: Tensor, topk: int, score_function: str, num_sequences: int,
-                      choose: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                      chosen_TE: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalised scores and slopes, and per sequence the sums of scores and the counts of the plain top-k, both [B, E].
 
-    choose: stands in for the plain top-k; from the logits to indices_TK.
+    chosen_TE: the choice that is counted, if it is known or another one; bool.
     """
     scores_TE, slope_TE = normalised_scores(logits_TE, score_function)
-    chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1] if choose is None else choose(logits_TE), 1.0)
-    probs_BE, counts_BE = (table.view(-1, num_sequences, table.shape[1]).sum(0) for table in (scores_TE, chosen_TE))
+    if chosen_TE is None:
+        chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1], 1.0)
+    probs_BE, counts_BE = (table.view(-1, num_sequences, table.shape[1]).sum(0, dtype=scores_TE.dtype) for table in (scores_TE, chosen_TE))
     return scores_TE, slope_TE, probs_BE, counts_BE
 
 
@@ -166,21 +171,25 @@ def balancing_losses(
         factor = float(num_tokens * cut) if per_token_loss else 1.0
         return _by_kernels(kernels, logits_TE, num_sequences, topk, score_function, coefficients, z, factor, running, ps)
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    values = logits_TE.new_zeros(len(LOSS_NAMES), dtype=torch.float32)
+    values = logits_TE.new_zeros(len(LOSS_NAMES))
     grad_TE = None
     scores_TE = None
     if any(coefficients.values()):
-        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_sequences)
+        rows = num_sequences if coefficients["seq_load_balancing_loss"] else 1
+        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, rows)
         weights_BE = _loss_weights(probs_BE, counts_BE, num_tokens, topk, coefficients, running, ps, values)
-        # c_e - <s, c> per token; weights are per sequence when seq_aux_loss is among them, else equal for all
-        weights = weights_BE if len(weights_BE) == 1 else weights_BE.repeat(num_tokens // num_sequences, 1)
-        grad_TE = slope_TE * (weights - (scores_TE * weights).sum(-1, keepdim=True))
+        weights_TE = weights_BE.repeat(num_tokens // rows, 1)
+        if slope_TE is scores_TE:
+            grad_TE = torch._softmax_backward_data(weights_TE, scores_TE, -1, scores_TE.dtype)
+        else:
+            grad_TE = slope_TE * (weights_TE - (scores_TE * weights_TE).sum(-1, keepdim=True))
     if z_loss_coeff is not None:
-        log_sum_T1 = logits_TE.logsumexp(-1, keepdim=True)
-        values[3] = log_sum_T1.square().mean()
-        softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else logits_TE.softmax(-1)
-        z_grad_TE = softmax_TE * (log_sum_T1 * (2 * z_loss_coeff / (cut * num_tokens)))
-        grad_TE = z_grad_TE if grad_TE is None else grad_TE.add_(z_grad_TE)
+        log_softmax_TE = logits_TE.log_softmax(-1)
+        log_sum_T1 = logits_TE[:, :1] - log_softmax_TE[:, :1]
+        torch.mean(log_sum_T1.square(), (0, 1), out=values[3])
+        softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
+        factor = 2 * z_loss_coeff / (cut * num_tokens)
+        grad_TE = softmax_TE * (log_sum_T1 * factor) if grad_TE is None else grad_TE.addcmul_(softmax_TE, log_sum_T1, value=factor)
     if per_token_loss:
         grad_TE *= num_tokens * cut
     return BalancingLosses(values, grad_TE)
@@ -220,25 +229,31 @@ def _loss_weights(
 ) -> Tensor:
     """The sum of the c's of the losses in use, [1 or B, E]; writes the losses' values."""
     num_sequences, num_experts = counts_BE.shape
-    probs_E, counts_E = probs_BE.sum(0), counts_BE.sum(0)
-    weights = probs_BE.new_zeros(1, num_experts)
     of_all, of_each, of_running = _scales(coefficients, num_tokens, num_sequences, num_experts, topk, ps)
+    probs_E, counts_E = (probs_BE[0], counts_BE[0]) if num_sequences == 1 else (probs_BE.sum(0), counts_BE.sum(0))
+    found = []
     if coefficients["load_balancing_loss"]:
-        weight_E = all_reduce(counts_E.clone(), ps.tp_cp) * of_all
-        values[0] = torch.dot(probs_E, weight_E)
-        weights = weights + coefficients["load_balancing_loss"] * weight_E
+        weight_E = _over_ranks(counts_E, ps.tp_cp) * of_all
+        torch.dot(probs_E, weight_E, out=values[0])
+        found.append(coefficients["load_balancing_loss"] * weight_E)
     if coefficients["seq_load_balancing_loss"]:
-        weight_BE = all_reduce(counts_BE.clone(), ps.tp_cp) * of_each
-        values[1] = (probs_BE * weight_BE).sum()
-        weights = weights + coefficients["seq_load_balancing_loss"] * weight_BE
+        weight_BE = _over_ranks(counts_BE, ps.tp_cp) * of_each
+        torch.dot(probs_BE.flatten(), weight_BE.flatten(), out=values[1])
+        found.append(coefficients["seq_load_balancing_loss"] * weight_BE)
     if coefficients["global_load_balancing_loss"]:
         sums_E, steps = running
-        sums_E += all_reduce(counts_E.clone(), ps.tp_dp_cp)
+        sums_E += _over_ranks(counts_E, ps.tp_dp_cp)
         steps += 1
         weight_E = (sums_E / steps).to(probs_E.dtype) * of_running
-        values[2] = torch.dot(probs_E, weight_E)
-        weights = weights + coefficients["global_load_balancing_loss"] * weight_E
-    return weights
+        torch.dot(probs_E, weight_E, out=values[2])
+        found.append(coefficients["global_load_balancing_loss"] * weight_E)
+    weights = functools.reduce(torch.add, found)
+    return weights.view(-1, num_experts)
+
+
+def _over_ranks(counts: Tensor, group: Group) -> Tensor:
+    """The sums over a group; the counts of this rank stay as they are."""
+    return counts if group.size == 1 else all_reduce(counts.clone(), group)
 
 
 def _routers(chunks) -> Iterator[Any]:

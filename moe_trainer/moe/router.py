@@ -121,39 +121,68 @@ def score_topk(
     once: Once = _anew,
     grid: FineGrid | None = None,
     chosen_TK: Tensor | None = None,
+    routing_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose top-k experts per token and weigh them.
 
     Scores, choice and weights are in fp32 at least; the weights are rounded to the dtype of the logits at the end. The bias takes part in
     the choice only; weights come from unbiased scores. once: is asked for the choice.
-    grid: of FineRMoE, which chooses by logits; with softmax over the chosen only. chosen_TK: experts that the caller has chosen already.
+    grid: of FineRMoE, which chooses by logits; with softmax over the chosen only. chosen_TK, routing_TE: experts that the caller has chosen already.
     Returns: probs_TE in the dtype of the logits, zero where not chosen; routing_TE bool.
     """
     wide = torch.promote_types(logits_TE.dtype, torch.float32)
-
-    def choose(scores_TE: Tensor) -> Tensor:
-        return once(lambda: _select(scores_TE, topk, num_groups, group_topk, grid)) if chosen_TK is None else chosen_TK
-
-    if score_function == "softmax":
-        if pre_softmax:
-            scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide)
-            indices_TK = choose(scores_TE)
-            weights_TK = scores_TE.gather(1, indices_TK)
-        else:
-            indices_TK = choose(logits_TE)
-            weights_TK = torch.softmax(logits_TE.gather(1, indices_TK), dim=-1, dtype=wide)
-    else:
+    biased_TE = scores_TE = logits_TE
+    if score_function != "softmax":
         raw_TE = logits_TE.to(wide)
         scores_TE = torch.sigmoid(raw_TE) if score_function == "sigmoid" else F.softplus(raw_TE).sqrt()
-        indices_TK = choose(scores_TE if expert_bias_E is None else scores_TE + expert_bias_E)
-        weights_TK = scores_TE.gather(1, indices_TK)
-        if topk > 1:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        biased_TE = scores_TE if expert_bias_E is None else scores_TE + expert_bias_E
+    elif pre_softmax:
+        biased_TE = scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide)
+    if chosen_TK is None:
+        chosen_TK = once(lambda: _select(biased_TE, topk, num_groups, group_topk, grid))
+    if routing_TE is None:
+        routing_TE = as_map(chosen_TK, logits_TE)
+    shared = score_function == "sigmoid" and topk > 1
+    if logits_TE.is_cuda and (shared or score_function == "softmax" and not pre_softmax):
+        # a pass over all experts is fewer kernels than picking the weights of the chosen ones and putting them back
+        return _Shares.apply(logits_TE, scores_TE.detach() if shared else None, routing_TE, scaling_factor or 1.0), routing_TE
+    weights_TK = scores_TE.gather(1, chosen_TK)
+    if score_function == "softmax" and not pre_softmax:
+        weights_TK = torch.softmax(weights_TK, dim=-1, dtype=wide)
+    elif score_function != "softmax" and topk > 1:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     if scaling_factor:
         weights_TK = weights_TK * scaling_factor
-    probs_TE = torch.zeros_like(logits_TE).scatter(1, indices_TK, weights_TK.to(logits_TE.dtype))
-    routing_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, indices_TK, True)
-    return probs_TE, routing_TE
+    return torch.zeros_like(logits_TE).scatter(1, chosen_TK, weights_TK.to(logits_TE.dtype)), routing_TE
+
+
+def as_map(chosen_TK: Tensor, logits_TE: Tensor) -> Tensor:
+    """Chosen experts as bool [T, E]."""
+    return torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, chosen_TK, True)
+
+
+class _Shares(torch.autograd.Function):
+    """Softmax over the chosen experts, or their sigmoids over the sum of these, times a factor; 0 for the others."""
+
+    @staticmethod
+    def forward(ctx, logits_TE: Tensor, sigmoid_TE: Tensor | None, routing_TE: Tensor, factor: float) -> Tensor:
+        if sigmoid_TE is None:
+            wide = torch.promote_types(logits_TE.dtype, torch.float32)
+            share_TE = torch.where(routing_TE, logits_TE, float("-inf")).softmax(-1, dtype=wide)
+        else:
+            share_TE = sigmoid_TE * routing_TE
+            share_TE /= share_TE.sum(-1, keepdim=True).add_(1e-20)
+        ctx.save_for_backward(sigmoid_TE, share_TE)
+        ctx.factor, ctx.dtype = factor, logits_TE.dtype
+        return share_TE.to(ctx.dtype) if factor == 1.0 else torch.mul(share_TE, factor, out=torch.empty_like(logits_TE))
+
+    @staticmethod
+    def backward(ctx, grad_TE: Tensor):
+        sigmoid_TE, share_TE = ctx.saved_tensors
+        grad_TE = grad_TE.to(share_TE.dtype) if ctx.factor == 1.0 else torch.mul(grad_TE, ctx.factor, out=torch.empty_like(share_TE))
+        # both are the gradient of shares of a sum; that of a sigmoid's logarithm is 1 - sigmoid
+        grad_TE = torch._softmax_backward_data(grad_TE, share_TE, -1, ctx.dtype if sigmoid_TE is None else share_TE.dtype)
+        return grad_TE if sigmoid_TE is None else (grad_TE * (1.0 - sigmoid_TE)).to(ctx.dtype), None, None, None
 
 
 def sinkhorn(cost_TE: Tensor, tolerance: float = 1e-4, max_rounds: int = 1000) -> Tensor:
@@ -306,11 +335,13 @@ class TopKRouter(nn.Module):
         logits_TE = self._force(self._logits(x_TH, active), drawn_TE)
         wants_losses = active and (any(self.coefficients.values()) or self.moe.moe_z_loss_coeff is not None)
         unaided_TE = logits_TE.detach()
+        chosen_TK = self._plain_choice(unaided_TE)
+        routing_TE = None if chosen_TK is None else as_map(chosen_TK, unaided_TE)
         if wants_losses:
-            grad_TE = self.activations.once(lambda: self._losses(unaided_TE, x_SBH.shape))
+            grad_TE = self.activations.once(lambda: self._losses(unaided_TE, x_SBH.shape, routing_TE))
             attach = attach_gradient if self.balancing is None else self.balancing.attach
             logits_TE = attach(logits_TE, grad_TE, grad_scale)
-        probs_TE, routing_TE = self._route(logits_TE)
+        probs_TE, routing_TE = self._route(logits_TE, chosen_TK, routing_TE)
         if self.tokens_per_expert is not None and active and not self.activations.replaying:
             self.tokens_per_expert += routing_TE.sum(0)
         if self._drops():
@@ -350,11 +381,18 @@ class TopKRouter(nn.Module):
             logits_TE = logits_TE + bias_E.to(logits_TE)
         return logits_TE
 
-    def _route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def _plain_choice(self, logits_TE: Tensor) -> Tensor | None:
+        """The experts of the largest logits, where these are chosen: the same that balancing losses count. None where others may be."""
+        moe = self.moe
+        if (moe.moe_router_score_function != "softmax" or moe.moe_router_group_topk or self.grid is not None or self.quantile is not None
+                or self.fused_topk is not None or moe.moe_router_load_balancing_type == "sinkhorn"):
+            return None
+        return self.activations.once(lambda: logits_TE.topk(self.topk, dim=1)[1])
+
+    def _route(self, logits_TE: Tensor, chosen_TK: Tensor | None, routing_TE: Tensor | None) -> tuple[Tensor, Tensor]:
         moe = self.moe
         if moe.moe_router_load_balancing_type == "sinkhorn":
             return sinkhorn_topk(logits_TE, self.topk, balance=self.training, once=self.activations.once)
-        chosen_TK = None
         if self.quantile is not None:
             estimate = self.training and torch.is_grad_enabled()
             chosen_TK = self.activations.once(lambda: self.quantile.choose(logits_TE.detach(), self.topk, estimate))
@@ -377,6 +415,7 @@ class TopKRouter(nn.Module):
             once=self.activations.once,
             grid=self.grid,
             chosen_TK=chosen_TK,
+            routing_TE=routing_TE,
         )
 
     def margin(self, logits_TE: Tensor) -> Tensor | None:
@@ -388,12 +427,14 @@ class TopKRouter(nn.Module):
             return choice_margin(logits_TE.float() - self.quantile.bias_E, self.topk, "softmax")
         return choice_margin(logits_TE, self.topk, moe.moe_router_score_function, moe.moe_router_num_groups, moe.moe_router_group_topk, self.expert_bias)
 
-    def _losses(self, logits_TE: Tensor, shape: torch.Size) -> Tensor:
-        """Count the losses; returns their gradient."""
+    def _losses(self, logits_TE: Tensor, shape: torch.Size, routing_TE: Tensor | None) -> Tensor:
+        """Count the losses; returns their gradient. routing_TE: the plain top-k, if it is known."""
         moe = self.moe
         running = None
         if self.coefficients["global_load_balancing_loss"]:
             running = (self.global_tokens_per_expert, self.ga_steps)
+        if self.grid is not None:  # what FineRMoE chooses is counted
+            routing_TE = as_map(choose_slices(logits_TE, grid=self.grid, topk=self.topk), logits_TE)
         losses = balancing_losses(
             logits_TE,
             num_sequences=shape[1],
@@ -404,15 +445,11 @@ class TopKRouter(nn.Module):
             per_token_loss=self.per_token_loss,
             running=running,
             ps=self.ps,
-            counts=scores_and_counts if self.grid is None else self._fine_counts,
+            counts=scores_and_counts if routing_TE is None else functools.partial(scores_and_counts, chosen_TE=routing_TE),
             kernels=self.balancing if self.grid is None else None,
         )
         self.loss_sums += losses.values
         return losses.grad_TE
-
-    def _fine_counts(self, logits_TE: Tensor, topk: int, *what: object) -> tuple[Tensor, ...]:
-        """Scores over all experts, and counts of those that FineRMoE chooses."""
-        return scores_and_counts(logits_TE, topk, *what, choose=functools.partial(choose_slices, grid=self.grid, topk=topk))
 
     def _drops(self) -> bool:
         factor = self.moe.moe_expert_capacity_factor

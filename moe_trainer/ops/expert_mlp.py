@@ -52,17 +52,17 @@ class Block(NamedTuple):
 
 
 def _weigh(z: Tensor, p: Tensor | None) -> Tensor:
-    """z times the rows' probabilities, in place where the dtypes agree; fp32 probabilities of bf16 rows round once."""
+    """z times the rows' probabilities, in place; fp32 probabilities of bf16 rows round once."""
     if p is None:
         return z
-    return z.mul_(p.unsqueeze(1)) if p.dtype == z.dtype else (z * p.unsqueeze(1)).to(z.dtype)
+    return z.mul_(p.unsqueeze(1))
 
 
 def _through_weighing(grad_a: Tensor, z: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Gradients of z * p for z and for p, before `_weigh` overwrites z."""
     if p is None:
         return grad_a, None
-    return (grad_a * p.unsqueeze(1)).to(z.dtype), (grad_a * z).sum(-1, dtype=p.dtype)
+    return torch.mul(grad_a, p.unsqueeze(1), out=torch.empty_like(z)), (grad_a * z).sum(-1, dtype=p.dtype)
 
 
 def _swiglu_forward(h: Tensor, p: Tensor | None) -> Tensor:
@@ -272,9 +272,13 @@ def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, counts, offsets, activation, pro
     h_RG = products.forward(x_RH, w1, offsets)
     if b1 is not None:
         h_RG[:sum(counts)] += _per_row(b1, offsets, sum(counts))
-    a_RF = x_RH.new_empty(x_RH.shape[0], w2.shape[2])
-    for start, stop in _blocks(sum(counts), x_RH.is_cuda):
-        a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
+    blocks = _blocks(sum(counts), x_RH.is_cuda)
+    if blocks == [(0, x_RH.shape[0])]:
+        a_RF = activation.forward(h_RG, p_R)
+    else:
+        a_RF = x_RH.new_empty(x_RH.shape[0], w2.shape[2])
+        for start, stop in blocks:
+            a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
     y_RH = products.forward(a_RF, w2, offsets)
     if b2 is not None:
         bias_RH = _per_row(b2, offsets, sum(counts))
@@ -290,15 +294,19 @@ def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
 def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     counts, offsets, activation, products = ctx.counts, ctx.offsets, ctx.activation, ctx.products
     grad_a = products.input_grad(grad_RH, w2, offsets)
-    grad_p = None if p_R is None else torch.empty_like(p_R)
-    grad_h = torch.empty_like(h_RG)
-    for start, stop in _blocks(sum(counts), x_RH.is_cuda):
-        p = None if p_R is None else p_R[start:stop]
-        a, block_grad_h, block_grad_p = activation.backward(h_RG[start:stop], p, grad_a[start:stop])
-        grad_a[start:stop] = a  # from here on the buffer holds a: the block's grad_a has been used
-        grad_h[start:stop] = block_grad_h
-        if p is not None:
-            grad_p[start:stop] = block_grad_p
+    blocks = _blocks(sum(counts), x_RH.is_cuda)
+    if blocks == [(0, x_RH.shape[0])]:
+        grad_a, grad_h, grad_p = activation.backward(h_RG, p_R, grad_a)  # the first is a from here on
+    else:
+        grad_p = None if p_R is None else torch.empty_like(p_R)
+        grad_h = torch.empty_like(h_RG)
+        for start, stop in blocks:
+            p = None if p_R is None else p_R[start:stop]
+            a, block_grad_h, block_grad_p = activation.backward(h_RG[start:stop], p, grad_a[start:stop])
+            grad_a[start:stop] = a  # from here on the buffer holds a: the block's grad_a has been used
+            grad_h[start:stop] = block_grad_h
+            if p is not None:
+                grad_p[start:stop] = block_grad_p
     needs_w = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
     grad_w1 = (lambda: products.weight_grad(grad_h, x_RH, offsets)) if needs_w else None
     grad_w2 = (lambda: products.weight_grad(grad_RH, grad_a, offsets)) if needs_w else None

@@ -48,15 +48,18 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     by_expert = routing_TE.t().contiguous()
     pairs_R2 = by_expert.nonzero() if num_rows is None else torch.nonzero_static(by_expert, size=num_rows)
     expert_R, token_R = pairs_R2.t().contiguous().unbind(0)
-    # from here on the work grows with the pairs, not with tokens x experts
     sorted_R, row_R = token_R.sort(stable=True)
     device = routing_TE.device
+    if routing_TE.is_cuda:
+        counts_E = by_expert.sum(1)
+    else:  # work that grows with the pairs, not with tokens x experts
+        counts_E = torch.searchsorted(expert_R, torch.arange(num_experts + 1, device=device)).diff()
     return PermuteMap(
         token_R=token_R,
-        cell_R=token_R * num_experts + expert_R,
+        cell_R=expert_R.add(token_R, alpha=num_experts),
         row_R=row_R,
         offsets_T=torch.searchsorted(sorted_R, torch.arange(num_tokens + 1, device=device)),
-        counts_E=torch.searchsorted(expert_R, torch.arange(num_experts + 1, device=device)).diff(),
+        counts_E=counts_E,
         num_tokens=num_tokens,
     )
 

@@ -81,12 +81,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int,
         out[..., :offset] = x[..., :offset]
     if end < x.shape[-1]:
         out[..., end:] = x[..., end:]
-    first = slice(offset, end, 2) if interleaved else slice(offset, offset + half)
-    second = slice(offset + 1, end, 2) if interleaved else slice(offset + half, end)
-    x1, x2, y1, y2 = x[..., first], x[..., second], out[..., first], out[..., second]
-    torch.mul(x1, cos, out=y1)
+    # [..., 2, D / 2] or [..., D / 2, 2]: both features of a pair are multiplied by the cosine at once
+    pair, sizes = (-1, (half, 2)) if interleaved else (-2, (2, half))
+    x, y = (each[..., offset:end].unflatten(-1, sizes) for each in (x, out))
+    torch.mul(x, cos.unsqueeze(pair), out=y)
+    (x1, x2), (y1, y2) = x.unbind(pair), y.unbind(pair)
     y1.addcmul_(x2, sin, value=-sign)
-    torch.mul(x2, cos, out=y2)
     y2.addcmul_(x1, sin, value=sign)
     return out.to(dtype)
 

@@ -72,6 +72,31 @@ def router(x_TH, weight_EH):
     return _Gate.apply(x_TH, weight_EH, torch.float32)
 
 
+def choice(options: dict, logits_TE):
+    from moe_trainer.moe.router import score_topk
+
+    return score_topk(logits_TE * 2, 3, **options)
+
+
+def balance(score: str, sequences: bool, logits_TE):
+    """The gradient of all losses, as it is attached."""
+    from moe_trainer.moe.balancing import attach_gradient, balancing_losses
+    from moe_trainer.parallel.state import ParallelState
+
+    coefficients = {"load_balancing_loss": 1.0, "seq_load_balancing_loss": float(sequences), "global_load_balancing_loss": 0.0}
+    losses = balancing_losses(logits_TE.detach(), num_sequences=2, topk=2, score_function=score, coefficients=coefficients, z_loss_coeff=1.0,
+                              per_token_loss=False, running=None, ps=ParallelState.single())
+    return attach_gradient(logits_TE, losses.grad_TE, 0.5) * 1, losses.values
+
+
+def permuted(x_TH, probs_TE):
+    from moe_trainer.ops.permute import Permutation
+
+    routing_TE, work = probs_TE.detach() > 0, Permutation()
+    x_RH, probs_R, routes = work.permute(x_TH, probs_TE, routing_TE, num_rows=int(routing_TE.sum()))
+    return work.unpermute(x_RH * probs_R.unsqueeze(1), routes), routes.counts_E
+
+
 NORMED = ((ROWS, WIDTH), (WIDTH,))
 CASES = {
     "norm": (partial(norm, None, False), NORMED[:1]),
@@ -80,6 +105,12 @@ CASES = {
     "norm, bf16 gain from one": (partial(norm, "bfloat16", True), NORMED),
     "weight gradient in fp32": (partial(weight_gradient, "float32"), ((ROWS, 3), (ROWS, WIDTH))),
     "logits in fp32": (router, ((ROWS, WIDTH), (4, WIDTH))),
+    "softmax of the chosen": (partial(choice, {}), ((ROWS, 8),)),
+    "softmax before the choice": (partial(choice, {"pre_softmax": True, "scaling_factor": 2.5}), ((ROWS, 8),)),
+    "shares of sigmoids": (partial(choice, {"score_function": "sigmoid", "scaling_factor": 2.5}), ((ROWS, 8),)),
+    "balancing by softmax": (partial(balance, "softmax", False), ((ROWS, 8),)),
+    "balancing by sigmoid, per sequence": (partial(balance, "sigmoid", True), ((ROWS, 8),)),
+    "permutation": (permuted, ((ROWS, WIDTH), (ROWS, 8))),
     "rope, halves": (partial(rope, False), ((4, 2, 3, WIDTH),)),
     "rope, interleaved": (partial(rope, True), ((4, 2, 3, WIDTH),)),
 }
