@@ -257,12 +257,15 @@ def keep_gradients(args: Arguments, runtime: Runtime, chunks: list[Transformer])
     if keeps_8_bits(args):
         count = store_weights(chunks)
         logger.info("--fp8-param-gather: %s parameters of this rank are kept and gathered in 8 bits", f"{count:,}")
-    # a graph of a part of a layer gives its gradients back, for hooks outside of it
+    fused = args.training.gradient_accumulation_fusion
+    if fused and not all(chunk.graphs.parts <= {"iteration"} for chunk in chunks):
+        fused = False
+        logger.info("--gradient-accumulation-fusion has no effect: graphs of parts of layers give gradients back, and hooks outside add them")
     return DataParallelGrads(parameters(chunks), ps, parallel, args.precision, per_token_loss=per_token,
                              main_grads="bf16" if narrow else args.optimizer.main_grads_dtype,
                              whole=lambda param: is_matrix(param, args.optimizer),
                              apart=list(chunks[0].parameters()) if parallel.overlap_param_gather_with_optimizer_step else (),
-                             fused=args.training.gradient_accumulation_fusion and all(chunk.graphs.parts <= {"iteration"} for chunk in chunks))
+                             fused=fused)
 
 
 def shard_model(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:

@@ -19,6 +19,11 @@ def whole() -> list[str]:
     return ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1", "--no-check-for-nan-in-loss-and-grad"]
 
 
+def adding_alike(graph: list[str]) -> list[str]:
+    """What a training without graphs needs for the sums of one with them: gradients of captured parts come by hooks."""
+    return [] if graph == whole() else ["--no-gradient-accumulation-fusion"]
+
+
 def dense() -> list[str]:
     """The tiny model without experts."""
     kept, drop = [], False

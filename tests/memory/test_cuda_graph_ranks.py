@@ -2,7 +2,7 @@
 
 import pytest
 from emulated_cuda.run import on_device
-from memory.graphed import line, local, unlike, whole
+from memory.graphed import adding_alike, line, local, unlike, whole
 from train.layouts import train_ranks
 
 ROUTED = local("attn moe_router moe_preprocess")
@@ -35,6 +35,6 @@ HALVES = [list(CASES)[:8], list(CASES)[8:]]
 
 @pytest.mark.parametrize("names", HALVES, ids=["model", "data"])
 def test_graphs_change_no_number_on_two_ranks(names):
-    argvs = [argv for name in names for plain in [line(*CASES[name][:2])] for argv in (plain, [*plain, *CASES[name][2]])]
+    argvs = [argv for name in names for plain in [[*line(*CASES[name][:2]), *adding_alike(CASES[name][2])]] for argv in (plain, [*plain, *CASES[name][2]])]
     outcomes = iter(on_device(train_ranks, argvs, 3, "cuda", ranks=2, devices=2)[0])
     assert {name: found for name in names if (found := unlike(next(outcomes), next(outcomes)))} == {}
