@@ -40,15 +40,14 @@ class _SiluGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, z: Tensor) -> Tensor:
         ctx.save_for_backward(y, z)
-        return (y * F.silu(z.to(_wide(z)))).to(y.dtype)
+        return torch.mul(y, F.silu(z.to(_wide(z))), out=torch.empty_like(y))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         y, z = ctx.saved_tensors
         wide = z.to(_wide(z))
-        share = torch.sigmoid(wide)
-        grad_z = grad * y * share * (1.0 + wide * (1.0 - share))
-        return (grad * wide * share).to(y.dtype), grad_z.to(z.dtype)
+        grad_y = torch.mul(grad, F.silu(wide), out=torch.empty_like(y))
+        return grad_y, torch.ops.aten.silu_backward(torch.mul(grad, y, out=torch.empty_like(wide)), wide).to(z.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:

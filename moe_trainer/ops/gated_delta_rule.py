@@ -48,6 +48,10 @@ class Heads:
 def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None = None) -> Tensor:
     """SiLU of y[t] = sum over w of weight[:, w] x[t - W + 1 + w]: each channel by itself, nothing before the start or another document."""
     width, length = weight_CW.shape[1], x_SBC.shape[0]
+    if x_SBC.is_cuda and ids_BS is None:
+        x_BCS = x_SBC.permute(1, 2, 0).contiguous()
+        y_BCS = F.conv1d(x_BCS, weight_CW.unsqueeze(1), padding=width - 1, groups=len(weight_CW))[..., :length]
+        return F.silu(y_BCS.permute(2, 0, 1))
     y = x_SBC * weight_CW[:, -1]
     for back in range(1, min(width, length)):
         term = x_SBC[:-back] * weight_CW[:, width - 1 - back]
@@ -58,12 +62,16 @@ def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None =
 
 
 def _unit(x: Tensor) -> Tensor:
+    """Rows of length one."""
+    if x.is_cuda:  # in one kernel: the mean of squares is their sum over the width
+        return F.rms_norm(x, x.shape[-1:], None, LENGTH_EPS / x.shape[-1]) * x.shape[-1] ** -0.5
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)
 
 
 def _chunked(x: Tensor, pad: int, size: int, heads: tuple[int, ...]) -> Tensor:
     """[S, B, heads, ...] -> [B, *heads, M, L, ...]; zeros behind the end."""
-    x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pad))
+    if pad:
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pad))
     x = x.unflatten(2, heads).unflatten(0, (-1, size))
     dims = len(heads)
     return x.permute(2, *range(3, 3 + dims), 0, 1, *range(3 + dims, x.dim()))
@@ -89,9 +97,9 @@ class _Borders:
         return _Borders(ids.unsqueeze(-1) == ids.unsqueeze(-2), ids == previous, ids == last, (last == previous).unsqueeze(-1))
 
 
-def delta_rule(q_SBKD: Tensor, k_SBKD: Tensor, v_SBNE: Tensor, g_SBN: Tensor, beta_SBN: Tensor, state: Tensor,
+def delta_rule(q_SBKD: Tensor, k_SBKD: Tensor, v_SBNE: Tensor, g_SBN: Tensor, beta_SBN: Tensor, state: Tensor | None = None,
                ids_BS: Tensor | None = None, previous_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gated delta rule from a state [B, K, N / K, D, E] on. Differentiable in everything but the documents.
+    """The gated delta rule from a state [B, K, N / K, D, E] on, or an empty one. Differentiable in everything but the documents.
 
     previous_B: document of the position before the first, for ids_BS. Returns: y_SBNE, and the state behind the last position.
     """
@@ -103,8 +111,8 @@ def delta_rule(q_SBKD: Tensor, k_SBKD: Tensor, v_SBNE: Tensor, g_SBN: Tensor, be
     v, g, beta = (_chunked(x, pad, size, shared) for x in (v_SBNE, g_SBN, beta_SBN))
     q, beta = q * key_dim**-0.5, beta.unsqueeze(-1)
     total = g.cumsum(-1)
-    below = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    pairs = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~below, float("-inf")).exp()
+    # the decay between two positions, at most one; what is above the diagonal would be more
+    pairs = (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp(max=0.0).exp().tril()
     before, after, carried = total.exp(), (total[..., -1:] - total).exp(), total[..., -1:, None].exp()
     if ids_BS is not None:
         borders = _Borders.of(ids_BS, previous_B, pad, size)
@@ -115,11 +123,15 @@ def delta_rule(q_SBKD: Tensor, k_SBKD: Tensor, v_SBNE: Tensor, g_SBN: Tensor, be
     values, read_keys = solved.split([v.shape[-1], key_dim], -1)
     scores, q, written = (q @ k.mT) * pairs, q * before, (k * after.unsqueeze(-1)).mT
     found = []
-    for chunk in range(q.shape[-3]):
-        here = (..., chunk, slice(None), slice(None))
-        corrected = values[here] - read_keys[here] @ state
-        found.append(q[here] @ state + scores[here] @ corrected)
-        state = carried[here] * state + written[here] @ corrected
+    # taken apart at once: the gradient of each piece by itself would be as large as the whole
+    for values, read_keys, q, scores, written, carried in zip(*(x.unbind(-3) for x in (values, read_keys, q, scores, written, carried))):
+        if state is None:
+            found.append(scores @ values)
+            state = written @ values
+            continue
+        corrected = values - read_keys @ state
+        found.append(q @ state + scores @ corrected)
+        state = carried * state + written @ corrected
     y = torch.stack(found, 3).flatten(3, 4)[:, :, :, :length]
     return y.flatten(1, 2).permute(2, 0, 1, 3), state
 
@@ -135,15 +147,10 @@ def _segment(x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, state, h
                       beta_SBN.sigmoid(), state, *documents)
 
 
-def _empty_state(x_SBC: Tensor, heads: Heads, wide: torch.dtype) -> Tensor:
-    return x_SBC.new_zeros(x_SBC.shape[1], heads.keys, heads.values // heads.keys, heads.key_dim, heads.value_dim, dtype=wide)
-
-
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS):
-        wide, states, found = torch.promote_types(x_SBC.dtype, torch.float32), [], []
-        state = _empty_state(x_SBC, heads, wide)
+        wide, states, found, state = torch.promote_types(x_SBC.dtype, torch.float32), [], [], None
         tensors = (x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N)
         for start in range(0, x_SBC.shape[0], CHUNK * SEGMENT):
             if start:
@@ -153,14 +160,14 @@ class _GatedDelta(torch.autograd.Function):
             found.append(y.to(x_SBC.dtype))
         ctx.save_for_backward(*tensors, *states)
         ctx.rest = heads, ids_BS, wide
-        return torch.cat(found)
+        return torch.cat(found) if states else found[0]
 
     @staticmethod
     def backward(ctx, grad_SBNE):
         heads, ids_BS, wide = ctx.rest
         saved = ctx.saved_tensors  # asked for once: a recomputed region gives them once
         tensors, states = saved[:6], saved[6:]
-        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in tensors]
+        sums: list[Tensor] = []
         grad_state = None
         for number in reversed(range(len(states) + 1)):
             start = number * CHUNK * SEGMENT
@@ -170,12 +177,13 @@ class _GatedDelta(torch.autograd.Function):
                 leaves = [x.detach().requires_grad_() for x in inputs]
                 if number:
                     leaves.append(states[number - 1].detach().requires_grad_())
-                    state = leaves[-1]
-                else:
-                    state = _empty_state(tensors[0], heads, wide)
-                y, after = _segment(*leaves[:6], state, *more)
+                y, after = _segment(*leaves[:6], leaves[6] if number else None, *more)
             outs = [(y, grad_SBNE[start:start + y.shape[0]].to(wide))] + ([] if grad_state is None else [(after, grad_state)])
             grads = torch.autograd.grad([out for out, _ in outs], leaves, [grad for _, grad in outs])
+            if not states:
+                sums = list(grads)
+                break
+            sums = sums or [torch.zeros(x.shape, dtype=wide, device=x.device) for x in tensors]
             sums[0][first:first + len(grads[0])] += grads[0]
             for total, grad in zip(sums[1:3], grads[1:3]):
                 total[start:start + len(grad)] = grad

@@ -97,6 +97,22 @@ def rms_norm_backward(grad, x, normalized_shape, rstd, weight, output_mask):
     return grad_x.to(x.dtype), torch.empty(0, device=x.device) if grad_weight is None else grad_weight
 
 
+def _windows(x, weight, padding, groups):
+    _refuse(x.dim() != 3 or groups != x.shape[1] or weight.shape[:2] != (groups, 1), "of convolutions, those of each channel by itself are here")
+    return F.pad(x, (padding[0], padding[0])).unfold(2, weight.shape[2], 1)
+
+
+def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    return (_windows(x, weight, padding, groups) * weight.transpose(0, 1).unsqueeze(2)).sum(-1)
+
+
+def convolution_backward(grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask):
+    grad_weight = (_windows(x, weight, padding, groups) * grad.unsqueeze(-1)).sum((0, 2)).unsqueeze(1)
+    width = weight.shape[2]
+    grad_x = F.pad(grad, (width - 1, width - 1)).unfold(2, width, 1) * weight.flip(2).transpose(0, 1).unsqueeze(2)
+    return grad_x.sum(-1)[..., padding[0]:padding[0] + x.shape[2]], grad_weight, None
+
+
 BLOCKS = {kind.value: size for kind, size in {
     ScalingType.RowWise: (1, None), ScalingType.BlockWise1x16: (1, 16), ScalingType.BlockWise1x32: (1, 32), ScalingType.BlockWise1x128: (1, 128),
     ScalingType.BlockWise128x128: (128, 128)}.items()}
@@ -185,6 +201,8 @@ KERNELS = {
     "mm.dtype": mm_dtype,
     "addmm.dtype": addmm_dtype,
     "addmm.dtype_out": addmm_into,
+    "convolution": convolution,
+    "convolution_backward": convolution_backward,
     "_fused_rms_norm": rms_norm,
     "_fused_rms_norm_backward": rms_norm_backward,
     "_softmax": softmax(False),

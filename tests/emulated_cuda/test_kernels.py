@@ -29,7 +29,7 @@ BUDGET = {
     "Qwen3": ("plain", f"{QWEN3} --moe-router-load-balancing-type global_aux_loss", 107),
     "DeepSeek-V3": ("deepseek", "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 16", 167),
     "Qwen3-Next, softmax attention": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [0]*LAYERS", 179),
-    "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 470),
+    "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 326),
 }
 BUDGET |= {f"{name}, Triton": (*BUDGET[name][:1], BUDGET[name][1] + TRITON, budget) for name, budget in (
     ("Mixtral", 66), ("Mixtral, padded to capacity", 78), ("Qwen3", 85), ("DeepSeek-V3", 109), ("Qwen3-Next, softmax attention", 119))}

@@ -97,6 +97,16 @@ def permuted(x_TH, probs_TE):
     return work.unpermute(x_RH * probs_R.unsqueeze(1), routes), routes.counts_E
 
 
+def delta(length: int, x_SBC, beta_SBN, alpha_SBN, weight_CW):
+    import torch
+
+    from moe_trainer.ops import gated_delta_rule
+
+    gated_delta_rule.CHUNK, gated_delta_rule.SEGMENT = length, 2  # so that there are several of both
+    return gated_delta_rule.gated_delta(x_SBC, beta_SBN, alpha_SBN, weight_CW, *(torch.ones(2, device=x_SBC.device) for _ in range(2)),
+                                        gated_delta_rule.Heads(1, 2, 8, 8))
+
+
 NORMED = ((ROWS, WIDTH), (WIDTH,))
 CASES = {
     "norm": (partial(norm, None, False), NORMED[:1]),
@@ -111,6 +121,8 @@ CASES = {
     "balancing by softmax": (partial(balance, "softmax", False), ((ROWS, 8),)),
     "balancing by sigmoid, per sequence": (partial(balance, "sigmoid", True), ((ROWS, 8),)),
     "permutation": (permuted, ((ROWS, WIDTH), (ROWS, 8))),
+    "delta rule, one chunk": (partial(delta, 8), ((8, 2, 32), (8, 2, 2), (8, 2, 2), (32, 4))),
+    "delta rule, segments": (partial(delta, 2), ((8, 2, 32), (8, 2, 2), (8, 2, 2), (32, 4))),
     "rope, halves": (partial(rope, False), ((4, 2, 3, WIDTH),)),
     "rope, interleaved": (partial(rope, True), ((4, 2, 3, WIDTH),)),
 }
