@@ -66,8 +66,13 @@ class Updater:
 
     def _update_on_device(self, stretches: Sequence[Stretch], rates: Rates, factor: float, step_count: int) -> None:
         for together in _portions(stretches):
-            grads = [_scaled(stretch.grad, factor) for stretch in together]
-            for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count)):
+            grads = [stretch.grad for stretch in together]
+            scale = 1.0
+            if self._rule == "adam" and all(grad.dtype == torch.float32 for grad in grads):
+                scale = factor  # the kernel applies it, and leaves the gradients scaled
+            else:
+                grads = [_scaled(grad, factor) for grad in grads]
+            for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count, scale)):
                 stretch.state.take(stretch.start, stretch.stop, values)
 
     def _update_others(self, rates: Rates, factor: float, step_count: int) -> None:
@@ -83,23 +88,25 @@ class Updater:
                     self.lane.send(stretch.model, values)
             self.lane.finish()
 
-    def _update(self, stretches: Sequence[Stretch], grads: list[Tensor], rates: tuple[float, float], step_count: int) -> list[Tensor]:
-        """Returns: what the model must become."""
+    def _update(self, stretches: Sequence[Stretch], grads: list[Tensor], rates: tuple[float, float], step_count: int,
+                factor: float = 1.0) -> list[Tensor]:
+        """Returns: what the model must become. factor: on the gradients, of Adam's kernel."""
         opened = [stretch.open() for stretch in stretches]
         params, moments = [param for param, _ in opened], [moment for _, moment in opened]
         if self._rule == "adam":
-            self._adam(params, grads, moments, *rates, step_count, adam_eps(self._settings, stretches[0].group))
+            self._adam(params, grads, moments, *rates, step_count, adam_eps(self._settings, stretches[0].group), factor)
         else:
             {"sgd": self._sgd, "lion": self._lion}[self._rule](params, grads, moments, *rates)
         return [stretch.close(param, moment) for stretch, (param, moment) in zip(stretches, opened)]
 
     def _adam(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float,
-              step_count: int, eps: float) -> None:
+              step_count: int, eps: float, factor: float) -> None:
         # the fused kernel reads one step counter per tensor; it does not advance them
         steps = [torch.full((), float(step_count), device=params[0].device)] * len(params)
+        divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=params[0].device)
         torch._fused_adamw_(params, grads, [moment["exp_avg"] for moment in moments], [moment["exp_avg_sq"] for moment in moments], [],
                             steps, lr=lr, beta1=self._settings.adam_beta1, beta2=self._settings.adam_beta2, weight_decay=weight_decay,
-                            eps=eps, amsgrad=False, maximize=False)
+                            eps=eps, amsgrad=False, maximize=False, grad_scale=divisor)
 
     def _sgd(self, params: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], lr: float, weight_decay: float) -> None:
         # a zeroed momentum buffer makes the first step no special case; without momentum the kernel refuses buffers

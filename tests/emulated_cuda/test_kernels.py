@@ -32,7 +32,7 @@ BUDGET = {
     "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 326),
 }
 BUDGET |= {f"{name}, Triton": (*BUDGET[name][:1], BUDGET[name][1] + TRITON, budget) for name, budget in (
-    ("Mixtral", 66), ("Mixtral, padded to capacity", 78), ("Qwen3", 85), ("DeepSeek-V3", 109), ("Qwen3-Next, softmax attention", 119))}
+    ("Mixtral", 58), ("Mixtral, padded to capacity", 70), ("Qwen3", 74), ("DeepSeek-V3", 94), ("Qwen3-Next, softmax attention", 105))}
 
 
 def kernels(kind: str, flags: str, layers: int) -> Counter:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy, loss_of, machinery, one_step
 
 from arguments.precision import PrecisionArgs
@@ -47,6 +48,23 @@ def test_equals_torch_loops(kind, clip):
         assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-6)
         for (name, a), b in zip(ours.named_parameters(), plain.parameters()):
             torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7, msg=name)
+
+
+def test_clipping_takes_no_pass_of_its_own():
+    model, passes = Toy(), []
+    grads, optimizer = machinery(model, optimizer="adam", clip_grad=1e-3)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            passes.extend([function] if function._schema.name in ("aten::mul", "aten::mul_") and args[0].numel() > 1 else [])
+            return function(*args, **(kwargs or {}))
+
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    grads.finish()
+    with Watch():
+        outcome = optimizer.step(0.1, 0.1)
+    assert outcome.grad_norm > 1e-3 and not passes
 
 
 def test_vectors_and_biases_are_not_decayed():
