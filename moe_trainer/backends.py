@@ -1,5 +1,7 @@
 """Optional libraries: use the one that was asked for, fall back, or stop. One decision for all choosers."""
 
+import importlib
+import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +13,24 @@ logger = logging.getLogger(__name__)
 
 class MissingBackend(InputError):
     """A library that was asked for cannot be used here, and nobody allowed to do without it."""
+
+
+def import_problem(name: str) -> str | None:
+    """What stands in the way of importing a package, which is imported; None if nothing does.
+
+    One that is built against another torch or CUDA fails as it is imported, rarely with ImportError.
+    """
+    try:
+        if importlib.util.find_spec(name) is None:
+            return f"the package {name} is not installed"
+    except ValueError:  # it is loaded, and was found in some other way
+        return None
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+        return f"the installed {name} cannot be imported ({type(error).__name__}: {said})"
+    return None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_trainer.backends import import_problem
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.place import Place, find_place
 
@@ -71,8 +72,8 @@ def _version(distribution: str) -> str | None:
 
 def plain_package(name: str, module: str, cost: str) -> Finding:
     """A package that need only be importable."""
-    found = importlib.util.find_spec(module) is not None
-    return Finding(name, _version(name) if found else None, None if found else "not installed", cost, f"pip install {name}")
+    problem = import_problem(module) if importlib.util.find_spec(module) else "not installed"
+    return Finding(name, None if problem == "not installed" else _version(name), problem, cost, f"pip install {name}")
 
 
 def find_torch() -> list[Finding]:

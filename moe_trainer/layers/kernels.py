@@ -5,7 +5,6 @@ signature of the torch function it stands in for, and tests/ops/test_triton.py h
 """
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_trainer.backends import Backends
+from moe_trainer.backends import Backends, import_problem
 from moe_trainer.ops import pointwise, rope
 from moe_trainer.ops.cross_entropy import PLAIN, LossSteps
 from moe_trainer.ops.expert_mlp import Block
@@ -78,8 +77,8 @@ def choose_kernels(names: Sequence[str], backends: Backends = Backends()) -> Ker
     problem, remedy = None, "Use --triton-kernels none"
     if not backends.cuda:
         problem = "the kernels run on CUDA devices, and this rank computes on a CPU"
-    elif importlib.util.find_spec("triton") is None:
-        problem, remedy = "the package triton is not installed", f"Install it ({INSTALL})"
+    elif missing := import_problem("triton"):
+        problem, remedy = missing, f"Install it ({INSTALL})"
     asked = names or DEFAULT
     wanted = NAMES if "all" in asked else tuple(name for name in NAMES if name in asked)
     found = backends.use(("triton_kernels",), flag=f"--triton-kernels {' '.join(asked)}", problem=problem, remedy=remedy,

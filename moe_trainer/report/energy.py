@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_trainer.backends import import_problem
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 
@@ -54,10 +55,9 @@ def _counter(device: torch.device) -> Any:
     """The GPU's energy counter. Raises: ValueError with the reason when there is none."""
     if device.type != "cuda":
         raise ValueError("a CPU has no counter that every user may read")
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        raise ValueError("the package nvidia-ml-py (pynvml) is not installed") from None
+    if problem := import_problem("pynvml"):
+        raise ValueError(problem.replace("package pynvml", "package nvidia-ml-py (pynvml)"))
+    nvml = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
         # by identity: CUDA_VISIBLE_DEVICES numbers GPUs in its own way

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments.output import OutputArgs
+from moe_trainer.backends import import_problem
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class WandbRun:
         try:
             import wandb
         except ImportError as error:
-            raise ValueError("--wandb-project: the package wandb is not installed (pip install wandb)") from error
+            raise ValueError(f"--wandb-project: {import_problem('wandb') or error} (pip install wandb)") from error
         file = Path(output.save) / "wandb_run.json" if output.save else None
         place = {"project": output.wandb_project, "entity": output.wandb_entity or None}
         known = _read(file, place) if file is not None and resumes else None

@@ -1,12 +1,15 @@
 """What happens when an optional library is missing: one decision for all of them."""
 
 import logging
+import sys
 
 import pytest
 
-from moe_trainer.backends import Backends, MissingBackend
+from moe_trainer.backends import Backends, MissingBackend, import_problem
 from moe_trainer.errors import InputError
+from moe_trainer.layers.kernels import choose_kernels
 from moe_trainer.layers.kit import choose
+from moe_trainer.moe.dispatch import deepep
 from moe_trainer.parallel.state import ParallelState
 
 TYPED = frozenset({"this_flag"})
@@ -67,3 +70,26 @@ def test_gathered_they_are_told_together():
     assert not use(backends) and not use(backends, "the package elsewhere is not installed")
     with pytest.raises(MissingBackend, match="(?s)nowhere.*elsewhere"):
         backends.check()
+
+
+def test_what_keeps_a_package_from_being_imported(tmp_path, monkeypatch):
+    """Not only that it is absent: a library built for another torch, or one that lacks a library of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in {"whole": "", "half": "import the_other_half", "foreign": "raise OSError('libcudart.so.11: cannot open\\nmore')"}.items():
+        (tmp_path / f"{name}_package.py").write_text(text)
+    assert import_problem("whole_package") is None
+    assert import_problem("no_such_package") == "the package no_such_package is not installed"
+    assert import_problem("half_package") == "the installed half_package cannot be imported (ModuleNotFoundError: No module named 'the_other_half')"
+    assert import_problem("foreign_package") == "the installed foreign_package cannot be imported (OSError: libcudart.so.11: cannot open)"
+
+
+@pytest.mark.parametrize("library", ["triton", "deep_ep"])
+def test_a_broken_library_stops_the_run_that_asked_for_it_with_the_reason(library, tmp_path, monkeypatch):
+    (tmp_path / f"{library}.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    asked = {"triton": lambda: choose_kernels(["norm"], Backends("error", cuda=True)), "deep_ep": lambda: Backends("error").use(
+        (), flag="flex", problem=deepep.problem(), remedy="", instead="")}
+    with pytest.raises(MissingBackend, match=f"the installed {library} cannot be imported .ImportError: undefined symbol: _ZN3c10"):
+        asked[library]()

@@ -22,13 +22,13 @@ token, N tokens received (each once), R rows (token, local expert), H hidden.
 """
 
 import importlib
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_trainer.backends import import_problem
 from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, Once, TokenDispatcher, at_once
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import all_reduce
@@ -276,16 +276,10 @@ class DeepEPDispatcher(TokenDispatcher):
 
 
 def problem(name: str = "") -> str | None:
-    """What stands in the way of using the library, or a class of it, for which it is imported; None if nothing does."""
-    if importlib.util.find_spec("deep_ep") is None:
-        return "the package deep_ep is not installed"
-    if not name:
-        return None
-    try:
-        library = importlib.import_module("deep_ep")
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        return f"the installed deep_ep cannot be imported ({type(error).__name__}: {error})"
-    return None if hasattr(library, name) else f"the installed deep_ep has no {name}"
+    """What stands in the way of using the library, or a class of it; None if nothing does."""
+    if missing := import_problem("deep_ep"):
+        return missing
+    return None if not name or hasattr(importlib.import_module("deep_ep"), name) else f"the installed deep_ep has no {name}"
 
 
 def make_dispatcher(ps: ParallelState, *, topk: int, hidden_size: int, max_tokens: int, num_sms: int | None,
