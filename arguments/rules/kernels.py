@@ -32,6 +32,8 @@ def _why_not(name: str, s: Settings, f: Facts) -> str | None:
         return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {balancing_types(s)[0]}"
     if name == "permute" and _hybridep_permutes(s, f):
         return "HybridEP sorts tokens itself"
+    if name == "delta-rule" and s.experimental_attention_variant not in ("gdn", "gdn2"):
+        return "no effect without --experimental-attention-variant gated_delta_net"
     if name == "sparse-attention" and s.experimental_attention_variant != "dsa":
         return "no effect without --experimental-attention-variant dsa"
     if name == "norm" and s.normalization != "RMSNorm" and not s.qk_l2_norm:

@@ -27,7 +27,7 @@ from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
 from moe_trainer.layers.kit import Kit
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.ops.attention import compact
-from moe_trainer.ops.gated_delta_rule import Heads, gated_delta
+from moe_trainer.ops.gated_delta_rule import Heads
 from moe_trainer.parallel.params import ParamInfo, info_of
 from moe_trainer.parallel.state import ParallelState
 
@@ -76,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         if keys % (tp.size * ps.cp.size) or values % keys:
             raise ValueError(f"{name}: {keys} key heads and {values} value heads cannot be dealt out to {tp.size} tensor-parallel and "
                              f"{ps.cp.size} context-parallel ranks")
-        self.cp, self.activations = ps.cp, kit.activations
+        self.cp, self.activations, self.gated_delta = ps.cp, kit.activations, kit.kernels.gated_delta
         self.heads = Heads(keys // tp.size, values // tp.size, model.linear_key_head_dim, model.linear_value_head_dim)
         key_rows, value_rows = keys * model.linear_key_head_dim, values * model.linear_value_head_dim
         sizes = (key_rows, key_rows, value_rows, value_rows, values, values)
@@ -113,7 +113,7 @@ class GatedDeltaNet(nn.Module):
         """The delta rule over the whole sequence. Returns: [S, B, N * E] of this rank's positions."""
         weight, rates = self.conv1d.weight.squeeze(1), (self.A_log, self.dt_bias)
         if self.cp.size == 1:
-            return gated_delta(x_SBC, beta_SBN, alpha_SBN, weight, *rates, self.heads, ids_BS).flatten(2)
+            return self.gated_delta(x_SBC, beta_SBN, alpha_SBN, weight, *rates, self.heads, ids_BS).flatten(2)
         heads, (size, rank) = self.heads, (self.cp.size, self.cp.rank)
         q, k, v = x_SBC.split(heads.channels, -1)
         q, k = (each.unflatten(-1, (heads.keys, -1)) for each in (q, k))
@@ -121,7 +121,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v, beta, alpha = heads_for_positions(self.cp, q, k, *values)
         mine = torch.cat([part.chunk(size)[rank] for part in weight.split(heads.channels)])
         few = replace(heads, keys=heads.keys // size, values=heads.values // size)
-        y = gated_delta(torch.cat([each.flatten(2) for each in (q, k, v)], -1), beta.squeeze(-1), alpha.squeeze(-1), mine,
+        y = self.gated_delta(torch.cat([each.flatten(2) for each in (q, k, v)], -1), beta.squeeze(-1), alpha.squeeze(-1), mine,
                         *(rate.chunk(size)[rank] for rate in rates), few, ids_BS)
         return positions_for_heads(self.cp, y.flatten(2))
 

@@ -7,15 +7,18 @@ signature of the torch function it stands in for, and tests/ops/test_triton.py h
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from arguments.model import ModelArgs
 from moe_trainer.backends import Backends, import_problem
 from moe_trainer.ops import pointwise, rope
 from moe_trainer.ops.cross_entropy import PLAIN, LossSteps
 from moe_trainer.ops.expert_mlp import Block
+from moe_trainer.ops.gated_delta_rule import gated_delta
 from moe_trainer.ops.grouped_gemm import GroupedProducts
 from moe_trainer.ops.latent_attention import PLAIN as LISTED
 from moe_trainer.ops.latent_attention import TileSteps
@@ -25,7 +28,8 @@ from moe_trainer.ops.quantize import Quantized, quantize
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install triton"
+INSTALL, INSTALL_FLA = "pip install triton", "pip install flash-linear-attention"
+DELTA_RULE, LARGEST_HEAD = "delta-rule", 256
 NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize", "sparse-attention")
 # torch's own grouped product is one kernel, too, and was made for each generation of devices
 DEFAULT = tuple(name for name in NAMES if name != "grouped-gemm")
@@ -57,6 +61,7 @@ class Kernels:
     permutation: Callable[[], Permutation] | None = None
     fused_topk: Callable[..., tuple[Tensor, Tensor]] | None = None
     balancing: Balancing | None = None
+    gated_delta: Callable[..., Tensor] = gated_delta
 
     def dense(self, activation: Activation) -> Callable[..., Tensor]:
         """The activation of a dense feed-forward network."""
@@ -74,19 +79,42 @@ def choose_kernels(names: Sequence[str], backends: Backends = Backends()) -> Ker
     """
     if "none" in names or not names and not backends.cuda:
         return Kernels()
+    asked = names or DEFAULT
+    wanted = NAMES if "all" in asked else tuple(name for name in NAMES if name in asked)
+    if not wanted:
+        return Kernels()
     problem, remedy = None, "Use --triton-kernels none"
     if not backends.cuda:
         problem = "the kernels run on CUDA devices, and this rank computes on a CPU"
-    elif missing := import_problem("triton"):
-        problem, remedy = missing, f"Install it ({INSTALL})"
-    asked = names or DEFAULT
-    wanted = NAMES if "all" in asked else tuple(name for name in NAMES if name in asked)
+from arguments.model import ModelArgs
+from moe_trainer.backends import Backends, import_problem
     found = backends.use(("triton_kernels",), flag=f"--triton-kernels {' '.join(asked)}", problem=problem, remedy=remedy,
                          instead="plain torch, with the same results")
     if not found:
         return Kernels()
     logger.info("Triton kernels: %s", ", ".join(wanted))
     return Kernels(**{part: value for name in wanted for part, value in _load(name).items()})
+
+
+def with_delta_rule(kernels: Kernels, names: Sequence[str], model: ModelArgs, dtype: torch.dtype, backends: Backends) -> Kernels:
+    """The kernels with those of flash-linear-attention for the layers of a gated DeltaNet. names: --triton-kernels; dtype: of activations.
+
+    Raises: MissingBackend where they were named and cannot be had.
+    """
+    if "none" in names or names and not {"all", DELTA_RULE} & set(names) or not backends.cuda and DELTA_RULE not in names:
+        return kernels
+    problem, remedy = None, f"Install it ({INSTALL_FLA}), or leave out {DELTA_RULE}"
+    if not backends.cuda:
+        problem, remedy = "the kernels run on CUDA devices, and this rank computes on a CPU", f"Leave out {DELTA_RULE}"
+    elif missing := import_problem("triton") or import_problem("fla"):
+        problem = missing
+    elif dtype == torch.float64 or max(model.linear_key_head_dim, model.linear_value_head_dim) > LARGEST_HEAD:
+        problem, remedy = f"the kernels take heads up to {LARGEST_HEAD} wide, not in fp64", f"Leave out {DELTA_RULE}"
+    named = ("triton_kernels",) if DELTA_RULE in names else ()
+    if not backends.use(named, flag=f"--triton-kernels {DELTA_RULE}", problem=problem, remedy=remedy, instead="plain torch, with the same results"):
+        return kernels
+    logger.info("gated DeltaNet: the delta rule of flash-linear-attention")
+    return replace(kernels, gated_delta=importlib.import_module("moe_trainer.ops.triton_delta_rule").load())
 
 
 def _load(name: str) -> dict:

@@ -15,7 +15,7 @@ from arguments import Arguments
 from arguments.parallel import ParallelArgs
 from moe_trainer.backends import Backends
 from moe_trainer.errors import InputError
-from moe_trainer.layers.kernels import choose_kernels
+from moe_trainer.layers.kernels import choose_kernels, with_delta_rule
 from moe_trainer.layers.kit import choose
 from moe_trainer.layers.qk_clip import watch_logits
 from moe_trainer.memory.activations import Activations
@@ -30,6 +30,7 @@ from moe_trainer.parallel.rng import ShardStream, init_parameter
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.shape import deferral
+from moe_trainer.shape.layers import is_linear
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, embedding_stages
 from moe_trainer.shape.parts import captured_parts, offloaded_parts, recomputed_parts
 from moe_trainer.shape.stored_weights import keeps_8_bits
@@ -52,6 +53,8 @@ def build_chunks(args: Arguments, ps: ParallelState, padded_vocab_size: int,
     backends = Backends(args.precision.on_missing_backend, args.typed, cuda, missing=[],
                         capability=torch.cuda.get_device_capability(device) if cuda else (0, 0))
     kernels = choose_kernels(args.precision.triton_kernels, backends)
+    if any(is_linear(args.model, number) for number in range(args.model.num_layers)):
+        kernels = with_delta_rule(kernels, args.precision.triton_kernels, args.model, dtype, backends)
     kit = choose(args.precision.transformer_impl, ps, args.parallel.cp_comm_type, backends, kernels, model=args.model,
                  moe=args.moe, precision=args.precision, defers=deferral.of_all_layers(args.parallel), stores=keeps_8_bits(args))
     if args.model.experimental_attention_variant == "dsa" and args.model.dsa_kernel_backend != "none":

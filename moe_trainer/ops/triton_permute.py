@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.permute import Permutation, PermuteMap
-from moe_trainer.ops.triton_blocks import block_of, wide
+from moe_trainer.ops.triton_blocks import block_of, warps_of, wide
 
 TILE = 8192  # cells of the routing map that a program counts
 CELLS = 1 << 31  # of the whole map, whose numbers are int32
@@ -131,20 +131,20 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     routing_TE = routing_TE.view(torch.uint8) if routing_TE.dtype == torch.bool else routing_TE
     experts = block_of(num_experts, TILE)
     tokens = max(1, min(128, TILE // experts))
-    blocks = max(1, triton.cdiv(num_tokens, tokens))
+    blocks, warps = max(1, triton.cdiv(num_tokens, tokens)), warps_of(tokens * experts)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     counts, earlier, counts_E = empty(blocks, num_experts), empty(blocks, num_experts), empty(num_experts, dtype=torch.int64)
-    count_kernel[(blocks,)](routing_TE, counts, num_tokens, num_experts, *routing_TE.stride(), TOKENS=tokens, EXPERTS=experts)
+    count_kernel[(blocks,)](routing_TE, counts, num_tokens, num_experts, *routing_TE.stride(), TOKENS=tokens, EXPERTS=experts, num_warps=warps)
     earlier_kernel[(triton.cdiv(num_experts, 16),)](counts, earlier, counts_E, blocks, num_experts, BLOCKS=64, EXPERTS=16)
     known = num_rows is not None
     if not known:
         num_rows = int(counts_E.sum())
     token_R, cell_R, row_R, offsets_T, fits = empty(num_rows), empty(num_rows), empty(num_rows), empty(num_tokens + 1), empty(1, dtype=torch.uint8)
     place_kernel[(blocks,)](routing_TE, earlier, counts_E, offsets_T, token_R, cell_R, row_R, fits, num_tokens, num_experts, num_rows,
-                            *routing_TE.stride(), TOKENS=tokens, EXPERTS=experts, SPARE=1024)
+                            *routing_TE.stride(), TOKENS=tokens, EXPERTS=experts, SPARE=1024, num_warps=warps)
     if known:
         torch._assert_async(fits, "make_permute_map: more rows than num_rows")
     return PermuteMap(token_R=token_R, cell_R=cell_R, row_R=row_R, offsets_T=offsets_T, counts_E=counts_E, num_tokens=num_tokens)

@@ -1,14 +1,19 @@
 """--triton-kernels where its kernels cannot run: plain torch with a line in the log, or an error that says what to do."""
 
+import importlib
 import importlib.util
 import logging
+import types
+from dataclasses import replace
 
 import pytest
+import torch
 
 from arguments.container import OPTIONS
+from arguments.model import ModelArgs
 from moe_trainer.backends import Backends, MissingBackend
 from moe_trainer.layers import kernels
-from moe_trainer.layers.kernels import Kernels, choose_kernels
+from moe_trainer.layers.kernels import Kernels, choose_kernels, with_delta_rule
 from moe_trainer.ops.pointwise import Activation
 
 
@@ -58,4 +63,27 @@ def test_only_what_has_a_kernel_gets_one():
 
 
 def test_the_flag_names_the_kernels_there_are():
-    assert set(OPTIONS["triton_kernels"].choices) == {"all", "none", *kernels.NAMES}
+    assert set(OPTIONS["triton_kernels"].choices) == {"all", "none", kernels.DELTA_RULE, *kernels.NAMES}
+
+
+@pytest.mark.parametrize(("names", "cuda", "installed", "told"), [
+    ([], True, True, "gated DeltaNet: the delta rule of flash-linear-attention"), ([], True, False, "is not installed"),
+    (["all"], True, False, "is not installed"), (["delta-rule"], False, True, "this rank computes on a CPU"),
+    ([], False, True, None), (["none"], True, True, None), (["norm"], True, True, None)])
+def test_the_delta_rule_of_another_package(names, cuda, installed, told, monkeypatch, caplog):
+    rule = types.SimpleNamespace(load=lambda: print)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(importlib, "import_module", lambda name: rule)
+    model = ModelArgs(linear_key_head_dim=128, linear_value_head_dim=128)
+    with caplog.at_level(logging.INFO):
+        made = with_delta_rule(Kernels(), names, model, torch.bfloat16, Backends(cuda=cuda))
+    assert (made.gated_delta is print) == (told is not None and told.startswith("gated"))
+    assert told in caplog.text if told else not caplog.messages
+    assert with_delta_rule(Kernels(), names, replace(model, linear_key_head_dim=512), torch.bfloat16, Backends(cuda=cuda)) == Kernels()
+
+
+def test_a_delta_rule_that_was_named_and_is_not_there_stops(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingBackend, match="pip install flash-linear-attention"):
+        with_delta_rule(Kernels(), ["delta-rule"], ModelArgs(), torch.bfloat16, Backends(typed=frozenset({"triton_kernels"}), cuda=True))
+    assert choose_kernels(["delta-rule"], Backends(cuda=True)) == Kernels()

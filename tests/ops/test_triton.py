@@ -5,6 +5,7 @@ a process of their own (one for all of them: `TRITON_INTERPRET=1 python -m pytes
 Compiling needs neither a GPU nor a driver; it goes all the way to the machine code.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: MOE_TRAINER_TEST_WITH=triton bash scripts/test.sh installs it (198 MB)")
 
 HERE = Path(__file__).resolve().parent
+SHARED, REGISTERS = 232448, 65536  # bytes of a block, registers of a multiprocessor: the same from sm_90 to sm_103
+LIMITED = ("shared", "registers", "stack")
 SCRIPT = "import sys; sys.path[:0] = ['tests', '.']; from ops.triton_compile import main; main(int(sys.argv[1]))"
 
 
@@ -34,10 +37,19 @@ def test_the_interpreter_agrees_with_torch():
     assert "skipped" not in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, 100, 103])
 def test_every_kernel_compiles(capability, tmp_path):
-    """All of them in one process: torch and triton are imported once."""
+    """All of them in one process: torch and triton are imported once. What they take is what is recorded, or less; to record it again:
+    python -c "<SCRIPT>" CAPABILITY."""
     done = run_apart(["-c", SCRIPT, str(capability)], TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = done.stdout.split("\n")
-    assert any(line.startswith("rows_kernel") and "tensor cores" in line for line in lines), done.stdout
+    found, recorded = json.loads(done.stdout), json.loads((HERE.parent / "data" / "triton_resources.json").read_text(encoding="utf-8"))
+    for name, taken in found["kernels"].items():
+        assert taken["shared"] <= SHARED and taken["registers"] * taken["warps"] * 32 <= REGISTERS, (name, taken)
+        assert "*bf16" not in name or taken["stack"] == 0, (name, taken)
+    assert "tensor cores" in found["kernels"]["grouped_gemm rows_kernel *bf16 0"]
+    if found["triton"] == recorded["triton"]:  # another version compiles otherwise
+        known = recorded[str(capability)]
+        assert set(found["kernels"]) == set(known)
+        more = {name: (taken, known[name]) for name, taken in found["kernels"].items() if any(taken[what] > known[name][what] for what in LIMITED)}
+        assert not more, more

@@ -5,6 +5,12 @@ A variant is a list of arguments: "*bf16" a pointer, "i32" and "fp32" numbers, a
 
 import importlib
 import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -49,9 +55,9 @@ def rope():
 
 def permute():
     tile = [C(128), C(64)]
-    yield "count_kernel", [BYTES, I32, *[INT] * 4, *tile]
+    yield "count_kernel", [BYTES, I32, *[INT] * 4, *tile], {"num_warps": 8}
     yield "earlier_kernel", [I32, I32, LONG, INT, INT, C(64), C(16)]
-    yield "place_kernel", [BYTES, I32, LONG, I32, I32, I32, I32, BYTES, *[INT] * 5, *tile, C(1024)]
+    yield "place_kernel", [BYTES, I32, LONG, I32, I32, I32, I32, BYTES, *[INT] * 5, *tile, C(1024)], {"num_warps": 8}
     for with_probs in (True, False):
         yield "gather_kernel", [HALF, I32, FP32, I32, HALF, FP32, INT, INT, C(with_probs), C(2048)]
         yield "sum_kernel", [HALF, I32, I32, I32, FP32, HALF, FP32, INT, INT, INT, C(with_probs), W, C(2048), C(256)]
@@ -108,7 +114,13 @@ def latent_attention():
         yield "key_kernel", [data, data, I32, data, FP32, FP32, FP32, *[INT] * 7, "fp32", *tile], options
 
 
-ROOMS = (pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize, latent_attention)
+def delta_rule():
+    yield "convolve_kernel", [HALF, HALF, HALF, *[INT] * 5, C(4), W, C(64), C(64)]
+    yield "gradient_kernel", [HALF, HALF, HALF, HALF, FP32, *[INT] * 7, C(4), W, C(64), C(64)]
+    yield "add_kernel", [FP32, HALF, INT, INT, W, C(32), C(32)]
+
+
+MODULES = (pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize, latent_attention, delta_rule)
 
 
 def of_ones(arguments: list) -> list:
@@ -132,20 +144,36 @@ def compile_one(kernel, arguments: list, capability: int, options: dict):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def resources(made) -> dict[str, int]:
+    """Of a compiled kernel: bytes of shared memory, registers of a thread, bytes of its stack (where registers are spilled to)."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", said).group(1)) for name in ("REG", "STACK"))
+    return {"shared": made.metadata.shared, "warps": made.metadata.num_warps, "registers": registers, "stack": stack}
+
+
 def main(capability: int) -> None:
-    for room in ROOMS:
-        module = importlib.import_module(f"moe_trainer.ops.triton_{room.__name__}")
+    """Print what every kernel takes, as JSON."""
+    found = {}
+    for make in MODULES:
+        module = importlib.import_module(f"moe_trainer.ops.triton_{make.__name__}")
         known = {name for name in vars(module) if name.endswith("_kernel")}
         used = set()
-        for name, arguments, *options in room():
-            if capability != 90 and name in used and room is not grouped_gemm:
+        for name, arguments, *options in make():
+            if capability != 90 and name in used and make is not grouped_gemm:
                 continue  # one variant of each tells whether the backend takes the kernel
             made = compile_one(getattr(module, name), arguments, capability, options[0] if options else {})
             assert made.asm["cubin"], name
             if name not in used and capability == 90:
                 assert compile_one(getattr(module, name), of_ones(arguments), capability, {}).asm["cubin"], name
             used.add(name)
+            key = f"{make.__name__} {name} {arguments[0]}"
+            number = sum(other.startswith(key) for other in found)
             units = [unit for unit in ("wgmma", "tcgen05", "mma.sync") if unit in made.asm["ptx"]]
-            print(name, f"shared {made.metadata.shared}", "tensor cores: " + units[0] if units else "", sep="  ")
-        assert used == known, (room.__name__, known ^ used)
+            found[f"{key} {number}"] = resources(made) | ({"tensor cores": units[0]} if units else {})
+        assert used == known, (make.__name__, known ^ used)
     assert not torch.cuda.is_initialized()
+    sys.stdout.write(json.dumps({"triton": triton.__version__, "kernels": found}))

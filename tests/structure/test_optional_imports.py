@@ -16,6 +16,7 @@ OWNERS = {
     "transformer_engine": (("moe_trainer/layers/te.py",), True),
     "transformer_engine_torch": (("moe_trainer/layers/te.py",), True),
     "triton": (("moe_trainer/ops/triton_*.py",), True),
+    "fla": (("moe_trainer/ops/triton_delta_rule.py",), False),
     "deep_ep": (("moe_trainer/moe/dispatch/deepep.py", "moe_trainer/moe/dispatch/hybridep.py"), False),
     "apex": (("moe_trainer/optim/*.py",), False),
     "wandb": (("moe_trainer/report/*.py",), False),
