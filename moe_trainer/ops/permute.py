@@ -48,7 +48,8 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     by_expert = routing_TE.t().contiguous()
     pairs_R2 = by_expert.nonzero() if num_rows is None else torch.nonzero_static(by_expert, size=num_rows)
     expert_R, token_R = pairs_R2.t().contiguous().unbind(0)
-    sorted_R, row_R = token_R.sort(stable=True)
+    # the low words of the numbers, as a view: a device sorts by digits, of which these have half as many
+    sorted_R, row_R = token_R.view(torch.int32)[::2].sort(stable=True)
     device = routing_TE.device
     if routing_TE.is_cuda:
         counts_E = by_expert.sum(1)
@@ -58,7 +59,7 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
         token_R=token_R,
         cell_R=expert_R.add(token_R, alpha=num_experts),
         row_R=row_R,
-        offsets_T=torch.searchsorted(sorted_R, torch.arange(num_tokens + 1, device=device)),
+        offsets_T=torch.searchsorted(sorted_R, torch.arange(num_tokens + 1, dtype=torch.int32, device=device)),
         counts_E=counts_E,
         num_tokens=num_tokens,
     )
@@ -67,7 +68,8 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
 def in_expert_order(routes: PermuteMap, expert_E: Tensor) -> PermuteMap:
     """The same map, where a token's rows are summed in the order of expert_E, the expert that each column stands for."""
     expert_R = expert_E[routes.cell_R % expert_E.shape[0]]
-    return replace(routes, row_R=(routes.token_R * expert_E.shape[0] + expert_R).argsort())
+    key_R = torch.add(expert_R, routes.token_R, alpha=expert_E.shape[0])
+    return replace(routes, row_R=(key_R.to(torch.int32) if routes.num_tokens * expert_E.shape[0] < 1 << 31 else key_R).argsort())
 
 
 def _gather_sum(y_RH: Tensor, routes: PermuteMap) -> Tensor:

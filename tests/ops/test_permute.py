@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_trainer.ops.permute import make_permute_map, permute, permute_probs, unpermute
+from moe_trainer.ops.permute import in_expert_order, make_permute_map, permute, permute_probs, unpermute
 
 T, E, H = 7, 5, 4
 
@@ -51,3 +52,27 @@ def test_half_precision_sums_in_fp32():
     routes = make_permute_map(torch.ones(1, 8, dtype=torch.bool))
     rows = torch.tensor([256.0] + [1.0] * 7, dtype=torch.bfloat16).unsqueeze(1).repeat(1, 8)
     assert unpermute(rows, routes).tolist() == [[264.0] * 8]  # adding ones to 256 in bf16 would stay at 256
+
+
+class _Sorted(TorchDispatchMode):
+    """What is sorted."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.split("::")[1] in ("sort", "argsort"):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_sorted_has_four_bytes():
+    routing = torch.rand(7, 5) < 0.5
+    with _Sorted() as seen:
+        routes = in_expert_order(make_permute_map(routing), torch.arange(5).flip(0))
+    assert seen.dtypes == [torch.int32] * 2
+    # a token's rows, in the order of the experts of its columns from the last to the first
+    assert routes.token_R[routes.row_R].tolist() == sorted(routes.token_R.tolist())
+    assert all(routes.cell_R[routes.row_R[start:stop]].tolist() == sorted(routes.cell_R[routes.row_R[start:stop]].tolist(), reverse=True)
+               for start, stop in zip(routes.offsets_T.tolist(), routes.offsets_T.tolist()[1:]))
