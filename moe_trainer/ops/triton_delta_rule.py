@@ -27,7 +27,7 @@ POSITIONS, CHANNELS = 64, 64  # of a program
 @triton.jit
 def _before_silu(x, weight, position, channel, length, channels, stride, first, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """The convolution at some positions and channels, [positions, channels]; weight: [C, W] in the rows of its channels."""
-    total = tl.zeros(position.shape + channel.shape, WIDE)
+    total = tl.zeros_like(position[:, None] + channel[None, :]).to(WIDE)
     for back in tl.static_range(WIDTH):
         at = position - back
         inside = ((at >= 0) & (at < length))[:, None] & (channel < channels)[None, :]
@@ -109,7 +109,7 @@ class _Convolution(torch.autograd.Function):
         if x_SBC.numel():
             gradient_kernel[_grid(x_SBC)](
                 x_SBC, weight_CW, grad_SBC, grad_x, partial, length, batch, channels, *x_SBC.stride()[:2], *grad_SBC.stride()[:2],
-                WIDTH=weight_CW.shape[1], WIDE=wide(dtype), POSITIONS=POSITIONS, CHANNELS=CHANNELS)
+                WIDTH=weight_CW.shape[1], WIDE=wide(dtype), POSITIONS=POSITIONS, CHANNELS=CHANNELS, num_warps=8)
         add_kernel[(triton.cdiv(weight_CW.numel(), 32),)](partial, grad_weight, programs, weight_CW.numel(), WIDE=wide(dtype), ROWS=32, BLOCK=32)
         return grad_x, grad_weight
 

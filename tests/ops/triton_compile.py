@@ -116,7 +116,7 @@ def latent_attention():
 
 def delta_rule():
     yield "convolve_kernel", [HALF, HALF, HALF, *[INT] * 5, C(4), W, C(64), C(64)]
-    yield "gradient_kernel", [HALF, HALF, HALF, HALF, FP32, *[INT] * 7, C(4), W, C(64), C(64)]
+    yield "gradient_kernel", [HALF, HALF, HALF, HALF, FP32, *[INT] * 7, C(4), W, C(64), C(64)], {"num_warps": 8}
     yield "add_kernel", [FP32, HALF, INT, INT, W, C(32), C(32)]
 
 
