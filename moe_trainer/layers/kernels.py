@@ -86,8 +86,8 @@ def choose_kernels(names: Sequence[str], backends: Backends = Backends()) -> Ker
     problem, remedy = None, "Use --triton-kernels none"
     if not backends.cuda:
         problem = "the kernels run on CUDA devices, and this rank computes on a CPU"
-from arguments.model import ModelArgs
-from moe_trainer.backends import Backends, import_problem
+    elif missing := import_problem("triton"):
+        problem, remedy = missing, f"Install it ({INSTALL})"
     found = backends.use(("triton_kernels",), flag=f"--triton-kernels {' '.join(asked)}", problem=problem, remedy=remedy,
                          instead="plain torch, with the same results")
     if not found:
