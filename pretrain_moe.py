@@ -30,6 +30,7 @@ from contextlib import nullcontext  # noqa: E402
 from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 import arguments  # noqa: E402
+from arguments.machine import allocator_environment  # noqa: E402
 from moe_trainer.errors import need_packages  # noqa: E402
 from moe_trainer.exit_codes import ExitCode  # noqa: E402
 from moe_trainer.place import Place, find_place  # noqa: E402
@@ -87,6 +88,7 @@ def main(argv: list[str]) -> int:
         return _dry_run(argv)
     for name, value in args.recipe_env.items():
         os.environ.setdefault(name, value)
+    os.environ.update(allocator_environment(args, os.environ))
     try:
         need_packages("torch", "numpy", "safetensors")
     except ValueError as error:

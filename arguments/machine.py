@@ -18,6 +18,8 @@ from arguments.settings import Settings, Violation
 
 BLACKWELL = 10
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second: torch's newer name
+EXPANDABLE = "expandable_segments:True"
 DETERMINISTIC = (
     ("NCCL_ALGO", ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")),
     ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("0",)),
@@ -63,6 +65,20 @@ def environment_defaults(args: Arguments | Settings, env: Mapping[str, str], arc
             wanted["NVTE_APPLY_QK_LAYER_SCALING"] = "1"
         wanted |= dict(zip(ATTENTION_SWITCHES, dict(ATTENTION).get(s.attention_backend, ()), strict=False))
     return {name: value for name, value in wanted.items() if name not in env}
+
+
+def allocator_environment(args: Arguments | Settings, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set before torch is imported, whose allocator reads them once: segments of CUDA memory that can grow.
+
+    The counts of routed tokens vary, so that segments of fixed sizes fragment. Nothing where the user has chosen, where NCCL registers
+    buffers, which must not move, or would register those of captured graphs.
+    """
+    s = _flat(args)
+    if any(name in env for name in ALLOCATOR) or s.nccl_ub:
+        return {}
+    if s.cuda_graph_impl == "none":
+        return {ALLOCATOR[0]: EXPANDABLE}
+    return {ALLOCATOR[0]: EXPANDABLE, "NCCL_GRAPH_REGISTER": "0"} if env.get("NCCL_GRAPH_REGISTER", "0") == "0" else {}
 
 
 def _flight_recorder(s: Settings, env: Mapping[str, str]) -> dict[str, str]:
@@ -160,8 +176,16 @@ def offloading_switch(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int
 
 
 def expandable_segments(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
-    allocator = "PYTORCH_CUDA_ALLOC_CONF"
-    if "expandable_segments:True" not in env.get(allocator, ""):
+    allocator = next((name for name in ALLOCATOR if name in env), None)
+    if allocator is None:
+        return
+    if EXPANDABLE not in env[allocator]:
+        if s.num_experts:
+            message = (
+                f"{_env(env, allocator)} is kept: without {EXPANDABLE} memory fragments, since {s.flag('num_experts')} makes sizes "
+                "vary with the routing."
+            )
+            yield _finding(s, message, "num_experts", kind="note")
         return
     if s.cuda_graph_impl == "transformer_engine" and env.get("NCCL_GRAPH_REGISTER") != "0":
         message = (

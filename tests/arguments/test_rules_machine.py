@@ -1,9 +1,20 @@
 """Rules about environment, GPU and packages: silent without a GPU, named with one."""
 
+import os
+
 import pytest
 
+import pretrain_moe
 from arguments import parse_args
-from arguments.machine import ATTENTION, ATTENTION_SWITCHES, check_machine, check_packages, environment_defaults
+from arguments.machine import (
+    ALLOCATOR,
+    ATTENTION,
+    ATTENTION_SWITCHES,
+    allocator_environment,
+    check_machine,
+    check_packages,
+    environment_defaults,
+)
 from arguments.parse import understand
 from tests.arguments.rule_lines import changed
 
@@ -83,3 +94,33 @@ def test_package_versions():
     assert check_packages(settings, {"transformer_engine": "2.10.0+abc", "torch": "2.13.0"}) == []
     old = check_packages(settings, {"transformer_engine": "2.3.0"})
     assert [v.flags[0] for v in old] == ["--moe-router-fusion"] and "2.7" in old[0].message
+
+
+def test_segments_of_memory_that_grow_are_asked_for_before_torch_is_there(monkeypatch):
+    def wanted(flags, env=""):
+        return allocator_environment(understand(changed(flags), 8)[0], environment(env))
+
+    asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert wanted("") == asked and wanted("", "NCCL_GRAPH_REGISTER=1") == asked
+    assert wanted(GRAPHS) == {**asked, "NCCL_GRAPH_REGISTER": "0"} and wanted(GRAPHS, "NCCL_GRAPH_REGISTER=1") == {}
+    assert wanted("--use-nccl-ub") == {}
+    for name in ALLOCATOR:
+        assert wanted("", f"{name}=max_split_size_mb:64") == {}
+    for flags in ("", GRAPHS):
+        assert check_machine(understand(changed(flags), 8)[0], wanted(flags), 9) == []
+    seen = {}
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # taken back at the end, whatever main sets
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(pretrain_moe, "need_packages", lambda *names: seen.update(os.environ))
+    monkeypatch.setattr(pretrain_moe, "_train", lambda *given: 0)
+    assert pretrain_moe.main("--preset mixtral_tiny --mock-data --train-iters 1 --lr 1e-3 --min-lr 0 --micro-batch-size 1 --global-batch-size 1".split()) == 0
+    assert seen["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_another_choice_of_the_allocator_is_kept_and_told(name):
+    settings, _ = understand(changed(""), 8)
+    (note,) = check_machine(settings, {name: "max_split_size_mb:64"}, 9)
+    assert note.kind == "note" and f"{name}=max_split_size_mb:64 is kept: without expandable_segments:True memory fragments" in note.message
+    assert check_machine(settings, {name: "expandable_segments:True"}, 9) == []

@@ -1,10 +1,13 @@
 import os
 
 import pytest
+import torch
 from train.tiny import MOCK, TINY
 
+from arguments import parse_args
+from moe_trainer import initialize
 from moe_trainer.initialize import hint_on_threads
-from moe_trainer.place import find_place, first_host
+from moe_trainer.place import Place, find_place, first_host
 from tests import commands
 from tests.commands import run
 
@@ -56,3 +59,15 @@ def test_the_hint_on_threads_is_logged_once(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "environment", lambda **extra: {name: value for name, value in environment(**extra).items() if name != "OMP_NUM_THREADS"})
     finished = run(line, tmp_path, 2)
     assert finished.returncode == 0 and finished.stderr.count("OMP_NUM_THREADS is not set: 2 ranks of 1 thread share 1 core") == 1
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda:3", "nccl"), ("cpu", "gloo")])
+def test_the_process_group_is_bound_to_the_device(monkeypatch, device, backend):
+    """NCCL then makes the communicators at once, and those of the groups by splitting the first."""
+    seen = {}
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(initialize.dist, "rendezvous", lambda *given, **options: iter([(store, 0, 2)]))
+    monkeypatch.setattr(initialize.dist, "init_process_group", lambda backend, **options: seen.update(options, backend=backend))
+    args = parse_args([*TINY, *MOCK, "--train-iters", "1"], 2)
+    assert initialize._join(args, Place(0, 2, 0, "localhost", 1, "test"), torch.device(device)) is store
+    assert (seen["backend"], seen["device_id"]) == (backend, torch.device(device) if backend == "nccl" else None)
