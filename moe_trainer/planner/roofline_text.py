@@ -86,7 +86,7 @@ def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
             break
         text = f"{texts[name]} {apart[name]:+.3f} s: "
         if name == "compute":
-            text += (f"{costs.unfilled:.3f} s of it are launches, of kernels that are shorter than the {1e6 * constants.launch:.0f} us that the host takes for one "
+            text += (f"{costs.unfilled:.3f} s are launches, of kernels that are shorter than the {1e6 * constants.launch:.0f} us that the host takes for one "
                      f"(the plan counts the kernels of a fused layer and lets the host run ahead), {_seconds(costs, 'memory'):.3f} s are "
                      "operators limited by memory (the plan counts what backward reads again, once)")
         elif name == "bubble":
