@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 SCORES, LEARNING, TILES, LISTED = 4, (7, 8), (7, 14), (8, 13)
 """How often an element of [heads, queries, keys] is written or read as fp32, counted in ops/sparse_attention.py and ops/block_attention.py:
 by the index' scores; by what it learns, of its own heads and of attention's; by masked attention without a fused kernel, there and back; by
-attention to listed keys (ops/latent_attention.py), of [heads, queries, chosen keys]."""
+attention to listed keys (ops/latent_attention.py), of [heads, queries, chosen keys]. That is torch; its Triton kernels, whose time nobody has
+measured, write no scores, so plans are on the safe side."""
 MOVED = (3, 7, 7)
 """How often a row of latents is written or read for every query that chose it: forward, backward in the format of activations, and
 there in fp32, where its gradient is widened and added up."""
