@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.moe.balancing import LOSS_NAMES
-from moe_trainer.moe.router import TopKRouter
+from moe_trainer.moe.finermoe import choose_slices
+from moe_trainer.moe.router import TopKRouter, as_map
 from moe_trainer.pipeline.schedule import Work
 from moe_trainer.run import Run
 from moe_trainer.shape.timetable import BACKWARD, FORWARD, Action, Order
@@ -65,33 +66,33 @@ class GlobalBalance:
         """Forget the counts of the iteration before."""
         self._sums_E, self._steps = torch.zeros(self.router.num_experts), 0
 
-    def __call__(self, logits_TE: Tensor, shape: Sequence[int]) -> Tensor:
+    def __call__(self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None) -> Tensor:
         """Return the gradient of all losses; that of the global one is added to it later, in place."""
-        grad_TE = self._others(logits_TE, shape)
+        grad_TE = self._others(logits_TE, shape, routing_TE)
         calls = self._waiting.setdefault(self.microbatch(), [])
         calls.append((logits_TE, grad_TE))
         # a layer that serves several depths of multi-token prediction is called several times per microbatch
         if len(self._waiting) == self.data_ranks and len(calls) == len(next(iter(self._waiting.values()))):
             for together in zip(*self._waiting.values(), strict=True):
-                self._add(together, shape)
+                self._add(together)
             self._waiting.clear()
         return grad_TE
 
-    def _others(self, logits_TE: Tensor, shape: Sequence[int]) -> Tensor:
+    def _others(self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None) -> Tensor:
         router, coefficients = self.router, self.router.coefficients
         router.coefficients = others = {**coefficients, GLOBAL_LOSS: 0.0}
         try:
             if any(others.values()) or router.moe.moe_z_loss_coeff is not None:
-                return self._other_losses(logits_TE, shape)
+                return self._other_losses(logits_TE, shape, routing_TE)
         finally:
             router.coefficients = coefficients
         return torch.zeros_like(logits_TE, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
 
-    def _add(self, together: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> None:
+    def _add(self, together: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add the loss of one microbatch number: value and gradient for each data rank."""
         router = self.router
         with torch.no_grad():
-            self._sums_E = self._sums_E + sum(self._counts(logits_TE.to(grad_TE.dtype), shape[1]) for logits_TE, grad_TE in together)
+            self._sums_E = self._sums_E + sum(self._counts(logits_TE.to(grad_TE.dtype)) for logits_TE, grad_TE in together)
         self._steps += 1
         for logits_TE, grad_TE in together:
             with torch.enable_grad():
@@ -112,9 +113,9 @@ class GlobalBalance:
         scores_TE = logits_TE.sigmoid() if kind == "sigmoid" else F.softplus(logits_TE).sqrt()
         return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
 
-    def _counts(self, logits_TE: Tensor, num_sequences: int) -> Tensor:
+    def _counts(self, logits_TE: Tensor) -> Tensor:
         """Tokens of every expert by the plain top-k of the scores [E]."""
         router = self.router
         if router.grid is not None:
-            return router._fine_counts(logits_TE, router.topk, router.moe.moe_router_score_function, num_sequences)[3].sum(0)
+            return as_map(choose_slices(logits_TE, grid=router.grid, topk=router.topk), logits_TE).sum(0).float()
         return torch.bincount(self._scores(logits_TE).topk(router.topk)[1].flatten(), minlength=router.num_experts).float()
