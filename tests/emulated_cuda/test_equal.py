@@ -4,10 +4,12 @@ from functools import cache
 
 import pytest
 from emulated_cuda.run import on_device
+from gpu.test_one_device import NEAR
 from train.layouts import FP32, argv_of, compare, groups_of, train
 
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.proof.observe import Outcome
+from moe_trainer.proof.shrink import shrink
 
 STEPS = 2
 OFFLOAD = ("--transformer-impl transformer_engine --on-missing-backend fallback --fine-grained-activation-offloading --min-offloaded-tensor-size 1 "
@@ -36,7 +38,13 @@ CASES = {
     "tp 2, etp 2": ("plain", "", f"{ALLTOALL} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2", 2),
     "fsdp": ("plain", "", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
              "--ckpt-format fsdp_dtensor", 2),
+    "optimizer state on the host": ("distributed optimizer, overlap", "", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 "
+                                    "--use-precision-aware-optimizer", 1),
+    "pp 2, weight gradients that wait": ("accumulation", "", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2),
+    "ep 2, cloned experts": ("plain", "", f"{ALLTOALL} --expert-model-parallel-size 2 --moe-clone-hot-experts 1", 2),
 }
+# one of each family, in a small form that keeps its features
+FAMILIES = ("deepseek_v3", "deepseek_v3_2", "finermoe_qwen2_5_0_5b", "gpt_oss_20b", "latentmoe_tiny", "mixtral_8x7b", "qwen3_next_80b_a3b", "qwen3_30b_a3b")
 
 
 def argv(name: str) -> list[str]:
@@ -73,3 +81,11 @@ def test_equal_to_one_cpu_process(name):
     words = [*argv(name), *flags.split()]
     outcome = on_device(alone, words) if ranks == 1 else on_device(on_ranks, words, ranks=ranks, devices=ranks)[0]
     assert [str(difference) for difference in compare(one_process(tuple(argv(name))), outcome, FP32)] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_of_models(name):
+    words = [*shrink(["--preset", name], 1, 1).cases[0].argv]
+    # each program of Triton's interpreter takes milliseconds
+    outcome = on_device(alone, [*words, "--triton-kernels", "none"])
+    assert [str(difference) for difference in compare(one_process(tuple(words)), outcome, NEAR)] == []
