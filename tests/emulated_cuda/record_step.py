@@ -153,6 +153,8 @@ def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:
         return ParallelState.single()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if dist.is_initialized():  # the tests' processes have a group of one
+        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     new_group = dist.new_group
     dist.new_group = lambda ranks, **unused: new_group(ranks, backend="fake") if rank in ranks else None
@@ -183,15 +185,16 @@ def computes_so(compute: Callable[[], Tensor], expected: Tensor, complaint: str)
 
 
 def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches: int = 2, compute: bool = False,
-           routed: Sequence[Sequence[int]] | None = None) -> dict[str, list]:
+           routed: Sequence[Sequence[int]] | None = None, ps: ParallelState | None = None) -> dict[str, list]:
     """Run two iterations of one rank and record the second.
 
     compute: as ever, and return as `routed` what the host read of the routing. routed: to be read in place of an even routing.
+    ps: groups of ranks that are there.
     """
     device, recording = emulation.DEVICE(), Recording()
     device.shapes_only(not compute)
     args = executed_args(argv, world_size, microbatches)
-    ps = groups(args, rank, world_size)
+    ps = ps or groups(args, rank, world_size)
     recording.trace = ps.trace
     if not compute:
         build.init_parameter, build._check = (lambda param, seed: None), (lambda chunk: None)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from emulated_cuda.run import on_device
-from train.layouts import argv_of
+from train.layouts import argv_of, groups_of
 
 WIDE = "--hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --seq-length 32 --max-position-embeddings 32"
 # name: model, flags
@@ -21,11 +21,28 @@ CASES = {
 }
 
 
-def recorded(argv: list[str], routed: list[list[int]] | None) -> tuple[Counter, list[list[int]]]:
+RANKS = {
+    "ep 2": "--bf16 --kv-channels 8 --expert-model-parallel-size 2",
+    "tp 2, etp 2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
+    "pp 2, vpp 2": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+}
+
+
+def recorded(argv: list[str], routed: list[list[int]] | None, world_size: int = 1) -> tuple[Counter, list[list[int]]]:
     """How often each event happens, and what the host read of the routing."""
     from emulated_cuda.record_step import record
 
-    found = record(argv, compute=routed is None, routed=routed)
+    return counted(record(argv, 0, world_size, compute=routed is None, routed=routed))
+
+
+def computed_by_ranks(rank: int, world_size: int, argv: list[str]) -> tuple[Counter, list[list[int]]]:
+    """The same of a rank that has peers."""
+    from emulated_cuda.record_step import record
+
+    return counted(record(argv, rank, world_size, compute=True, ps=groups_of(argv, rank, world_size)))
+
+
+def counted(found: dict[str, list]) -> tuple[Counter, list[list[int]]]:
     # what is made beside the sums says nothing on any device, and has other sizes on each
     texts = [text.partition("|o,Long")[0] if text.startswith("aten::_embedding_bag") else text for text in found["texts"]]
     return Counter((kind, texts[text], texts[line], texts[layer], microbatch, texts[action])
@@ -39,4 +56,13 @@ def test_shapes_alone_launch_the_same(name):
     computed, routed = on_device(recorded, argv, None)
     shaped, _ = on_device(recorded, argv, routed)
     assert sum(computed.values()) > 500
+    assert [sorted((shaped - computed).items(), key=str), sorted((computed - shaped).items(), key=str)] == [[], []]
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_rank_without_peers_launches_the_same(name):
+    argv = [*argv_of("plain"), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *RANKS[name].split()]
+    computed, routed = on_device(computed_by_ranks, argv, ranks=2, devices=2)[0]
+    shaped, _ = on_device(recorded, argv, routed, 2)
+    assert {line.split("|")[0] for _, line, *_ in shaped} & {"all_to_all", "all_gather", "send to rank 1"}
     assert [sorted((shaped - computed).items(), key=str), sorted((computed - shaped).items(), key=str)] == [[], []]
