@@ -397,11 +397,11 @@ def start(devices: int = 1, capability: tuple[int, int] = (9, 0), memory: int = 
                 "reserved_bytes.all.current": lib.ec_allocated(_index(index)), "reserved_bytes.all.peak": lib.ec_peak(_index(index)),
                 "num_alloc_retries": 0, "num_ooms": 0}
 
-    def random_state(index=None):
-        return _started()["generators"][_index("cuda" if index is None else index)].get_state()
+    def random_state(device="cuda"):
+        return _started()["generators"][_index(device)].get_state()
 
-    def set_random_state(state, index=None):
-        _started()["generators"][_index("cuda" if index is None else index)].set_state(state.cpu())
+    def set_random_state(new_state, device="cuda"):
+        _started()["generators"][_index(device)].set_state(new_state.cpu())
 
     def seed_all(seed):
         for generator in _started()["generators"]:

@@ -173,7 +173,7 @@ def random_states():
     first = torch.cuda.get_rng_state(0)
     torch.rand(3, device="cuda:1")
     same = torch.equal(first, torch.cuda.get_rng_state(0))
-    torch.cuda.set_rng_state(torch.cuda.get_rng_state(0), 1)
+    torch.cuda.set_rng_state(new_state=torch.cuda.get_rng_state(device=0), device=1)
     a, b = torch.rand(3, device="cuda:0"), torch.rand(3, device="cuda:1")
     before = torch.random.get_rng_state()
     torch.rand(3, device="cuda")
