@@ -29,7 +29,7 @@ class PrecisionArgs:
     """Operations that run on this program's own Triton kernels on CUDA devices instead of plain torch: the same numbers up to
     rounding. Unset: all but grouped-gemm (torch has a fused product of its own) where the package triton is installed, and
     TransformerEngine's norms, --moe-permute-fusion and --moe-router-fusion come before them; kernels that are named come before those. They
-    have been checked in Triton's interpreter and compiled for sm_90, sm_100 and sm_103, not timed on a GPU; scripts/bench_kernels.py
+    have been checked in Triton's interpreter and compiled for sm_90, sm_100 and sm_103, and not yet run on a GPU; scripts/bench_kernels.py
     measures which of them pay. delta-rule, of gated DeltaNet layers: those of the package flash-linear-attention, where that is
     installed. On a CPU: plain torch."""
     accumulate_allreduce_grads_in_fp32: bool = False

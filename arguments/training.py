@@ -212,7 +212,8 @@ class TrainingArgs:
     empty_unused_memory_level: Literal[0, 1, 2] = 0
     """Return cached device memory: never, after each iteration, or more often."""
     gradient_accumulation_fusion: bool = flag(True, off=("--no-gradient-accumulation-fusion",))
-    """Add weight gradients into the main gradient inside the product."""
+    """Add weight gradients into the main gradient inside the matmul: of this program's linear layers, router, experts that are computed one
+    by one, and output head. Grouped GEMMs, TransformerEngine's layers, quantized and deferred gradients and full sharding add in a pass of their own."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = None
     """How training samples are drawn: once in order, cyclically shuffled, or by the user's own loader."""
     enable_experimental: bool = False

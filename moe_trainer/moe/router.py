@@ -40,7 +40,7 @@ from moe_trainer.moe.finermoe import choose_slices
 from moe_trainer.moe.margin import choice_margin, in_best_groups
 from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.quantile_balancing import QuantileBias
-from moe_trainer.ops.main_grad import HALF_DTYPES, sum_for
+from moe_trainer.ops.main_grad import sum_for, widens
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import ShardStream
 from moe_trainer.parallel.state import ParallelState
@@ -55,7 +55,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx, x_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
         ctx.weight = weight_EH
-        if x_TH.is_cuda and dtype == torch.float32 and x_TH.dtype == weight_EH.dtype in HALF_DTYPES:
+        if dtype == torch.float32 and x_TH.dtype == weight_EH.dtype and widens(x_TH):
             return torch.mm(x_TH, weight_EH.t(), out_dtype=dtype)  # the same sums, without copies
         return x_TH.to(dtype) @ weight_EH.to(dtype).t()
 
@@ -181,8 +181,8 @@ class _Shares(torch.autograd.Function):
         sigmoid_TE, share_TE = ctx.saved_tensors
         grad_TE = grad_TE.to(share_TE.dtype) if ctx.factor == 1.0 else torch.mul(grad_TE, ctx.factor, out=torch.empty_like(share_TE))
         # both are the gradient of shares of a sum; that of a sigmoid's logarithm is 1 - sigmoid
-        grad_TE = torch._softmax_backward_data(grad_TE, share_TE, -1, ctx.dtype if sigmoid_TE is None else share_TE.dtype)
-        return grad_TE if sigmoid_TE is None else (grad_TE * (1.0 - sigmoid_TE)).to(ctx.dtype), None, None, None
+        grad_TE = torch._softmax_backward_data(grad_TE, share_TE, -1, share_TE.dtype)  # CUDA's writes no bf16 of an fp32 gradient
+        return (grad_TE if sigmoid_TE is None else grad_TE * (1.0 - sigmoid_TE)).to(ctx.dtype), None, None, None
 
 
 def sinkhorn(cost_TE: Tensor, tolerance: float = 1e-4, max_rounds: int = 1000) -> Tensor:

@@ -63,15 +63,20 @@ class MainGradSum(NamedTuple):
 def adds_products(total: Tensor, operand: Tensor) -> bool:
     """Whether a product of tensors like `operand` can be added to `total`.
 
-    On a CPU in fp32 and fp64: half precision has code generated for every shape it has not met. Half precision into fp32: on NVIDIA's
-    devices from compute capability 8.0 on.
+    On a CPU in fp32 and fp64: half precision has code generated for every shape it has not met. Half precision into fp32: see `widens`.
     """
     if not operand.is_cuda:
         return total.dtype == operand.dtype and operand.dtype not in HALF_DTYPES
     if total.dtype == operand.dtype:
         return True
-    wide = total.dtype == torch.float32 and operand.dtype in HALF_DTYPES
-    return wide and torch.version.hip is None and torch.cuda.get_device_capability(operand.device) >= (8, 0)
+    return total.dtype == torch.float32 and widens(operand)
+
+
+def widens(operand: Tensor) -> bool:
+    """Whether torch multiplies matrices like this one in half precision into fp32, without copies."""
+    if not operand.is_cuda or operand.dtype not in HALF_DTYPES or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(operand.device) >= (8, 0)
 
 
 def sum_for(weight: Tensor, operand: Tensor) -> MainGradSum | None:

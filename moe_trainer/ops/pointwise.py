@@ -78,7 +78,8 @@ class _WideRMSNorm(torch.autograd.Function):
         x_TH, gain_H, rstd_T1 = ctx.saved_tensors
         grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
             grad_TH.to(gain_H.dtype), x_TH.to(gain_H.dtype), gain_H.shape, rstd_T1, gain_H, ctx.needs_input_grad[:2])
-        return grad_x.to(x_TH.dtype), grad_weight.to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        return grad_x.to(x_TH.dtype) if needs_x else None, grad_weight.to(ctx.dtype) if needs_weight else None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:

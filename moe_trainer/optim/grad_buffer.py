@@ -3,8 +3,8 @@
 Every parameter gets `main_grad`, a view of a flat buffer (fp32; bf16 with --grad-reduce-in-bf16 or --main-grads-dtype bf16). A hook
 adds each fresh `.grad` to it and drops `.grad`, so only one gradient per parameter exists for long. The first micro-batch
 overwrites instead of adding: nobody has to clear the buffer. The factor of the data-parallel mean is applied in the
-same pass. With --gradient-accumulation-fusion the products of most weights do all this themselves (ops/main_grad.py), and their hooks find
-no `.grad`. A parameter of a bf16 buffer may add its micro-batches up in an fp32 tensor of its own, which is rounded once, when its
+same pass. With --gradient-accumulation-fusion the matmuls of linears, router, head and of experts one by one do all this themselves
+(ops/main_grad.py), and their hooks find no `.grad`. A parameter of a bf16 buffer may add its micro-batches up in an fp32 tensor of its own, which is rounded once, when its
 bucket is reduced (--ddp-param-name-patterns-for-fp32-local-accumulation).
 
 Reduction works on buckets (flat.py): all-reduce, or with the distributed optimizer reduce-scatter (and, where it has several

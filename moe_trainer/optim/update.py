@@ -1,7 +1,7 @@
 """The update rules on stretches of the flat state: AdamW, SGD and Lion in fp32, whatever the formats. Whole matrices are muon.py's.
 
-Every stretch is opened (its gradients unscaled and clipped on the way), updated by torch's fused kernels, closed, and copied to the model. So
-gradients are never scaled in place, and no fp32 copy outlives its portion of the state. Stretches whose state the host updates come last: the
+Every stretch is opened (its gradients unscaled and clipped on the way), updated by torch's fused kernels, closed, and copied to the model. No
+fp32 copy outlives its portion of the state. Adam's kernel leaves fp32 gradients as it has scaled them: after a step they are undefined. Stretches whose state the host updates come last: the
 device works on its own while the host works on these.
 
 FusedAdam of TransformerEngine or apex has no place here. It is a class that keeps the state: an entry a parameter, scales as it finds them, one
@@ -66,13 +66,10 @@ class Updater:
 
     def _update_on_device(self, stretches: Sequence[Stretch], rates: Rates, factor: float, step_count: int) -> None:
         for together in _portions(stretches):
-            grads = [stretch.grad for stretch in together]
-            scale = 1.0
-            if self._rule == "adam" and all(grad.dtype == torch.float32 for grad in grads):
-                scale = factor  # the kernel applies it, and leaves the gradients scaled
-            else:
-                grads = [_scaled(grad, factor) for grad in grads]
-            for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count, scale)):
+            # Adam's kernel applies the factor, to gradients of every format: numbers must not depend on which are updated together
+            before, inside = (1.0, factor) if self._rule == "adam" else (factor, 1.0)
+            grads = [_scaled(stretch.grad, before) for stretch in together]
+            for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count, inside)):
                 stretch.state.take(stretch.start, stretch.stop, values)
 
     def _update_others(self, rates: Rates, factor: float, step_count: int) -> None:

@@ -44,10 +44,12 @@ def flash_attention_backward(grad, query, key, value, out, logsumexp, cum_q, cum
 
 
 def mm_dtype(a, b, out_dtype):
+    _refuse(a.dtype != b.dtype or out_dtype not in (a.dtype, torch.float32), f"mm: {a.dtype} and {b.dtype} into {out_dtype}")
     return a.to(out_dtype) @ b.to(out_dtype)
 
 
 def addmm_dtype(c, a, b, out_dtype, *, beta=1, alpha=1):
+    _refuse(a.dtype != b.dtype or out_dtype not in (a.dtype, torch.float32), f"addmm: {a.dtype} and {b.dtype} into {out_dtype}")
     return torch.addmm(c.to(out_dtype), a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha)
 
 
@@ -59,6 +61,7 @@ def addmm_into(c, a, b, out_dtype, *, beta=1, alpha=1, out):
 
 def softmax(log: bool):
     def forward(x, dim, half_to_float):
+        _refuse(half_to_float and x.dtype != torch.float16, f"softmax: fp32 out of {x.dtype}, which CUDA's kernel gives of fp16 alone")
         y = x.float()
         y = y - y.amax(dim, keepdim=True)
         total = y.exp().sum(dim, keepdim=True)
@@ -70,6 +73,8 @@ def softmax(log: bool):
 
 def softmax_backward(log: bool):
     def backward(grad, y, dim, input_dtype):
+        _refuse(grad.dtype != input_dtype and (grad.dtype, input_dtype) != (torch.float32, torch.float16),
+                f"softmax: a gradient in {input_dtype} of one in {grad.dtype}")
         g, y32 = grad.float(), y.float()
         x = g - y32.exp() * g.sum(dim, keepdim=True) if log else (g - (g * y32).sum(dim, keepdim=True)) * y32
         return x.to(input_dtype)
