@@ -245,6 +245,7 @@ def set_arithmetic(args: Arguments) -> None:
     """
     if args.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel for every torch.empty; nothing here reads before it writes
     if args.precision.disable_bf16_reduced_precision_matmul:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 

@@ -356,7 +356,7 @@ def expert_mlp(
     num_rows = x_RH.shape[0] - unused
     if sum(counts) != num_rows:
         raise ValueError(f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")
-    prefer = prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.is_cuda)
+    prefer = prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.device)
     aligned = math.gcd(x_RH.shape[1], w1_eGH.shape[1], *w2_eHF.shape[1:]) * x_RH.element_size() % 16 == 0
     if products is None and prefer and aligned:
         products = GROUPED_MM

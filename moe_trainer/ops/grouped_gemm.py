@@ -23,10 +23,11 @@ GROUPED_MAX_ROWS = 96
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def prefer_grouped(num_rows: int, num_experts: int, dtype: torch.dtype, is_cuda: bool) -> bool:
-    """Whether grouped_mm is the faster way: in bf16 on a GPU, in fp32 with few rows per expert on a CPU."""
-    if is_cuda:
-        return dtype == torch.bfloat16
+def prefer_grouped(num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether grouped_mm is the faster way: in bf16 on Hopper and datacenter Blackwell, in fp32 with few rows per expert on a CPU."""
+    if device.type == "cuda":
+        # on others torch loops over the experts too, after it has waited for the offsets
+        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
     # half precision on CPU: grouped_mm meets new row counts at every step and has code generated for each; see row_bucket
     return dtype == torch.float32 and num_rows <= GROUPED_MAX_ROWS * num_experts
 

@@ -163,3 +163,11 @@ def test_deferred_weight_gradients_are_the_same_bits_later(counts, grouped):
         grads.append([values[name].grad for name in sorted(values)])
     for now, later in zip(*grads, strict=True):
         assert torch.equal(now, later)
+
+
+@pytest.mark.parametrize(("capability", "grouped"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)])
+def test_one_grouped_product_where_torch_has_a_kernel_for_it(capability, grouped, monkeypatch):
+    """Elsewhere on CUDA torch waits for the offsets and loops over the experts."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert grouped_gemm.prefer_grouped(4096, 8, torch.bfloat16, torch.device("cuda", 0)) is grouped
+    assert not grouped_gemm.prefer_grouped(4096, 8, torch.float32, torch.device("cuda", 0))

@@ -22,15 +22,18 @@ RANKS = ("--bf16 --expert-model-parallel-size 2 --use-distributed-optimizer --ov
 @pytest.fixture
 def told():
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(False)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 @pytest.mark.parametrize(("flags", "on"), [([], False), (["--deterministic-mode"], True)])
 def test_torch_is_told(flags, on, told):
     set_arithmetic(parse_args([*RUN, *flags], 1))
     assert torch.are_deterministic_algorithms_enabled() is on
+    assert torch.utils.deterministic.fill_uninitialized_memory is not on  # no kernels for memory that is written next
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
