@@ -166,6 +166,8 @@ class Search:
             self._note_backward(node, call.microbatch, f"{fault[0]} in the gradient that {node.name}{fault[1]} passes on")
 
     def _weight_grad(self, node: _Node, param: Parameter, grad: Tensor | None) -> None:
+        if grad is None and hasattr(param, "main_grad_sum"):
+            grad = param.main_grad  # a matmul has added the gradient to it
         if grad is None:
             return  # put off: what it adds to is looked at after the reduction
         grad = getattr(grad, "_local_tensor", grad)

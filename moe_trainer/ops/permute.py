@@ -47,7 +47,8 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     num_tokens, num_experts = routing_TE.shape
     by_expert = routing_TE.t().contiguous()
     pairs_R2 = by_expert.nonzero() if num_rows is None else torch.nonzero_static(by_expert, size=num_rows)
-    expert_R, token_R = pairs_R2.t().contiguous().unbind(0)
+    # a copy in any case: contiguous() takes a single pair as it lies, and its numbers are two apart
+    expert_R, token_R = pairs_R2.t().clone(memory_format=torch.contiguous_format).unbind(0)
     # the low words of the numbers, as a view: a device sorts by digits, of which these have half as many
     sorted_R, row_R = token_R.view(torch.int32)[::2].sort(stable=True)
     device = routing_TE.device

@@ -66,10 +66,8 @@ class Updater:
 
     def _update_on_device(self, stretches: Sequence[Stretch], rates: Rates, factor: float, step_count: int) -> None:
         for together in _portions(stretches):
-            # Adam's kernel applies the factor, to gradients of every format: numbers must not depend on which are updated together
-            before, inside = (1.0, factor) if self._rule == "adam" else (factor, 1.0)
-            grads = [_scaled(stretch.grad, before) for stretch in together]
-            for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count, inside)):
+            grads = [stretch.grad for stretch in together]
+            for stretch, values in zip(together, self._update(together, grads, rates(together[0].group), step_count, factor)):
                 stretch.state.take(stretch.start, stretch.stop, values)
 
     def _update_others(self, rates: Rates, factor: float, step_count: int) -> None:
@@ -80,18 +78,21 @@ class Updater:
             stretch.state.take(stretch.start, stretch.stop, stretch.close(main, moments))
         if self._on_host:
             for stretch, grad in self.lane.gradients(self._on_host):
-                values, = self._update([stretch], [_scaled(grad, factor)], rates(stretch.group), step_count)
+                values, = self._update([stretch], [grad], rates(stretch.group), step_count, factor)
                 if not stretch.state.stored:
                     self.lane.send(stretch.model, values)
             self.lane.finish()
 
     def _update(self, stretches: Sequence[Stretch], grads: list[Tensor], rates: tuple[float, float], step_count: int,
-                factor: float = 1.0) -> list[Tensor]:
-        """Returns: what the model must become. factor: on the gradients, of Adam's kernel."""
+                factor: float) -> list[Tensor]:
+        """Returns: what the model must become. factor: on the gradients."""
+        # Adam's kernel applies it, on devices and the host, to gradients of every format: numbers must not depend on the place of a state
+        before, inside = (1.0, factor) if self._rule == "adam" else (factor, 1.0)
+        grads = [_scaled(grad, before) for grad in grads]
         opened = [stretch.open() for stretch in stretches]
         params, moments = [param for param, _ in opened], [moment for _, moment in opened]
         if self._rule == "adam":
-            self._adam(params, grads, moments, *rates, step_count, adam_eps(self._settings, stretches[0].group), factor)
+            self._adam(params, grads, moments, *rates, step_count, adam_eps(self._settings, stretches[0].group), inside)
         else:
             {"sgd": self._sgd, "lion": self._lion}[self._rule](params, grads, moments, *rates)
         return [stretch.close(param, moment) for stretch, (param, moment) in zip(stretches, opened)]

@@ -39,10 +39,10 @@ def emulate(run: Run, topology: Topology) -> None:
 
 
 def by_shard(decide: Callable, rows: list[Tensor]) -> Callable:
-    """A router's decision over tokens (tensors [T, E] to probs_TE and routing_TE), taken for every shard by itself."""
+    """A router's decision over tokens (tensors [T, E], or None, to probs_TE and routing_TE), taken for every shard by itself."""
 
-    def decided(*tensors_TE: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [decide(*(tensor[index] for tensor in tensors_TE)) for index in rows]
+    def decided(*tensors_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+        parts = [decide(*(None if tensor is None else tensor[index] for tensor in tensors_TE)) for index in rows]
         back = torch.argsort(torch.cat(rows))
         return torch.cat([probs for probs, _ in parts])[back], torch.cat([routing for _, routing in parts])[back]
 

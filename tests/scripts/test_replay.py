@@ -157,8 +157,8 @@ def test_a_near_tie_is_no_fault_and_a_fault_no_near_tie(tmp_path, replay, monkey
     assert "chosen experts: 2, 0 part" in out and "that parts: chosen experts" not in out, out
     right = TopKRouter._route
 
-    def wrong(self, logits_TE):
-        probs_TE, routing_TE = right(self, logits_TE)
+    def wrong(self, logits_TE, *chosen):
+        probs_TE, routing_TE = right(self, logits_TE, *chosen)
         return probs_TE, routing_TE.index_put((torch.tensor(5),), routing_TE[5].roll(3))
 
     monkeypatch.setattr(TopKRouter, "_route", wrong)
