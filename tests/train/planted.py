@@ -93,7 +93,8 @@ def train_with(argv: list[str], folder: Path, world_size: int = 1, plants: tuple
     folder.mkdir(parents=True, exist_ok=True)
     argv = [*argv, "--metrics-file", "metrics.jsonl"]
     if "--cuda-graph-impl" in argv:
-        return [on_device(_rank, 0, 1, argv, folder, plants, node, change)]
+        # Triton's kernels run in its interpreter there, too slowly for a whole job
+        return [on_device(_rank, 0, 1, [*argv, "--triton-kernels", "none"], folder, plants, node, change)]
     return run_ranks(_rank, world_size, argv, folder, plants, node, change)
 
 

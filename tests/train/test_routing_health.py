@@ -25,7 +25,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("flags, n", [
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
     ("--recompute-granularity selective --recompute-modules moe", 1),
-    ("--cuda-graph-impl local --cuda-graph-warmup-steps 1 --cuda-graph-modules attn moe_router", 1),
+    ("--triton-kernels none --cuda-graph-impl local --cuda-graph-warmup-steps 1 --cuda-graph-modules attn moe_router", 1),
     # the vocabulary is padded to a multiple of this times tp
     ("--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 "
      "--make-vocab-size-divisible-by 64", 2),
