@@ -6,8 +6,10 @@ signature of the torch function it stands in for, and tests/ops/test_triton.py h
 
 import importlib
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from moe_trainer.ops.quantize import Quantized, quantize
 logger = logging.getLogger(__name__)
 
 INSTALL, INSTALL_FLA = "pip install triton", "pip install flash-linear-attention"
+OLDEST_FLA = (0, 6)
 DELTA_RULE, LARGEST_HEAD = "delta-rule", 256
 NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize", "sparse-attention")
 # torch's own grouped product is one kernel, too, and was made for each generation of devices
@@ -106,7 +109,7 @@ def with_delta_rule(kernels: Kernels, names: Sequence[str], model: ModelArgs, dt
     problem, remedy = None, f"Install it ({INSTALL_FLA}), or leave out {DELTA_RULE}"
     if not backends.cuda:
         problem, remedy = "the kernels run on CUDA devices, and this rank computes on a CPU", f"Leave out {DELTA_RULE}"
-    elif missing := import_problem("triton") or import_problem("fla"):
+    elif missing := import_problem("triton") or import_problem("fla") or _fla_version_problem():
         problem = missing
     elif dtype == torch.float64 or max(model.linear_key_head_dim, model.linear_value_head_dim) > LARGEST_HEAD:
         problem, remedy = f"the kernels take heads up to {LARGEST_HEAD} wide, not in fp64", f"Leave out {DELTA_RULE}"
@@ -115,6 +118,16 @@ def with_delta_rule(kernels: Kernels, names: Sequence[str], model: ModelArgs, dt
         return kernels
     logger.info("gated DeltaNet: the delta rule of flash-linear-attention")
     return replace(kernels, gated_delta=importlib.import_module("moe_trainer.ops.triton_delta_rule").load())
+
+
+def _fla_version_problem() -> str | None:
+    """Earlier releases take as many key heads as value heads, and some of them do not check it."""
+    try:
+        version = metadata.version("fla-core")  # which holds its kernels
+    except metadata.PackageNotFoundError:
+        version = "of no version"
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    return None if numbers >= OLDEST_FLA else f"the installed flash-linear-attention {version} is not {'.'.join(map(str, OLDEST_FLA))} or later"
 
 
 def _load(name: str) -> dict:

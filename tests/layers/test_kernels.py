@@ -72,6 +72,7 @@ def test_the_flag_names_the_kernels_there_are():
     ([], False, True, None), (["none"], True, True, None), (["norm"], True, True, None)])
 def test_the_delta_rule_of_another_package(names, cuda, installed, told, monkeypatch, caplog):
     rule = types.SimpleNamespace(load=lambda: print)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if installed else None)
     monkeypatch.setattr(importlib, "import_module", lambda name: rule)
     model = ModelArgs(linear_key_head_dim=128, linear_value_head_dim=128)
@@ -80,6 +81,17 @@ def test_the_delta_rule_of_another_package(names, cuda, installed, told, monkeyp
     assert (made.gated_delta is print) == (told is not None and told.startswith("gated"))
     assert told in caplog.text if told else not caplog.messages
     assert with_delta_rule(Kernels(), names, replace(model, linear_key_head_dim=512), torch.bfloat16, Backends(cuda=cuda)) == Kernels()
+
+
+@pytest.mark.parametrize("version", ["0.5.2", None])
+def test_an_old_delta_rule_is_not_taken(version, monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace())
+    if version:
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with caplog.at_level(logging.INFO):
+        assert with_delta_rule(Kernels(), [], ModelArgs(), torch.bfloat16, Backends(cuda=True)) == Kernels()
+    assert "is not 0.6 or later" in caplog.text
 
 
 def test_a_delta_rule_that_was_named_and_is_not_there_stops(monkeypatch):
