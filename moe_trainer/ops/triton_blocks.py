@@ -29,3 +29,25 @@ def rows_contiguous(x: torch.Tensor, width: int) -> torch.Tensor:
     """x as a matrix of rows [*, width] whose elements lie side by side; a view where that is possible."""
     x = x.reshape(-1, width)
     return x if x.stride(1) == 1 or width == 1 else x.contiguous()
+
+
+@triton.jit
+def sum_partials_kernel(partial, out, num_partial, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the rows of partial [num_partial, size], for BLOCK columns, in their order: the result does not depend on the launch."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], WIDE)
+    for first in range(0, num_partial, ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < num_partial)[:, None] & (column < size)[None, :]
+        total += tl.sum(tl.load(partial + row[:, None] * size + column[None, :], mask=inside, other=0.0), 0)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < size)
+
+
+def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the sums that programs made of their share, [programs, *], into out, which has as many elements as one of them.
+
+    Returns: out, which must be contiguous.
+    """
+    size = out.numel()
+    sum_partials_kernel[(triton.cdiv(size, 32),)](partial, out, partial.shape[0], size, WIDE=wide(partial.dtype), ROWS=32, BLOCK=32)
+    return out

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_trainer.ops import gated_delta_rule
 from moe_trainer.ops.gated_delta_rule import Heads
-from moe_trainer.ops.triton_blocks import wide
+from moe_trainer.ops.triton_blocks import sum_partials, wide
 
 POSITIONS, CHANNELS = 64, 64  # of a program
 
@@ -74,18 +74,6 @@ def gradient_kernel(x, weight, grad, grad_x, partial, length, batch, channels, s
     tl.store(to, result.to(grad_x.dtype.element_ty), mask=(position < length)[:, None] & known[None, :])
 
 
-@triton.jit
-def add_kernel(partial, out, programs, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[size] = the sum of the rows of partial [programs, size]."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], WIDE)
-    for first in range(0, programs, ROWS):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        inside = (row < programs)[:, None] & (column < size)[None, :]
-        total += tl.sum(tl.load(partial + row[:, None] * size + column[None, :], mask=inside, other=0.0), 0)
-    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < size)
-
-
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SBC, weight_CW):
@@ -104,14 +92,13 @@ class _Convolution(torch.autograd.Function):
         length, batch, channels = x_SBC.shape
         grad_SBC = grad_SBC if grad_SBC.stride(2) == 1 else grad_SBC.contiguous()
         programs, dtype = triton.cdiv(length, POSITIONS) * batch, torch.promote_types(x_SBC.dtype, torch.float32)
-        grad_x, grad_weight = torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device), torch.empty_like(weight_CW)
+        grad_x = torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device)
         partial = torch.empty(programs, weight_CW.numel(), dtype=dtype, device=x_SBC.device)
         if x_SBC.numel():
             gradient_kernel[_grid(x_SBC)](
                 x_SBC, weight_CW, grad_SBC, grad_x, partial, length, batch, channels, *x_SBC.stride()[:2], *grad_SBC.stride()[:2],
                 WIDTH=weight_CW.shape[1], WIDE=wide(dtype), POSITIONS=POSITIONS, CHANNELS=CHANNELS, num_warps=8)
-        add_kernel[(triton.cdiv(weight_CW.numel(), 32),)](partial, grad_weight, programs, weight_CW.numel(), WIDE=wide(dtype), ROWS=32, BLOCK=32)
-        return grad_x, grad_weight
+        return grad_x, sum_partials(partial, torch.empty_like(weight_CW))
 
 
 def _grid(x_SBC: Tensor) -> tuple[int, int, int]:

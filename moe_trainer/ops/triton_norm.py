@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_blocks import block_of, rows_contiguous, warps_of, wide
+from moe_trainer.ops.triton_blocks import block_of, rows_contiguous, sum_partials, warps_of, wide
 
 TILE = 4096  # elements of a tile that several short rows share
 LONGEST = 1 << 16  # features of a row, which one program holds
@@ -63,18 +63,6 @@ def backward_kernel(grad, x, weight, rstd, grad_x, partial, num_rows, size, grad
         tl.store(partial + tl.program_id(0) * size + column, share, mask=column < size)
 
 
-@triton.jit
-def weight_kernel(partial, grad, num_partial, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The weight's gradient from the programs' shares, for BLOCK features."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], WIDE)
-    for first in range(0, num_partial, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < num_partial)[:, None] & (column < size)[None, :]
-        total += tl.sum(tl.load(partial + row[:, None] * size + column[None, :], mask=inside, other=0.0), 0)
-    tl.store(grad + column, total.to(grad.dtype.element_ty), mask=column < size)
-
-
 def _tile(size: int) -> tuple[int, int, int]:
     """Rows of a program, columns of its tile, warps."""
     if size > LONGEST:
@@ -122,8 +110,7 @@ class _RMSNorm(torch.autograd.Function):
                 x_TH.stride(0), weight is not None, ctx.zero_centered, wide(x_TH.dtype), rows, block, num_warps=warps)
         grad_weight = None
         if weight is not None and ctx.needs_input_grad[1]:
-            grad_weight = torch.empty_like(weight)
-            weight_kernel[(triton.cdiv(size, 32),)](partial, grad_weight, programs, size, wide(rstd_T.dtype), 32, 32)
+            grad_weight = sum_partials(partial, torch.empty_like(weight))
         return grad_x.view(grad.shape), grad_weight, None, None
 
 

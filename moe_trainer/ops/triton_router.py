@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_blocks import block_of, wide
+from moe_trainer.ops.triton_blocks import block_of, sum_partials, wide
 
 TILE = 2048  # scores that a program holds
 
@@ -203,18 +203,6 @@ def count_kernel(logits, partial, length, num_sequences, num_experts, K: tl.cons
 
 
 @triton.jit
-def add_kernel(partial, out, programs, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[size] = the sum of the rows of partial [programs, size]."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], WIDE)
-    for first in range(0, programs, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < programs)[:, None] & (column < size)[None, :]
-        total += tl.sum(tl.load(partial + row[:, None] * size + column[None, :], mask=inside, other=0.0), 0)
-    tl.store(out + column, total, mask=column < size)
-
-
-@triton.jit
 def gradient_kernel(logits, sums, counts, running, steps, grad, values, length, num_sequences, num_experts, count_stride, of_all, of_each,
                     of_running, coeff_all, coeff_each, coeff_running, coeff_z, factor, SCORE: tl.constexpr, LOSSES: tl.constexpr, RUNNING: tl.constexpr,
                     Z: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
@@ -352,7 +340,7 @@ def count_choices(logits_TE: Tensor, topk: int, score_function: str, num_sequenc
     if num_tokens:
         count_kernel[(programs, num_sequences)](logits_TE, partial, length, num_sequences, num_experts, K=topk, SCORE=score_function,
                                                 WIDE=wide(logits_TE.dtype), TOKENS=tokens, EXPERTS=experts)
-    add_kernel[(triton.cdiv(size, 32),)](partial, found, programs, size, WIDE=wide(dtype), ROWS=32, BLOCK=32)
+    sum_partials(partial, found)
     return Counted(*found.split([num_experts, num_experts, 1], 1)[:2], found[:, -1])
 
 

@@ -31,6 +31,11 @@ class C(NamedTuple):
 W = C(tl.float32)
 
 
+def blocks():
+    for partial, out, wide in ((FP32, HALF, W), (FP32, FP32, W), ("*fp64", "*fp64", C(tl.float64))):
+        yield "sum_partials_kernel", [partial, out, INT, INT, wide, C(32), C(32)]
+
+
 def pointwise():
     for kind, weighed in (("swiglu", True), ("gelu", True), ("squared_relu", False)):
         flags = C(kind), C(weighed)
@@ -45,7 +50,6 @@ def norm():
         rest = [C(True), C(False), wide, C(rows), C(block)]
         yield "forward_kernel", [data, data, data, kept, INT, INT, INT, "fp32", *rest]
         yield "backward_kernel", [data, data, data, kept, data, kept, INT, INT, INT, INT, *rest]
-        yield "weight_kernel", [kept, data, INT, INT, wide, C(32), C(32)]
 
 
 def rope():
@@ -73,7 +77,6 @@ def router():
         yield "backward_kernel", [FP32, FP32, BYTES, FP32, *[INT] * 4, "fp32", *how, W, *size["tile"]]
         yield "count_kernel", [FP32, FP32, *[INT] * 3, *how[:2], W, *size["tile"]]
         yield "gradient_kernel", [*[FP32] * 7, *[INT] * 4, *["fp32"] * 8, how[1], C(True), C(True), C(True), W, *size["tile"]]
-    yield "add_kernel", [FP32, FP32, INT, INT, W, C(32), C(32)]
     for scaled in (True, False):
         yield "attach_kernel", [HALF, FP32, FP32, HALF, INT, "fp32", C(scaled), W, C(1024)]
 
@@ -117,10 +120,9 @@ def latent_attention():
 def delta_rule():
     yield "convolve_kernel", [HALF, HALF, HALF, *[INT] * 5, C(4), W, C(64), C(64)]
     yield "gradient_kernel", [HALF, HALF, HALF, HALF, FP32, *[INT] * 7, C(4), W, C(64), C(64)], {"num_warps": 8}
-    yield "add_kernel", [FP32, HALF, INT, INT, W, C(32), C(32)]
 
 
-MODULES = (pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize, latent_attention, delta_rule)
+MODULES = (blocks, pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize, latent_attention, delta_rule)
 
 
 def of_ones(arguments: list) -> list:
