@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from moe_trainer.layers.init import Init, make_parameter
+from moe_trainer.ops import main_grad
 from moe_trainer.ops.fp8 import QuantizedProducts
-from moe_trainer.ops.main_grad import weight_grad
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import columns_to_rows, gather_last_dim_replicated, gather_rows, reduce_scatter_rows
 from moe_trainer.parallel.params import ParamInfo
@@ -42,19 +42,14 @@ from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 
-class Products(Protocol):
-    """The three products of a linear layer; leading dimensions are rows. plain: see ops/main_grad.py."""
-
-    plain: bool
+class Products(main_grad.Products, Protocol):
+    """The three products of a linear layer; leading dimensions are rows."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """x W^T."""
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
         """grad W."""
-
-    def weight_grad_later(self, grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
-        """grad^T x, when it is called."""
 
 
 class PlainProducts:
@@ -77,7 +72,7 @@ def _weight_grad(weight: Parameter, grad: Tensor, x: Tensor, queue: WeightGradQu
     if queue is not None and queue.active:
         queue.defer(weight, products.weight_grad_later(grad, x))
         return None
-    return weight_grad(weight, grad, x, products)
+    return main_grad.weight_grad(weight, grad, x, products)
 
 
 def column_grads(grad: Tensor, x: Tensor, weight: Parameter, group: Group, *, sequence_parallel: bool,

@@ -36,6 +36,7 @@ from moe_trainer.moe.balancing import (
     loss_coefficients,
     scores_and_counts,
 )
+from moe_trainer.moe.dispatch.base import Once, at_once
 from moe_trainer.moe.finermoe import choose_slices
 from moe_trainer.moe.margin import choice_margin, in_best_groups
 from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
@@ -92,14 +93,6 @@ def group_limited_topk(scores_TE: Tensor, topk: int, num_groups: int, group_topk
     return in_best_groups(scores_TE, topk, num_groups, group_topk)[1].topk(topk, dim=-1)[1]
 
 
-Once = Callable[[Callable[[], Tensor]], Tensor]
-"""Compute, or return what that gave when the layer ran for the first time."""
-
-
-def _anew(compute: Callable[[], Tensor]) -> Tensor:
-    return compute()
-
-
 @torch.no_grad()
 def _select(scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, grid: FineGrid | None = None) -> Tensor:
     if grid is not None:
@@ -118,7 +111,7 @@ def score_topk(
     group_topk: int | None = None,
     scaling_factor: float | None = None,
     expert_bias_E: Tensor | None = None,
-    once: Once = _anew,
+    once: Once = at_once,
     grid: FineGrid | None = None,
     chosen_TK: Tensor | None = None,
     routing_TE: Tensor | None = None,
@@ -204,7 +197,7 @@ def sinkhorn(cost_TE: Tensor, tolerance: float = 1e-4, max_rounds: int = 1000) -
     return cols_E * cost_TE * rows_T.unsqueeze(1)
 
 
-def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool, once: Once = _anew) -> tuple[Tensor, Tensor]:
+def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool, once: Once = at_once) -> tuple[Tensor, Tensor]:
     """Choose experts by the Sinkhorn-normalised logits; weigh with sigmoid (top-1) or softmax (top-k).
 
     balance False (evaluation) chooses by the weights themselves. once: is asked for the choice. Returns: probs_TE, routing_TE.
@@ -216,7 +209,7 @@ def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool, once: Once = _ane
         scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide).to(logits_TE.dtype)
     with torch.no_grad():
         indices_TK = once(lambda: (sinkhorn(logits_TE.to(wide)) if balance else scores_TE).topk(topk, dim=1)[1])
-        routing_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, indices_TK, True)
+        routing_TE = as_map(indices_TK, logits_TE)
     return scores_TE * routing_TE, routing_TE
 
 
@@ -226,7 +219,7 @@ def expert_capacity(num_tokens: int, topk: int, num_experts: int, factor: float)
 
 
 def drop_beyond_capacity(
-    probs_TE: Tensor, routing_TE: Tensor, capacity: int, policy: str, pad: bool, once: Once = _anew
+    probs_TE: Tensor, routing_TE: Tensor, capacity: int, policy: str, pad: bool, once: Once = at_once
 ) -> tuple[Tensor, Tensor]:
     """Keep at most `capacity` tokens per expert: the largest probabilities ("probs") or the first ("position").
 

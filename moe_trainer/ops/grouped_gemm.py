@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_trainer.ops.main_grad import HALF_DTYPES
 from moe_trainer.ops.transfer import to_device
 
 # below this many rows per expert a loop spends more time on calls than grouped_mm loses on its kernel
 GROUPED_MAX_ROWS = 96
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def prefer_grouped(num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> bool:
