@@ -43,9 +43,9 @@ CAUSES = MappingProxyType({"tp": "tensor", "cp": "context", "cp_a2a": "context",
 """Groups whose collectives are part of a pass, and what their time is called (StepTime)."""
 OVERWRITES = ("zero_", "fill_", "copy", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "triton")
 """Operators that write without reading what was there. So do those with out=."""
-PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
+GEMMS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
             "_scaled_grouped_mm_v2")
-TRITON_PRODUCTS = ("triton::rows_kernel", "triton::weight_kernel")
+TRITON_GEMMS = ("triton::rows_kernel", "triton::weight_kernel")
 SINGLE = ("Float", "float32", "Double", "float64")
 PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
 ADDS = ("index_add_", "index_put_", "_index_put_impl_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_")
@@ -106,13 +106,13 @@ def read_operator(text: str) -> Operator:
     matrices = [x for x in tensors if (triton or x.role == "r") and len(x.shape) >= 2]
     moved = _bytes(base, "out" in overload or "grad_input" in overload, tensors)
     shapes = [x.shape for x in matrices[:3]]
-    if base in TRITON_PRODUCTS and tuple(map(len, shapes)) in ((2, 3, 2), (2, 2, 3)):  # rows, weights of experts, rows; the last: their gradient
+    if base in TRITON_GEMMS and tuple(map(len, shapes)) in ((2, 3, 2), (2, 2, 3)):  # rows, weights of experts, rows; the last: their gradient
         (rows, one), other = shapes[0], shapes[2]
         experts = max(shapes, key=len)[0]
         gemm = (rows / experts, other[1], one, experts) if len(other) == 2 else (one, shapes[1][1], rows / experts, experts)
         m, n, k, count = gemm
         return Operator(name, moved, round(2 * m * n * k * count), gemm, size=4 if matrices[0].dtype in SINGLE else 2)
-    if base in PRODUCTS:
+    if base in GEMMS:
         made = [x for x in tensors if x.role != "r" and len(x.shape) >= 2]
         left, right = matrices[-2:] if "add" in base else matrices[:2]
         width = next((kind for mark, kind in FORMATS if left.dtype.startswith(mark)), "bf16")

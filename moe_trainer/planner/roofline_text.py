@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from moe_trainer.planner.plan import Plan, nearest
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from moe_trainer.planner.step_time import StepTime
 
 LINES = 10
-LIMITS = (("compute", "products"), ("memory", "memory"), ("launch", "launches"))
+LIMITS = MappingProxyType({"compute": "GEMMs", "memory": "memory", "launch": "launches"})
 CLOSE = 0.05
 """Of the plan's step: parts of the two that differ by less are not explained."""
 
@@ -40,21 +41,21 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
         *_published(plan, time),
         "",
         f"operators of stage {roofline.stage}: {busiest.kernels:,.0f} kernels of an iteration, {busiest.host_waits:,.0f} waits of the host",
-        *(f"  {_seconds(busiest, limit):9.3f} s limited by {text}" for limit, text in LIMITS),
+        *(f"  {_seconds(busiest, limit):9.3f} s limited by {text}" for limit, text in LIMITS.items()),
         f"  {busiest.ahead:9.3f} s if the host ran ahead within every pass; {busiest.bound:.3f} s at the peaks of the data sheet, without launches",
         "",
-        "why they part:",
+        "why the two differ:",
         *(f"  {reason}" for reason in reasons(plan, roofline)),
         "",
         f"the {LINES} most expensive lines of stage {roofline.stage}",
         "    seconds   share  kernels  limited by        GB    TFLOP  line",
-        *(_line(place, line, busiest) for place, line in dearest(busiest)),
+        *(_line(place, line, busiest) for place, line in most_expensive(busiest)),
         "------------------------------------------------------------",
     ]
     return lines
 
 
-def dearest(costs: Costs, count: int = LINES) -> list[tuple[str, Line]]:
+def most_expensive(costs: Costs, count: int = LINES) -> list[tuple[str, Line]]:
     """Source lines by their seconds."""
     return sorted(costs.lines.items(), key=lambda item: -item[1].seconds.total())[:count]
 
@@ -63,10 +64,14 @@ def _seconds(costs: Costs, limit: str) -> float:
     return sum(line.seconds[limit] for line in costs.lines.values())
 
 
+def _limit(line: Line) -> str:
+    """What most of a line's time is limited by."""
+    return LIMITS[max(line.seconds, key=line.seconds.__getitem__)]
+
+
 def _line(place: str, line: Line, costs: Costs) -> str:
     seconds = line.seconds.total()
-    limit = dict(LIMITS)[max(line.seconds, key=line.seconds.__getitem__)]
-    return (f"  {seconds:9.3f} {100 * seconds / costs.total:6.1f}% {line.kernels.total():8,.0f}  {limit:10s} {line.bytes / 1e9:9,.0f} {line.flops / 1e12:8,.0f}  {place}")
+    return (f"  {seconds:9.3f} {100 * seconds / costs.total:6.1f}% {line.kernels.total():8,.0f}  {_limit(line):10s} {line.bytes / 1e9:9,.0f} {line.flops / 1e12:8,.0f}  {place}")
 
 
 def _published(plan: Plan, time: StepTime) -> list[str]:
@@ -107,8 +112,8 @@ def table_lines(rows: Sequence[tuple[str, Plan, Roofline]], commit: str) -> list
     lines = [
         "# Steps of the zoo's models from the operators that they launch", "",
         f"`python scripts/roofline.py models --write`, commit {commit}. Executed on the emulated CUDA device; nothing here was measured on a GPU.",
-        "[What the columns mean and why they part](../../docs/planning.md#a-roofline-from-what-runs). TFLOP/s are those of one GPU.", "",
-        "| model | on | step | TFLOP/s | planned | published | kernels | launches | memory | products | at peaks |", "|---|---|---|---|---|---|---|---|---|---|---|",
+        "[What the columns mean and why the two differ](../../docs/planning.md#a-roofline-from-what-runs). TFLOP/s are those of one GPU.", "",
+        "| model | on | step | TFLOP/s | planned | published | kernels | launches | memory | GEMMs | at peaks |", "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, plan, found in rows:
         costs, near = found.busiest, nearest(plan)
@@ -119,9 +124,8 @@ def table_lines(rows: Sequence[tuple[str, Plan, Roofline]], commit: str) -> list
     lines += ["", "Seconds of an iteration; kernels and what limits them are those of the busiest pipeline stage. Planned and published: TFLOP/s of the same flags.", ""]
     for name, plan, found in rows:
         lines += [f"## {name} on {plan.hardware.name}", "", "| seconds | kernels | limited by | line |", "|---|---|---|---|"]
-        for place, line in dearest(found.busiest):
-            limit = dict(LIMITS)[max(line.seconds, key=line.seconds.__getitem__)]
-            lines.append(f"| {line.seconds.total():.3f} | {line.kernels.total():,.0f} | {limit} | `{place}` |")
+        for place, line in most_expensive(found.busiest):
+            lines.append(f"| {line.seconds.total():.3f} | {line.kernels.total():,.0f} | {_limit(line)} | `{place}` |")
         lines += ["", *(f"- {reason}" for reason in (*found.notes, *reasons(plan, found))), ""]
     return lines[:-1]
 
@@ -143,5 +147,5 @@ def _costs(costs: Costs) -> dict[str, object]:
         "at_peaks_s": costs.bound, "unfilled_launches_s": costs.unfilled, "layers_s": dict(costs.layers),
         "passes": {f"{direction} of chunk {chunk}": vars(each) for (direction, chunk), each in costs.passes.items()},
         "lines": {place: {"seconds": dict(line.seconds), "kernels": dict(line.kernels), "bytes": line.bytes, "flops": line.flops}
-                  for place, line in dearest(costs, len(costs.lines))},
+                  for place, line in most_expensive(costs, len(costs.lines))},
     }

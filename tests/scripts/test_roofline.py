@@ -29,7 +29,7 @@ def test_a_step_of_two_stages(roofline, capsys, tmp_path):
     assert roofline.main([*TINY.split(), "--hardware", "gb200", "--report", str(tmp_path / "r.json")]) == 0
     out = capsys.readouterr().out
     assert "4 x gb200; executed: pipeline stages 0 1 of 2, of 16 microbatches 3" in out
-    assert "the 10 most expensive lines" in out and "nearest published run" in out and "why they part" in out
+    assert "the 10 most expensive lines" in out and "nearest published run" in out and "why the two differ" in out
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["step_s"] == pytest.approx(sum(found["step"].values()))
     last = found["stages"]["1"]
