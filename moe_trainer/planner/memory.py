@@ -5,7 +5,8 @@ chunk keeps of one microbatch (shape/activations.py, with the loss's own tensors
 That number is not chosen: the rank's order of work (shape/orders.py) is walked, forward adds, backward takes away, and the moment with
 most bytes counts. Where weight gradients are computed apart, W takes away.
 
-Buffers live only while something runs, and the largest counts: tokens that are sent and received with the experts' gradients; what
+Buffers live only while something runs, and the largest counts: tokens that are sent and received with the experts' gradients; gradients of
+a layer's experts before they are added to the main gradients; what
 recompute brings back, a layer at a time; what indexers of sparse attention learn from; with full sharding the gathered layer and the one that is gathered ahead. Gradients at the
 borders of CUDA graphs stay in their places for every microbatch in flight.
 
@@ -294,6 +295,8 @@ def _buffers(args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams
     span = training.recompute_num_layers if training.recompute_method == "uniform" and training.recompute_granularity == "full" else 1
     # of a pair one layer is made before one is let go
     working = max(map(sizes.layer, kinds), default=0.0) if args.parallel.overlap_moe_expert_parallel_comm else 0.0
+    if True in kinds and moe.moe_grouped_gemm and not sizes.quantized_experts:
+        working += params.layers[True].expert * sizes.size  # gradients of a layer's experts, before they are added to the main gradients
     if training.recompute_granularity is not None:
         selective = training.recompute_granularity == "selective"
         working += max(((span or 1) * (sizes.bare_layer(kind) - (sizes.layer(kind) if selective else 0)) for kind in kinds), default=0.0)

@@ -255,7 +255,7 @@ void* new_block(void* data, size_t bytes, DeviceIndex device) {
   size_t rounded = (bytes + 511) / 512 * 512;
   blocks[data] = Block{bytes, rounded, device, next_block++, index_of(device, current_streams[device]), {}, {}, capturing, capturing != nullptr};
   allocated[device] += rounded;
-  peak[device] = std::max(peak[device], allocated[device]);
+  if (!nested) peak[device] = std::max(peak[device], allocated[device]);  // a real kernel needs no such tensors
   if (capturing) capturing->made.insert(data);
   tell(ALLOCATE, std::to_string((uintptr_t)data), rounded);
   return data;
@@ -958,7 +958,12 @@ int ec_op_counts(char* out, int size) {
   return (int)text.size();
 }
 void ec_kernel_begin(const char* what, int64_t bytes) { LOCKED; launch(what, bytes); nested++; }
-void ec_kernel_end() { nested--; }
+void ec_kernel_end() {
+  LOCKED;
+  if (--nested == 0)
+    for (int device = 0; device < MAX_DEVICES; device++) peak[device] = std::max(peak[device], allocated[device]);
+}
+int ec_is_nested() { return nested; }
 int ec_current_device() { return current_device; }
 void ec_set_device(int device) { current_device = (DeviceIndex)device; }
 int64_t ec_new_stream(int device) { LOCKED; int64_t id = next_stream++; index_of((DeviceIndex)device, id); return id; }

@@ -48,12 +48,15 @@ class Recording:
 
     OPERATOR: its tensors as emulation.Device.record describes them. WAIT: of the host. START, FINISH: of a collective,
     "operation|group|ranks|distance of two|bytes|its number". pass: "forward 0" of local chunk 0 and so on, "" outside the microbatches.
+    bytes: of the device's memory that the last of each pass left allocated (forward: kept for backward; backward: less than none),
+    "states" what was allocated when the iteration began, and "peak" the most during it.
     """
 
     def __init__(self) -> None:
         self.events: list[list] = []
         self.texts: dict[str, int] = {}
         self.on, self.trace, self.number = False, None, 0
+        self.bytes: dict[str, int] = {}
         self.action, self.microbatch, self.actions = "", 0, 0
         self._here = threading.local()
 
@@ -100,10 +103,12 @@ def during(recording: Recording, name: str, method: Callable[..., Any]) -> Calla
 
     @functools.wraps(method)
     def run(execution, action, *args):
+        before = torch.cuda.memory_allocated()
         recording.action, recording.microbatch, recording.actions = f"{name} {action.chunk}", action.microbatch + 1, recording.actions + 1
         try:
             return method(execution, action, *args)
         finally:
+            recording.bytes[recording.action] = torch.cuda.memory_allocated() - before
             recording.action, recording.microbatch, recording.actions = "", 0, recording.actions + 1
 
     return run
@@ -225,14 +230,17 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         for iteration, count in enumerate((1, microbatches)):  # the first makes what stays
             recording.on = iteration == 1
+            recording.bytes["states"] = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
             device.record((lambda text: recording.enter(OPERATOR, text)) if recording.on else None)
             callbacks = emulation._EVENT(lambda kind, what, size: recording.enter(WAIT, what.decode()) or 0 if kind == emulation.WAIT else 0)
             device.lib.ec_callbacks(callbacks, device._callbacks[1])
             train_step(run, state, count)
             state.iteration += 1
+    recording.bytes["peak"] = torch.cuda.max_memory_allocated()
     device.record(None)
     device.watch(False)
-    return {**recording.as_json(), "routed": found}
+    return {**recording.as_json(), "routed": found, "bytes": recording.bytes}
 
 
 if __name__ == "__main__":
