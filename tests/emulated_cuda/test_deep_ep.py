@@ -1,4 +1,4 @@
-"""DeepEP's own Python, and HybridEP's, over their compiled parts in torch, against the all-to-all on two emulated devices.
+"""The own Python of DeepEP 1 and 2 and of HybridEP over their compiled parts in torch, against the all-to-all on two emulated devices.
 
 DEEP_EP_CHECKOUT names a git checkout of the library; without one these tests are skipped.
 """
@@ -15,30 +15,36 @@ import torch
 from emulated_cuda.run import HERE, environment, on_device
 from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
 
-BRANCH = "origin/hybrid-ep"
-HIDDEN, RANKS = 64, 2
+HIDDEN, RANKS = 256, 2
 BACKENDS = ("deepep", "hybridep")
+SETTINGS = {"EP_SUPPRESS_NCCL_CHECK": "1", "EP_NCCL_ROOT_DIR": "/usr", "CUDA_HOME": "/usr"}
+"""What version 2 looks for when it is imported."""
+
+
+def unpack(branch: str, folder: Path) -> Path:
+    """The library's Python and pybind sources, with the module that version 2 has for its compiled part."""
+    checkout = os.environ.get("DEEP_EP_CHECKOUT")
+    if not checkout:
+        pytest.skip("DEEP_EP_CHECKOUT names no git checkout of DeepEP")
+    packed = subprocess.run(["git", "-C", checkout, "archive", branch, "deep_ep", "csrc"], check=True, capture_output=True).stdout
+    tarfile.open(fileobj=io.BytesIO(packed)).extractall(folder, filter="data")
+    (folder / "deep_ep/_C.py").write_text("from deep_ep_elastic import *  # noqa: F403\n")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """The library's Python and pybind sources."""
-    checkout = os.environ.get("DEEP_EP_CHECKOUT")
-    if not checkout:
-        pytest.skip("DEEP_EP_CHECKOUT names no git checkout of DeepEP")
-    folder = tmp_path_factory.mktemp("deep_ep")
-    packed = subprocess.run(["git", "-C", checkout, "archive", BRANCH, "deep_ep", "csrc"], check=True, capture_output=True).stdout
-    tarfile.open(fileobj=io.BytesIO(packed)).extractall(folder, filter="data")
-    return folder
+    """Of version 1 and HybridEP."""
+    return unpack("origin/hybrid-ep", tmp_path_factory.mktemp("deep_ep"))
 
 
 def use(sources: Path) -> None:
     """Make this process, which has devices, find the package."""
-    os.environ["DEEP_EP_SOURCES"] = str(sources)
+    os.environ.update(SETTINGS, DEEP_EP_SOURCES=str(sources))
     sys.path[:0] = [str(HERE / "libraries"), str(sources)]
 
 
-def flex(sources: Path, backend: str, ps, max_tokens: int, **changes):
+def flex(sources: Path, backend: str, ps, max_tokens: int, deterministic: bool = False, **changes):
     from moe.layers import sections
 
     from moe_trainer.backends import Backends
@@ -46,7 +52,7 @@ def flex(sources: Path, backend: str, ps, max_tokens: int, **changes):
 
     use(sources)
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
-    rows = Rows(HIDDEN, max_tokens, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
+    rows = Rows(HIDDEN, max_tokens, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()), deterministic)
     return choose_dispatcher(moe, ps, rows, Backends("error", cuda=True))
 
 
@@ -89,8 +95,13 @@ def test_the_library_gives_what_the_all_to_all_gives(sources, backend, case):
     changes = {"moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1, "moe_permute_fusion_into_hybridep": "fused" in backend}
     for plain, library in on_device(both, sources, backend.partition(",")[0], topk, sizes, kind, changes, devices=RANKS, ranks=RANKS):
         assert plain[:3] == library[:3]
-        for ours, theirs in zip(plain[3:], library[3:], strict=True):
-            torch.testing.assert_close(torch.tensor(theirs), torch.tensor(ours), atol=0.02, rtol=0.02)
+        same_results(plain, library)
+
+
+def same_results(plain: list, library: list) -> None:
+    """But for the rows of the experts."""
+    for ours, theirs in zip(plain[3:], library[3:], strict=True):
+        torch.testing.assert_close(torch.tensor(theirs), torch.tensor(ours), atol=0.02, rtol=0.02)
 
 
 def count_with(rank: int, n: int, sources: Path, flags: str) -> dict[str, int]:
@@ -108,9 +119,13 @@ def test_the_host_waits_once_for_each_layer(sources, backend, flags):
 
 
 def test_parity_with_the_all_to_all(sources):
+    check_parity(sources, "deepep or hybridep")
+
+
+def check_parity(sources: Path, which: str) -> None:
     """tests/gpu/test_flex_parity.py as it stands, on two devices."""
-    env = environment(RANKS) | {"DEEP_EP_SOURCES": str(sources)}
+    env = environment(RANKS) | SETTINGS | {"DEEP_EP_SOURCES": str(sources)}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), str(HERE / "libraries"), str(sources), env["PYTHONPATH"]])
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "gpu/test_flex_parity.py"],
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "gpu/test_flex_parity.py", "-k", which],
                           cwd=HERE.parent, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "skipped" not in done.stdout.splitlines()[-1], done.stdout[-6000:] + done.stderr[-2000:]

@@ -23,6 +23,11 @@ HIDDEN, TOKENS, RANKS = 512, 64, 2
 KINDS = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}
 
 
+def by_expert(rows: torch.Tensor, counts: list[int]) -> list[list]:
+    """The rows of every expert, whatever their order: DeepEP 2 keeps it in deterministic runs only."""
+    return [sorted(part.tolist()) for part in rows.split(counts)]
+
+
 def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS) -> None:
     """Rows bit for bit; results and gradients to bf16's rounding."""
     device = torch.device("cuda", rank)
@@ -50,7 +55,7 @@ def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS
         (y.float() ** 2).mean().backward()
         results[-1] += [y.detach(), x.grad, *(param.grad for param in layer.parameters())]
     (rows_plain, counts_plain, *expected), (rows_flex, counts_flex, *ours) = results
-    assert counts_plain == counts_flex and torch.equal(rows_plain, rows_flex)
+    assert counts_plain == counts_flex and by_expert(rows_plain, counts_plain) == by_expert(rows_flex, counts_flex)
     for one, other in zip(ours, expected, strict=True):
         assert (one.float() - other.float()).norm() <= 2e-2 * other.float().norm()
     dist.barrier()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deep_ep_calls import Event, Work, check
 from emulation import DEVICE
 from pybind import Declarations
 
@@ -26,20 +27,12 @@ class _Config:
         return 0
 
 
-class _Event:
-    def __init__(self):
-        self._event = torch.cuda.current_stream().record_event()
-
-    def current_stream_wait(self):
-        torch.cuda.current_stream().wait_event(self._event)
-
-
 def is_sm90_compiled():
     return True
 
 
-def int32(*tensors):
-    assert all(t.dtype == torch.int32 and t.is_contiguous() and t.is_cuda for t in tensors)
+def _check_rows(x):
+    assert x.dim() == 2 and x.is_contiguous() and x.is_cuda and x.shape[1] * x.element_size() % 32 == 0
 
 
 class _Buffer:
@@ -67,8 +60,9 @@ class _Buffer:
         assert self._group.size() == self._size
 
     def get_dispatch_layout(self, idx_TK, num_experts, previous_event, async_, on_comm_stream):
-        assert idx_TK.dim() == 2 and idx_TK.is_contiguous() and idx_TK.is_cuda and idx_TK.dtype == torch.int64 and num_experts > 0
-        with self._Work(self, previous_event, async_, on_comm_stream, [idx_TK]) as work:
+        check(torch.int64, idx_TK)
+        assert idx_TK.dim() == 2 and num_experts > 0
+        with self._work(previous_event, async_, on_comm_stream, idx_TK) as work:
             # -1 goes into a column that is cut off
             chosen_TE = torch.zeros(len(idx_TK), num_experts + 1, dtype=torch.bool, device=idx_TK.device)
             chosen_TE = chosen_TE.scatter_(1, torch.where(idx_TK < 0, num_experts, idx_TK), True)[:, :num_experts]
@@ -79,17 +73,21 @@ class _Buffer:
     def intranode_dispatch(self, x, scales, idx_TK, weights, per_rank, in_rank, per_expert, cached_rows, cached_ranks, cached_channels, alignment,
                            worst, config, nvfp4, sf, previous_event, async_, on_comm_stream):
         again, channels = cached_ranks is not None, config._sms // 2
-        assert config._sms % 2 == 0 and in_rank.dtype == torch.bool and in_rank.is_contiguous() and in_rank.shape == (len(x), self._size)
-        assert x.dim() == 2 and x.is_contiguous() and x.is_cuda and x.shape[1] * x.element_size() % 16 == 0 and scales is None and worst == 0
+        check(torch.bool, in_rank)
+        _check_rows(x)
+        assert config._sms % 2 == 0 and in_rank.shape == (len(x), self._size)
+        assert scales is None and worst == 0 and not nvfp4 and sf is None, "not emulated"
         assert self._bytes >= config.get_nvl_buffer_size_hint(x.shape[1] * x.element_size(), self._size)
         assert (idx_TK is None) == (weights is None)
         if again:
-            int32(cached_ranks, cached_channels)
+            check(torch.int32, cached_ranks, cached_channels)
             assert cached_ranks.shape == (self._size, self._size) and cached_channels.shape == (self._size, channels)
         else:
-            int32(per_rank, per_expert)
-            assert weights.dtype == torch.float32 and weights.is_contiguous() and idx_TK.is_contiguous() and weights.shape == idx_TK.shape
-        with self._Work(self, previous_event, async_, on_comm_stream, [x, in_rank, *(t for t in (idx_TK, weights, cached_ranks) if t is not None)]) as work:
+            check(torch.int32, per_rank, per_expert)
+            check(torch.int64, idx_TK)
+            check(torch.float32, weights)
+            assert per_rank.shape == (self._size,) and weights.shape == idx_TK.shape and len(x) == len(idx_TK) and idx_TK.shape[1] <= 32
+        with self._work(previous_event, async_, on_comm_stream, x, in_rank, idx_TK, weights, cached_ranks) as work:
             tokens = [in_rank[:, rank].nonzero().flatten() for rank in range(self._size)]
             sizes = [len(part) for part in tokens]
             if again:
@@ -121,12 +119,16 @@ class _Buffer:
         return *outcome, work.event
 
     def intranode_combine(self, x, weights, bias_0, bias_1, source, ranks, channel, head, config, previous_event, async_, on_comm_stream):
-        assert x.dim() == 2 and x.is_contiguous() and x.is_cuda and x.shape[1] * x.element_size() % 16 == 0 and config._sms % 2 == 0
-        int32(source, ranks, channel, head)
+        check(torch.bfloat16, x)
+        _check_rows(x)
+        check(torch.int32, source, ranks, channel, head)
+        assert bias_0 is None and bias_1 is None, "not emulated"
+        assert config._sms % 2 == 0 and ranks.shape == (self._size, self._size)
         assert source.shape == (len(x),) and head.shape[1] == self._size and channel.shape == (self._size, config._sms // 2)
         if weights is not None:
-            assert weights.dtype == torch.float32 and weights.dim() == 2 and weights.is_contiguous() and len(weights) == len(x)
-        with self._Work(self, previous_event, async_, on_comm_stream, [x, source, ranks, head, *([] if weights is None else [weights])]) as work:
+            check(torch.float32, weights)
+            assert weights.dim() == 2 and len(weights) == len(x)
+        with self._work(previous_event, async_, on_comm_stream, x, source, ranks, head, weights) as work:
             tokens = [(head[:, rank] >= 0).nonzero().flatten() for rank in range(self._size)]
             sizes = ranks[:, self._rank].diff(prepend=ranks.new_zeros(1)).tolist()
             made = []
@@ -137,42 +139,16 @@ class _Buffer:
                     made += work.made(total.to(table.dtype))
         return made[0], made[1] if weights is not None else None, work.event
 
+    def _work(self, previous_event, async_, on_comm_stream, *inputs):
+        assert not on_comm_stream or (previous_event is not None and async_)
+        return Work(self._stream, previous_event, async_, EventHandle, inputs)
+
     def _exchange(self, table, sizes, arriving):
         arrived = table.new_empty(sum(arriving), *table.shape[1:])
         dist.all_to_all_single(arrived, table.contiguous(), arriving, sizes, group=self._group)
         return arrived
 
-    class _Work:
-        """The part of a call that runs on the communication stream."""
-
-        def __init__(self, buffer, previous_event, async_, on_comm_stream, inputs):
-            assert not on_comm_stream or (previous_event is not None and async_)
-            self.stream, self.compute = buffer._stream, torch.cuda.current_stream()
-            self.async_, self.tensors, self.event = async_, list(inputs), None
-            self.stream.wait_stream(self.compute) if previous_event is None else self.stream.wait_event(previous_event._event)
-            self.context = torch.cuda.stream(self.stream)
-
-        def made(self, *tensors):
-            self.tensors += tensors
-            return tensors
-
-        def __enter__(self):
-            self.context.__enter__()
-            DEVICE().lib.ec_kernel_begin(b"DeepEP", 0)
-            return self
-
-        def __exit__(self, *error):
-            DEVICE().lib.ec_kernel_end()
-            if error[0] is None and self.async_:
-                self.event = EventHandle()
-                for tensor in self.tensors:
-                    tensor.record_stream(self.stream)
-                    tensor.record_stream(self.compute)
-            self.context.__exit__(*error)
-            if not self.async_:
-                self.compute.wait_stream(self.stream)
-
 
 Config = declared.make("Config", _Config)
-EventHandle = declared.make("EventHandle", _Event)
+EventHandle = declared.make("EventHandle", Event)
 Buffer = declared.make("Buffer", _Buffer)

@@ -20,6 +20,7 @@ import torch
 SOURCES = (".cu", ".cuh", ".cpp", ".hpp")
 NUMBERS = {"int": 0, "int64_t": 0, "size_t": 0, "bool": False, "float": 0.0, "double": 0.0}
 OPTIONAL = re.compile(r"(?:std|c10)::optional<(.+)>")
+VECTOR = re.compile(r"std::vector<(.+)>")
 
 
 @dataclass
@@ -84,10 +85,22 @@ class Declarations:
         self.classes[name] = made
         return made
 
+    def function(self, name: str, implementation: Callable) -> Callable:
+        """The function of that name: implementation behind checked arguments."""
+        parts = split(bracket(self.text, re.search(rf'\bm\.def\(\s*"{name}"', self.text).start()))
+        signature = signature_of(_types(self.text, parts[1]), [])
+
+        def call(*args, **kwargs):
+            return implementation(*self.bind(name, signature, args, kwargs).args)
+
+        return call
+
     def takes(self, kind: str, value: Any) -> bool:
         kind = {"MaybeTensor": "std::optional<at::Tensor>"}.get(bare(kind), bare(kind))
         if inner := OPTIONAL.fullmatch(kind):
             return value is None or self.takes(inner.group(1), value)
+        if inner := VECTOR.fullmatch(kind):
+            return isinstance(value, list | tuple) and all(self.takes(inner.group(1), one) for one in value)
         if kind in ("torch::Tensor", "at::Tensor"):
             return isinstance(value, torch.Tensor)
         if kind == "bool":
@@ -99,6 +112,8 @@ class Declarations:
             return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         if kind == "std::string":
             return isinstance(value, str)
+        if kind == "bytearray":
+            return isinstance(value, bytearray)
         known = self.classes.get(kind.rsplit("::", 1)[-1])
         if known is not None and issubclass(known, enum.Enum):
             return isinstance(value, enum.IntEnum) and value.name in known.__members__
@@ -116,10 +131,7 @@ class Declarations:
             if "init<" in parts[0]:
                 types, method = split(parts[0][parts[0].index("<") + 1:parts[0].rindex(">")]), "__init__"
             else:
-                method = parts[0].strip('"')
-                implementation = parts[1].rsplit("::", 1)[-1]
-                types = [bare(re.sub(r"\s*=.*", "", part)).removesuffix(re.search(r"(\w+)\s*$", re.sub(r"\s*=.*", "", part)).group(1))
-                         for part in split(bracket(body, re.search(rf"\b{implementation}\s*\(", body).start()))]
+                method, types = parts[0].strip('"'), _types(body, parts[1])
             made.methods[method] = signature_of(types, [part for part in parts[1:] if "arg(" in part or "kw_only" in part])
         return made
 
@@ -156,6 +168,13 @@ def signature_of(types: Sequence[str], named: Sequence[str]) -> inspect.Signatur
         value = inspect.Parameter.empty if not default else _value(default)
         parameters.append(inspect.Parameter(re.search(r'"(\w+)"', name).group(1), kind, annotation=type_, default=value))
     return inspect.Signature(parameters)
+
+
+def _types(text: str, function: str) -> list[str]:
+    """Of the arguments of &Class::function, which is declared in text."""
+    declared = re.search(rf"[\w>&*]\s+{function.rsplit('::', 1)[-1].lstrip('&')}\s*\(", text)
+    parts = [re.sub(r"\s*=.*", "", part) for part in split(bracket(text, declared.start()))]
+    return [bare(part).removesuffix(re.search(r"(\w+)\s*$", part).group(1)) for part in parts]
 
 
 def _value(text: str) -> Any:
