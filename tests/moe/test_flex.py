@@ -60,7 +60,8 @@ def flex_dispatcher(recorded, version, ps, max_tokens=50, **changes):
     sys.modules["deep_ep"] = module
     backend = "hybridep" if version == "HybridEP" else "deepep"
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
-    rows = Rows(HIDDEN, max_tokens, torch.bfloat16, torch.device("cpu"))
+    width = deepep.V2_WIDTH if version == "DeepEP 2" else HIDDEN  # of the buffer, which the stand-in does not hold rows against
+    rows = Rows(width, max_tokens, torch.bfloat16, torch.device("cpu"))
     made = choose_dispatcher(moe, ps, rows, Backends(cuda=True, typed=frozenset({"moe_flex_dispatcher_num_sms"})))
     assert type(made) is {"deepep": deepep.DeepEPDispatcher, "hybridep": hybridep.HybridEPDispatcher}[backend]
     return made, signatures
@@ -261,7 +262,7 @@ def test_flags_reach_the_libraries(recorded):
     v1 = run_ranks(_constructed, 2, recorded, "DeepEP 1.0", {"moe_flex_dispatcher_num_sms": 12})[0]
     assert v1 == ({"num_nvl_bytes": 3 * 2 * HIDDEN * 2, "num_rdma_bytes": 0}, 12)
     v2 = run_ranks(_constructed, 2, recorded, "DeepEP 2", {"moe_flex_dispatcher_num_sms": 12})[0][0]
-    assert v2 == {"num_max_tokens_per_rank": 40, "hidden": HIDDEN, "num_topk": 2, "deterministic": False}
+    assert v2 == {"num_max_tokens_per_rank": 40, "hidden": deepep.V2_WIDTH, "num_topk": 2, "deterministic": False}
     hybrid = run_ranks(_constructed, 2, recorded, "HybridEP", {
         "moe_flex_dispatcher_num_sms": 12, "moe_hybridep_num_blocks_permute": 3, "moe_hybridep_num_sms_preprocessing": 99})[0][0]
     assert hybrid == {
@@ -346,6 +347,12 @@ def test_rows_the_library_cannot_carry(recorded, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 1.0")[0])
     with pytest.raises(ValueError, match="carries bf16 rows only.*--bf16"):
         choose_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, dtype=torch.float32), Backends(cuda=True))
+
+
+def test_rows_of_a_width_that_version_2_has_no_kernels_for(recorded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 2")[0])
+    with pytest.raises(ValueError, match="multiples of 256 only, these have 2880"):
+        choose_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, hidden_size=2880), Backends(cuda=True))
 
 
 def test_one_expert_rank_has_nothing_to_send(without_deep_ep):

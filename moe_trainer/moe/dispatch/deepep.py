@@ -3,8 +3,8 @@
 Design: a token goes with the numbers and weights of its experts, [T, K] with -1 where nothing was chosen or the token was dropped,
 once to every rank that holds at least one of them, however many. The receiver gets its own experts' numbers counted from 0 and -1 for
 the others, copies each row into the rows of its experts, and adds the results of its own experts before they go back; what comes
-from several ranks is added on the way home. So the rows that experts see are those of the all-to-all, bit for bit; a token's
-results are added rank by rank, which for two experts is the same sum.
+from several ranks is added on the way home. So the rows that experts see are those of the all-to-all, bit for bit (with version 2 in
+another order, unless runs are deterministic); a token's results are added rank by rank, which for two experts is the same sum.
 
 The backward of a dispatch is a combine of the gradients, and that of a combine a dispatch along the same way (the handle). Start
 and finish of each are separate nodes, so that work between them runs beside the exchange in backward, too.
@@ -35,6 +35,8 @@ from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import Group, ParallelState
 
 INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
+V2_WIDTH = 256
+"""Version 2's kernels are compiled for rows of a multiple of so many numbers only."""
 
 
 @dataclass(frozen=True)
@@ -288,10 +290,14 @@ def make_dispatcher(ps: ParallelState, *, topk: int, hidden_size: int, max_token
 
     max_tokens: the most tokens a rank dispatches at a time. num_sms: multiprocessors to occupy; version 2 estimates them
     itself unless the user asked for a number. deterministic: rows in the same order every time (version 1 always does that).
+    Raises: ValueError when the library cannot carry rows of this width.
     """
     deep_ep = importlib.import_module("deep_ep")
     group = ps.tp_ep
     if hasattr(deep_ep, "ElasticBuffer"):
+        if hidden_size % V2_WIDTH:
+            raise ValueError(f"--moe-flex-dispatcher-backend deepep: version 2 of the library carries rows of multiples of {V2_WIDTH} only, these "
+                             f"have {hidden_size}: use --moe-token-dispatcher-type alltoall or version 1 of the library")
         # its constructor reads the group's communicator, which exists only once the group has been used
         all_reduce(torch.zeros(1, device=device), group)
         buffer = deep_ep.ElasticBuffer(group.handle, num_max_tokens_per_rank=max_tokens, hidden=hidden_size,
