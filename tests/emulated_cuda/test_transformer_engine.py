@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from emulated_cuda import te_package
 from emulated_cuda.run import HERE, environment, on_device
 from emulated_cuda.test_waits import MICROBATCHES, count, expected
@@ -101,6 +102,57 @@ def test_weight_gradients_of_experts_in_8_bits_wait(mapping, waiting):
     assert one[2] == 0 < other[2] and other[0] == pytest.approx(one[0], rel=1e-3)
     for name, grad in one[1].items():
         assert (other[1][name] - grad).norm() <= 0.05 * grad.norm(), name
+
+
+def delayed_scaling(folder: Path, algorithm: str) -> list[tuple[list[float], list[float], list[float]]]:
+    """Of every step scales of the library's linear and of ours, for what comes next, and how far its results are from ours."""
+    te_package.use(folder)
+    import transformer_engine.pytorch as library
+    from transformer_engine.common.recipe import DelayedScaling
+
+    from moe_trainer.ops.fp8 import Delayed, QuantizedProducts, make_recipe
+
+    recipe = DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo=algorithm)
+    linear = library.Linear(64, 32, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    ours = QuantizedProducts(make_recipe("delayed", hybrid=True, delayed=Delayed(1, 3, algorithm == "max")), "linear").cuda()
+    generator, steps = torch.Generator().manual_seed(1), []
+    weight = torch.randn(32, 64, generator=generator)
+    for size in (1.0, 30.0, 0.2, 0.1, 0.05, 0.1, 7.0):
+        x, grad = (scale * torch.randn(48, width, generator=generator) for scale, width in ((size, 64), (0.01 / size, 32)))
+        x, grad = x.to("cuda", torch.bfloat16).requires_grad_(), grad.to("cuda", torch.bfloat16)
+        with torch.no_grad():
+            linear.weight.copy_(weight / size)
+        linear.weight.grad = None
+        with library.autocast(enabled=True, recipe=recipe):
+            y = linear(x)
+        y.backward(grad)
+        rows, w = x.detach(), linear.weight.detach()
+        expected = ours.output(rows, w), ours.input_grad(grad, w), ours.weight_grad(grad, rows)
+        ours.advance(ours.amax.clone())
+        results = zip((y, x.grad, linear.weight.grad), expected, strict=True)
+        apart = [((theirs.float() - mine.float()).norm() / mine.float().norm()).item() for theirs, mine in results]
+        forward, backward = (linear.fp8_meta[f"scaling_{way}"].scale.tolist() for way in ("fwd", "bwd"))
+        steps.append(([*forward[:2], backward[0]], ours.scaling[:, 0].tolist(), apart))
+    return steps
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_delayed_scaling_of_the_library_is_ours(algorithm):
+    """With a microbatch in an iteration: its linears take over a scale for every microbatch."""
+    steps = on_device(delayed_scaling, te_package.unpacked(), algorithm)
+    assert len({tuple(theirs) for theirs, *_ in steps}) >= 3  # they move
+    for theirs, ours, apart in steps:
+        assert theirs == ours and max(apart) <= 5e-3
+
+
+def test_layers_with_delayed_scaling_train_like_local_ones():
+    """Their products are ours; norms and attention are the library's."""
+    (losses, grads, _), (fused_losses, fused_grads, _) = (
+        on_device(train_with, 0, 1, te_package.unpacked(), f"--fp8-format hybrid --fp8-recipe delayed --on-missing-backend fallback --transformer-impl {kind}")
+        for kind in ("local", "transformer_engine"))
+    assert fused_losses == pytest.approx(losses, rel=0.01) and fused_losses != losses
+    one, other = (torch.cat([each[name].flatten() for name in grads]) for each in (grads, fused_grads))
+    assert (other - one).norm() <= 0.4 * one.norm()  # the first iteration, whose scales are 1
 
 
 def count_waits(folder: Path) -> dict[str, int]:

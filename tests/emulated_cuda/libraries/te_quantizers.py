@@ -61,10 +61,10 @@ def _scale(amax: Tensor, quantizer) -> Tensor:
 
 
 def _tensor(x: Tensor, quantizer) -> dict:
-    """One scale: given, with the maximum noted for later (delayed), or found (current)."""
+    """One scale: given, with the maximum so far noted for later (delayed), or found (current)."""
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
     if hasattr(quantizer, "scale"):
-        quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
         scale = quantizer.scale.reshape(())
     else:
         assert not quantizer.with_amax_reduction, "maxima over ranks are not emulated"
@@ -74,6 +74,20 @@ def _tensor(x: Tensor, quantizer) -> dict:
     wants = quantizer.columnwise_usage and torch.cuda.get_device_capability() < (10, 0)
     return {"data": data if quantizer.rowwise_usage or not wants else None, "data_transpose": turned(data) if wants else None,
             "fp8_scale_inv": (1 / scale).reshape(1)}
+
+
+def update_scales(amax: Tensor, histories: list[Tensor], scales: list[Tensor], algorithm: str, kind: torch.dtype, margin: float) -> None:
+    """End a step of delayed scaling. amax: one behind the other, the maxima of the step (0: take the history's); histories: [L, operands] of
+    each module, where the first row is that of the step and the others go from the oldest to the latest; scales: fmax / amax / 2^margin."""
+    assert algorithm in ("max", "most_recent"), algorithm
+    assert len(histories) == len(scales) and amax.numel() == sum(scale.numel() for scale in scales)
+    for last, history, scale in zip(amax.split([scale.numel() for scale in scales]), histories, scales, strict=True):
+        last = torch.where(last != 0, last, history[0])
+        rolled = torch.cat([history[1:], last.unsqueeze(0)])
+        of = torch.where(last != 0, rolled.amax(0), 0.0) if algorithm == "max" else last
+        history.copy_(torch.where(last != 0, torch.cat([torch.zeros_like(rolled[:1]), rolled[1:]]), history))
+        found = (LARGEST[kind] / 2.0**margin / of).clamp(max=torch.finfo(torch.float32).max)
+        scale.copy_(torch.where(torch.isfinite(of) & (of > 0), found, scale))
 
 
 def _blocks(x: Tensor, quantizer) -> dict:

@@ -211,6 +211,13 @@ def _dequantize(input, otype):
 
 
 @_computed
+def _fused_amax_and_scale_update_after_reduction(amax, histories, scales, algorithm, dtype, margin):
+    for tensor in (amax, *histories, *scales):
+        assert tensor.is_cuda and tensor.dtype == torch.float32
+    te_quantizers.update_scales(amax, histories, scales, algorithm, _dtype(dtype), margin)
+
+
+@_computed
 def _fp8_transpose(input, dtype, out=None):
     turned = te_quantizers.turned(input)
     return turned if out is None else out.copy_(turned)
