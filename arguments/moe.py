@@ -103,7 +103,8 @@ class MoEArgs:
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
     """Which tokens go beyond capacity: the least probable or the last ones."""
     moe_expert_rank_capacity_factor: float | None = None
-    """Rows a rank can receive, as a multiple of an even share."""
+    """Rows a rank has room for, as a multiple of an even share; more grow the room, and no token is lost. With HybridEP the counts of rows
+    stay on the device in training, and no MoE layer waits for the host; an iteration in which there was too little room is repeated."""
     moe_clone_hot_experts: int = 0
     """Experts a rank takes in when others have too many rows: clones of hot experts, planned anew for every microbatch (ECHO); the
     same numbers, an even load. 0: none. A flag of this program."""

@@ -88,7 +88,7 @@ def whole_layers_have_fixed_rows(s: Settings, f: Facts) -> Iterator[Violation]:
         yield broken(
             s, f"{_asked(s)} {what}, and how many rows experts receive varies: use --moe-expert-capacity-factor with "
             "--moe-pad-expert-input-to-capacity, or --cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess. (A budget, "
-            "--moe-expert-rank-capacity-factor, fixes the experts' buffers, but their products still read the counts on the host.)",
+            "--moe-expert-rank-capacity-factor, fixes the experts' buffers, but their rows are not captured yet.)",
             IMPL, "moe_pad_expert_input_to_capacity", kind="later")
 
 

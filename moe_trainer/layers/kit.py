@@ -149,7 +149,9 @@ def _fused(local: Kit, ps: ParallelState, cp_comm_types: Sequence[str], backends
         quantized = low and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment), loud=True)
         bf16 = precision.params_dtype_name == "bf16"
         named = "triton_kernels" in backends.typed and local.kernels.products is not None
-        plain = (backends.capability >= te_layers.BF16_EXPERTS_FROM and not named and experts_problem(1) is None if bf16
+        # the library's reads counts on the host, which a budget for received rows can do without
+        plain = (backends.capability >= te_layers.BF16_EXPERTS_FROM and not named and moe.moe_expert_rank_capacity_factor is None
+                 and experts_problem(1) is None if bf16
                  else fits(f"experts in {precision.params_dtype_name}", experts_problem(1)))
         if bf16 and not plain:
             # torch's one product for all experts keeps less for backward (ops/expert_mlp.py), so nothing is missing: not for `fits`

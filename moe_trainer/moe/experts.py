@@ -26,7 +26,7 @@ from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import Activations
 from moe_trainer.moe.cloning import CloneTrip
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
-from moe_trainer.ops.expert_mlp import choose_block, expert_mlp
+from moe_trainer.ops.expert_mlp import choose_block, expert_mlp, reads_counts
 from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
 from moe_trainer.ops.fp8 import HighPrecision, QuantizedProducts
 from moe_trainer.parallel.params import ParamInfo
@@ -99,11 +99,12 @@ class Experts(nn.Module):
             if made != [None, None]:
                 self.quantized = nn.ModuleList(HighPrecision() if products is None else products for products in made)
 
-    def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int], unused: int = 0,
+    def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int] | Tensor, unused: int = 0,
                 trip: CloneTrip | None = None) -> Tensor:
         """Run the experts on their rows; the result is multiplied by the probabilities.
 
-        Shapes: x_RH sorted by expert; probs_R floating; tokens_per_expert_e host integers. unused: zero rows behind them, for which
+        Shapes: x_RH sorted by expert; probs_R floating; tokens_per_expert_e host integers, or where `needs_host_counts` is None (and
+        there is no trip) a tensor on the device, behind whose rows anything may stand. unused: zero rows behind them, for which
         what is returned means nothing (not together with a trip). trip: brings clones of other ranks' experts, whose rows stand behind
         those of the local ones.
         Returns: y_RH.
@@ -146,7 +147,21 @@ class Experts(nn.Module):
         return expert_mlp(x_RH, probs_R, w1, w2, counts, self.activation, b1_eG=b1, b2_eH=self._own_bias(b2),
                           allow_grouped=self.allow_grouped, block=self.block, products=self.products)
 
-    def _run(self, x_RH: Tensor, probs_R: Tensor | None, tokens_per_expert_e: Sequence[int], unused: int) -> Tensor:
+    def needs_host_counts(self) -> str | None:
+        """Why the rows of each expert must be known on the host; None if they need not."""
+        if self.grouped is not None:
+            return "TransformerEngine's GroupedLinear reads them there"
+        if self.quantized is not None:
+            return "products in 8 and 4 bits are cut there"
+        if self.linear_fc1.bias is not None:
+            return "biases of experts are added row by row"
+        if not self.allow_grouped:
+            return "experts run one by one without --moe-grouped-gemm"
+        if not reads_counts(self.linear_fc1.weight, self.linear_fc2.weight, self.products):
+            return "torch has no grouped product that reads them on this device; --triton-kernels grouped-gemm does"
+        return None
+
+    def _run(self, x_RH: Tensor, probs_R: Tensor | None, tokens_per_expert_e: Sequence[int] | Tensor, unused: int) -> Tensor:
         if self.grouped is not None and len(x_RH) > unused:
             return grouped_expert_mlp(
                 x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, tuple(self.grouped),

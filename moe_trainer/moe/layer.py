@@ -119,7 +119,7 @@ class MoELayer(nn.Module):
                 probs_TE, routing_TE = redirect.apply(probs_TE, routing_TE)
             own_TH = routed.own_SBH.flatten(0, 1)
             captured = self.graphs.captures("moe", "layer", "iteration")
-            hints = Hints(None if redirect is None else redirect.expert_V, self._known(routed.shape), captured)
+            hints = Hints(None if redirect is None else redirect.expert_V, self._known(routed.shape), captured, self._buffer_rows(routed.shape))
             sent = dispatcher.preprocess(own_TH, probs_TE, routing_TE, hints)
         sent = dispatcher.start_exchange(sent, self.activations.once)
         if self.overlap_shared:
@@ -177,6 +177,16 @@ class MoELayer(nn.Module):
             return Known(rows * self.router.num_experts, rows)
         return None if self.drops else Known(num_tokens * self.router.topk)
 
+    def keep_counts_on_device(self) -> str | None:
+        """Let the counts of received rows stay on the device where a budget fixes the buffer. Returns: why not, None if they stay."""
+        problem = "pages of --moe-paged-stash are dealt out there" if self.activations.stash is not None else self.experts.needs_host_counts()
+        self.budget.may_stay = problem is None
+        return problem
+
+    def _buffer_rows(self, shape: torch.Size) -> int | None:
+        """The size of the buffer to receive into; None where it has the size of what is received."""
+        return self.budget.fixed_rows(shape[0] * shape[1]) if self.budget is not None and self.budget.on_device else None
+
     def _plan(self, routing_TE: Tensor) -> Redirect | None:
         redirect = self.hot.plan(routing_TE)
         if redirect is not None and self.training and torch.is_grad_enabled():
@@ -189,6 +199,10 @@ class MoELayer(nn.Module):
         if self.budget is None:
             trip = None if redirect is None else self.hot.trip(redirect, self.activations.keeping)
             return self.experts(x_RH, probs_R, counts_e, trip=trip)
+        if isinstance(counts_e, Tensor):
+            if not self.activations.replaying:
+                self.budget.note(sent.overflow)
+            return self.experts(x_RH, probs_R, counts_e)
         received = x_RH.shape[0]
         # the budget may have grown when a region runs again
         rows = self.activations.once(lambda: self.budget.rows(num_tokens, received))

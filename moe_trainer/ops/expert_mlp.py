@@ -35,6 +35,7 @@ from moe_trainer.ops.grouped_gemm import (
     GROUPED_MM,
     GroupedProducts,
     prefer_grouped,
+    reads_offsets,
     row_offsets,
     spans,
 )
@@ -129,17 +130,17 @@ def choose_block(activation: Activation) -> Block:
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, products, queue):
-        """products: of all experts in one call; None for a loop over the experts."""
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, num_rows, activation, products, queue):
+        """products: of all experts in one call; None for a loop over the experts. num_rows: of x that are used, as far as the host knows."""
         p_R = None if probs_R is None else probs_R.contiguous()
         ctx.offsets = None
         if products is None:
             h_RG, y_RH = _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation)
         else:
             ctx.offsets = row_offsets(counts, x_RH.device)
-            h_RG, y_RH = _forward_grouped(x_RH, p_R, w1, b1, w2, b2, counts, ctx.offsets, activation, products)
+            h_RG, y_RH = _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, ctx.offsets, activation, products)
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
-        ctx.counts, ctx.activation, ctx.products = counts, activation, products
+        ctx.counts, ctx.num_rows, ctx.activation, ctx.products = counts, num_rows, activation, products
         ctx.has_b1 = b1 is not None
         ctx.queue, ctx.weights = queue, (w1, w2)
         return y_RH
@@ -149,7 +150,7 @@ class _ExpertMLP(torch.autograd.Function):
         run = _backward_loop if ctx.products is None else _backward_grouped
         grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
         grad_w1, grad_w2 = (now_or_later(ctx.queue, weight, grad) for weight, grad in zip(ctx.weights, (grad_w1, grad_w2)))
-        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None, None
 
 
 def _defers(queue: Any) -> bool:
@@ -268,11 +269,11 @@ def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, counts, offsets, activation, products):
+def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, offsets, activation, products):
     h_RG = products.forward(x_RH, w1, offsets)
     if b1 is not None:
-        h_RG[:sum(counts)] += _per_row(b1, offsets, sum(counts))
-    blocks = _blocks(sum(counts), x_RH.is_cuda)
+        h_RG[:num_rows] += _per_row(b1, offsets, num_rows)
+    blocks = _blocks(num_rows, x_RH.is_cuda)
     if blocks == [(0, x_RH.shape[0])]:
         a_RF = activation.forward(h_RG, p_R)
     else:
@@ -281,8 +282,8 @@ def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, counts, offsets, activation, pro
             a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
     y_RH = products.forward(a_RF, w2, offsets)
     if b2 is not None:
-        bias_RH = _per_row(b2, offsets, sum(counts))
-        y_RH[:sum(counts)] += bias_RH if p_R is None else bias_RH * p_R[:sum(counts)].unsqueeze(1)
+        bias_RH = _per_row(b2, offsets, num_rows)
+        y_RH[:num_rows] += bias_RH if p_R is None else bias_RH * p_R[:num_rows].unsqueeze(1)
     return h_RG, y_RH
 
 
@@ -292,9 +293,9 @@ def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
 
 
 def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
-    counts, offsets, activation, products = ctx.counts, ctx.offsets, ctx.activation, ctx.products
+    counts, num_rows, offsets, activation, products = ctx.counts, ctx.num_rows, ctx.offsets, ctx.activation, ctx.products
     grad_a = products.input_grad(grad_RH, w2, offsets)
-    blocks = _blocks(sum(counts), x_RH.is_cuda)
+    blocks = _blocks(num_rows, x_RH.is_cuda)
     if blocks == [(0, x_RH.shape[0])]:
         grad_a, grad_h, grad_p = activation.backward(h_RG, p_R, grad_a)  # the first is a from here on
     else:
@@ -316,7 +317,7 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     if b2 is not None:
         grad_b2 = _sum_rows(grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1), counts).to(b2.dtype)
         if p_R is not None:
-            grad_p[:sum(counts)] += (grad_RH[:sum(counts)] * _per_row(b2, offsets, sum(counts))).sum(-1)
+            grad_p[:num_rows] += (grad_RH[:num_rows] * _per_row(b2, offsets, num_rows)).sum(-1)
     return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 
@@ -327,12 +328,22 @@ def _sum_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
     return sums
 
 
+def _aligned(w1_eGH: Tensor, w2_eHF: Tensor) -> bool:
+    """Do the rows of all operands begin where grouped_mm wants them to?"""
+    return math.gcd(*w1_eGH.shape[1:], *w2_eHF.shape[1:]) * w1_eGH.element_size() % 16 == 0
+
+
+def reads_counts(w1_eGH: Tensor, w2_eHF: Tensor, products: GroupedProducts | None) -> bool:
+    """Can `expert_mlp` with these weights and products take counts that are on the device, so that nothing waits for them?"""
+    return products is not None or (reads_offsets(w1_eGH.dtype, w1_eGH.device) and _aligned(w1_eGH, w2_eHF))
+
+
 def expert_mlp(
     x_RH: Tensor,
     probs_R: Tensor | None,
     w1_eGH: Tensor,
     w2_eHF: Tensor,
-    counts: Sequence[int],
+    counts: Sequence[int] | Tensor,
     activation: Activation,
     *,
     b1_eG: Tensor | None = None,
@@ -351,16 +362,22 @@ def expert_mlp(
     queue: takes the weights' gradients while it is active in backward: anything with `active` and `defer(weight, compute)`.
     block, products: kernels that stand in for the torch versions, products for any size where grouping is allowed.
     unused: zero rows behind those of the last expert, which nobody computes on; what is returned for them means nothing.
-    Raises: ValueError when the counts do not add up to R.
+    counts may be a tensor on the device of x, for one grouped product without biases (see `reads_counts`): whatever stands behind the
+    rows that it counts changes nothing, and what is returned for it means nothing.
+    Raises: ValueError when the counts do not add up to R; when they are on the device and cannot be read there.
     """
     num_rows = x_RH.shape[0] - unused
+    if isinstance(counts, Tensor):
+        if b1_eG is not None or b2_eH is not None or not allow_grouped:
+            raise ValueError("expert_mlp: counts on the device are read by grouped products without biases alone")
+        return _ExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, None, w2_eHF, None, counts, num_rows, block or choose_block(activation),
+                                products or GROUPED_MM, queue)
     if sum(counts) != num_rows:
         raise ValueError(f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")
     prefer = prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.device)
-    aligned = math.gcd(x_RH.shape[1], w1_eGH.shape[1], *w2_eHF.shape[1:]) * x_RH.element_size() % 16 == 0
-    if products is None and prefer and aligned:
+    if products is None and prefer and _aligned(w1_eGH, w2_eHF):
         products = GROUPED_MM
     return _ExpertMLP.apply(
-        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), block or choose_block(activation),
+        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), num_rows, block or choose_block(activation),
         products if allow_grouped and num_rows > 0 else None, queue,
     )

@@ -4,7 +4,7 @@ Two ways, chosen by the caller: one torch.nn.functional.grouped_mm call, or a lo
 `prefer_grouped`, from measurements on CPU (scripts/bench_results/experts.md).
 
 These functions have no gradient of their own: the experts' autograd function calls them in forward and backward. Row counts are
-host integers.
+host integers; for one call they may be on the device.
 
 Shape letters: R rows sorted by expert, e experts, N output width, K input width.
 """
@@ -32,6 +32,11 @@ def prefer_grouped(num_rows: int, num_experts: int, dtype: torch.dtype, device: 
     return dtype == torch.float32 and num_rows <= GROUPED_MAX_ROWS * num_experts
 
 
+def reads_offsets(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether grouped_mm reads offsets where they are: elsewhere than `prefer_grouped` says, torch's CUDA build waits for them."""
+    return device.type != "cuda" or prefer_grouped(0, 1, dtype, device)
+
+
 def row_bucket(count: int) -> int:
     """The next size of a scale of 16 steps per doubling, multiples of 16: at most 1/16 more (15 more below 256)."""
     step = max(16, (1 << (count.bit_length() - 1)) // 16)
@@ -52,8 +57,10 @@ def spans(counts: Sequence[int], x: Tensor | None = None) -> list[tuple[int, int
     return found
 
 
-def row_offsets(counts: Sequence[int], device: torch.device) -> Tensor:
+def row_offsets(counts: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     """grouped_mm's offsets: int32, the row after the last of each expert."""
+    if isinstance(counts, Tensor):
+        return counts.cumsum(0, dtype=torch.int32)
     if len(set(counts)) == 1:  # a graph cannot copy from the host
         return torch.arange(1, len(counts) + 1, dtype=torch.int32, device=device) * counts[0]
     return to_device(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), device)

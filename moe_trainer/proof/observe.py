@@ -27,6 +27,7 @@ from moe_trainer.place import Place
 from moe_trainer.proof.forward import Coordinates, Watch, watch_rank
 from moe_trainer.proof.text import batches, tokenizer
 from moe_trainer.run import Run, TrainState, build_run
+from moe_trainer.training.judgement import remembering
 from moe_trainer.training.step import run_microbatches, shared_sums, train_step
 
 
@@ -69,7 +70,7 @@ def make_run(args: Arguments, rank: int, ps: ParallelState, steps: int, skip: in
     # a device of this rank is numbered, as of initialize.py
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     run = build_run(args, Runtime(place, where, ps), tokenizer(args))
-    return replace(run, train_batches=iter(_batches(run, skip, steps, seed)))
+    return remembering(replace(run, train_batches=iter(_batches(run, skip, steps, seed))))
 
 
 def _batches(run: Run, first: int, steps: int, seed: int) -> list[Batch]:

@@ -70,12 +70,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Attempt:
     """One evaluation of an iteration. sums: of every microbatch, as run_microbatches gives them, this rank's; loss: mean over all ranks;
-    norm: of all gradients, before clipping."""
+    norm: of all gradients, before clipping. overflowed: rows were lost (moe/budget.py), so nothing of it may take effect, and norm is NaN."""
 
     sums: list[Tensor]
     loss: float
     tokens: float
     norm: float
+    overflowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def rules_of(args: Arguments) -> Rules:
 def remembering(run: Run) -> Run:
     """The run with a memory of each iteration's beginning, where something may want to repeat one."""
     mode = run.args.training.rerun_mode
-    if run.train_batches is None or mode == "disabled" or (mode == "validate_results" and not rules_of(run.args).any):
+    repeats = mode != "disabled" and (mode != "validate_results" or rules_of(run.args).any)
+    if run.train_batches is None or not (repeats or run.args.moe.moe_expert_rank_capacity_factor is not None):
         return run
     return replace(run, train_batches=beginning_of(run))
 

@@ -7,6 +7,7 @@ evaluation, too. Under pipeline parallelism only the last stage sees losses; wha
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import user_input
+from moe_trainer.guard.beginning import Beginning
 from moe_trainer.layers.precision import begin_iteration, casting_once, update_scales
 from moe_trainer.layers.qk_clip import clipped_rows, forget_logits, largest_of_all, logit_peaks
 from moe_trainer.layers.sparse_attention import collect_indexer_loss
 from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_biases
+from moe_trainer.moe.budget import budgets_of, counts_on_device, overflowed
 from moe_trainer.moe.health import collect_loads
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
@@ -34,6 +37,8 @@ from moe_trainer.run import Run, TrainState
 from moe_trainer.shape.mup import rate_mult
 from moe_trainer.training.dumps import StepDumps
 from moe_trainer.training.judgement import Attempt, forget_books, injected, judge, remember, rewind, rules_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class StepWitness(Protocol):
 def train_step(run: Run, state: TrainState, num_microbatches: int, witness: StepWitness | None = None) -> StepResult:
     """Forward and backward over all microbatches, reduce, judge, update, keep the router's books.
 
+    An iteration in which rows found no room in experts' buffers is forgotten and repeated with room for all of them, before it is judged.
+
     Communication: the gradient reductions of `grads`, two numbers per loss, the router's counts.
     Raises: ResultRejected when the result is not accepted and the run is to stop.
     """
@@ -80,14 +87,25 @@ def train_step(run: Run, state: TrainState, num_microbatches: int, witness: Step
     looked_at = dumps.records or witness is not None  # what a graph holds cannot be
     remember(run)
 
-    def again(eager: bool) -> Attempt:
+    def begin_again() -> None:
         rewind(run)
         dumps.again()
         if witness is not None:
             witness.again()
-        return attempt(run, state, num_microbatches, record=looked_at, eager=eager, repeated=True)
 
-    verdict = judge(run, state, attempt(run, state, num_microbatches, record=looked_at), again)
+    def without_loss(eager: bool = False, repeated: bool = False) -> Attempt:
+        found = attempt(run, state, num_microbatches, looked_at, eager, repeated)
+        if found.overflowed:
+            begin_again()
+            found = attempt(run, state, num_microbatches, looked_at, eager, repeated, counts_on_host=True)
+            tell_overflow(run, state)
+        return found
+
+    def again(eager: bool) -> Attempt:
+        begin_again()
+        return without_loss(eager, repeated=True)
+
+    verdict = judge(run, state, without_loss(), again)
     result = verdict.attempt
     dumps.write(result.tokens)
     if witness is not None:
@@ -134,10 +152,12 @@ def frozen_step(run: Run, num_microbatches: int) -> StepResult:
     return StepResult({"lm loss": loss_sum / max(tokens, 1.0)}, False, None, None, 0, {})
 
 
-def attempt(run: Run, state: TrainState, num_microbatches: int, record: bool, eager: bool = False, repeated: bool = False) -> Attempt:
+def attempt(run: Run, state: TrainState, num_microbatches: int, record: bool, eager: bool = False, repeated: bool = False,
+            counts_on_host: bool = False) -> Attempt:
     """Evaluate the iteration: forward and backward over its microbatches, and the reduced gradients with their norm. Weights stay.
 
-    record: somebody writes down what is computed. eager: without graphs. repeated: it is not the first time.
+    record: somebody writes down what is computed. eager: without graphs. repeated: it is not the first time. counts_on_host: experts ask
+    for the counts of their rows and make room for all of them; else a buffer may turn out to have been too small.
     """
     args, ps = run.args, run.ps
     run.optimizer.zero_grad()
@@ -148,13 +168,16 @@ def attempt(run: Run, state: TrainState, num_microbatches: int, record: bool, ea
         chunk.graphs.begin_iteration(eager=record or eager)
     # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
     grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
-    with run.timers("forward-backward"):
+    # an iteration can only be repeated where somebody remembers how it began
+    with run.timers("forward-backward"), counts_on_device(run.chunks, not counts_on_host and isinstance(run.train_batches, Beginning)):
         sums = train_microbatches(run, num_microbatches, grad_scale, record=record or eager)
     with run.timers("all-grads-sync"):
         run.grads.finish()
     finalize_grads(run.grads, ps, run.timers)
     sums = injected(run, state, sums, repeated)
-    loss_sum, tokens = shared_sums(run, sums)
+    loss_sum, tokens, lost = _shared(run, sums, _lost_rows(run)).tolist()
+    if lost:
+        return Attempt(sums, math.nan, tokens, math.nan, overflowed=True)
     if run.per_token:
         run.grads.scale(1.0 / max(tokens, 1.0))
     loss = loss_sum / max(tokens, 1.0)
@@ -229,12 +252,35 @@ def shared_sums(run: Run, sums: list[Tensor]) -> tuple[float, float]:
 
     Communication: two fp64 numbers, all-reduced over ps.dp_cp and broadcast from the last pipeline stage.
     """
+    loss_sum, tokens = _shared(run, sums).tolist()
+    return loss_sum, tokens
+
+
+def _shared(run: Run, sums: list[Tensor], *more: Tensor) -> Tensor:
+    """The two numbers of shared_sums on the device, and further ones behind them, so that the host waits for all of them once."""
     ps = run.ps
     total = torch.stack(sums).double().sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
     if ps.is_last_stage:
         total = collectives.all_reduce(total, ps.dp_cp)
-    loss_sum, tokens = collectives.broadcast(total, ps.pp, src=ps.pp.size - 1).tolist()
-    return loss_sum, tokens
+    return torch.cat([collectives.broadcast(total, ps.pp, src=ps.pp.size - 1), *more])
+
+
+def _lost_rows(run: Run) -> Tensor:
+    """In how many layers of all ranks rows found no room, fp64 [1] on the device. Communication: this number over the world, with a budget."""
+    found = overflowed(run.chunks, run.runtime.device)
+    return found if run.args.moe.moe_expert_rank_capacity_factor is None else collectives.all_reduce(found, run.ps.world)
+
+
+def tell_overflow(run: Run, state: TrainState) -> None:
+    """Say that an iteration was repeated because rows found no room, and which budget would have been enough. Collective."""
+    mine = max(((budget.factor, budget.name) for budget in budgets_of(run.chunks)), default=(0.0, ""))
+    told = collectives.all_gather_object(mine, run.ps.world)
+    factor, name = max(told)
+    if run.ps.world.rank == 0:
+        logger.warning(
+            "iteration %d: experts received more rows than --moe-expert-rank-capacity-factor %g has room for; nothing of it has taken effect, and "
+            "it was repeated with larger budgets. --moe-expert-rank-capacity-factor %g would have been enough (%s on rank %d)",
+            state.iteration + 1, run.args.moe.moe_expert_rank_capacity_factor, factor, name, told.index((factor, name)))
 
 
 def refuse_nan(iteration: int, losses: dict[str, float]) -> None:

@@ -118,6 +118,67 @@ def test_the_host_waits_once_for_each_layer(sources, backend, flags):
         assert found == expects
 
 
+BUDGET = "--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor"
+RECOMPUTE = ("", "--recompute-granularity selective --recompute-modules moe",
+             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+
+
+@pytest.mark.parametrize("flags", RECOMPUTE)
+def test_with_a_budget_no_layer_waits_in_training(sources, flags):
+    """An evaluation asks: nobody would see that rows were lost."""
+    expects = expected(0, 0) | {"evaluate moe/dispatch/hybridep.py": LAYERS * MICROBATCHES // 2}
+    for found in on_device(count_with, sources, f"{BUDGET} 3 {flags}", ranks=RANKS, devices=RANKS):
+        assert found == expects
+
+
+@pytest.mark.parametrize("flags", ["--moe-paged-stash", "--moe-permute-fusion-into-hybridep", "--fp8-format e4m3 --fp8-recipe tensorwise"])
+def test_what_needs_the_counts_on_the_host_waits_as_ever(sources, flags):
+    expects = expected(0, 0) | dict.fromkeys((f"{kind} moe/dispatch/hybridep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
+    for found in on_device(count_with, sources, f"{BUDGET} 3 {flags}", ranks=RANKS, devices=RANKS):
+        assert found == expects
+
+
+def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -> tuple:
+    """Three steps in bf16; small: in the second one the first layer of the last rank has room for hardly any row."""
+    from train.layouts import argv_of, groups_of
+
+    from arguments import parse_args
+    from moe_trainer.proof import observe
+    from moe_trainer.training import step
+
+    use(sources)
+    argv = [*argv_of("plain"), *f"--bf16 --hidden-dropout 0.1 --expert-model-parallel-size 2 --moe-router-enable-expert-bias "
+            f"--moe-router-score-function sigmoid {flags}".split()]
+    train_step, attempt, attempts = observe.train_step, step.attempt, []
+
+    def shrinking(run, state, *rest):
+        if small and state.iteration and rank == n - 1:
+            run.chunks[0].moe_layers()[0].budget.factor = 0.1 if state.iteration == 1 else 3.0
+        return train_step(run, state, *rest)
+
+    def counting(*args, **kwargs):
+        attempts.append(args[1].iteration)
+        return attempt(*args, **kwargs)
+
+    observe.train_step, step.attempt = shrinking, counting
+    found = observe.train(parse_args(argv, n), rank, groups_of(argv, rank, n), 3, device="cuda")
+    weights = {name: weight.float().numpy() for name, weight in found.weights.items()}
+    return found.losses, found.grad_norms, weights, attempts
+
+
+def test_an_iteration_that_lost_rows_has_not_happened(sources):
+    """The same bits as with room from the start, and what the all-to-all gives."""
+    flex = f"--moe-token-dispatcher-type flex {BUDGET} 3"
+    enough = on_device(trained, sources, flex, ranks=RANKS, devices=RANKS)
+    overflown = on_device(trained, sources, flex, True, ranks=RANKS, devices=RANKS)
+    plain = on_device(trained, sources, "--moe-token-dispatcher-type alltoall", ranks=RANKS, devices=RANKS)
+    for one, other, exchanged in zip(enough, overflown, plain, strict=True):
+        assert one[3] == [0, 1, 2] and other[3] == [0, 1, 1, 2]
+        assert one[:2] == other[:2] and all((weight == other[2][name]).all() for name, weight in one[2].items())
+        for ours, theirs in zip(one[0], exchanged[0], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-3)
+
+
 def test_parity_with_the_all_to_all(sources):
     check_parity(sources, "deepep or hybridep")
 

@@ -16,6 +16,22 @@ import torch
 import torch.distributed as dist
 
 
+def _optional(names: str) -> list[list[str | None]]:
+    return [[name, "None"] for name in names.split()]
+
+
+_CLASS = "deep_ep.hybrid_ep_buffer.HybridEPBuffer"
+# of the library's branch hybrid-ep: parameters and defaults by qualified name, as they are recorded for the others
+HYBRID_EP = {
+    _CLASS: [*([name, None] for name in ("group", "hidden_dim", "max_num_of_tokens_per_rank", "num_local_experts")), *_optional(
+        "use_fp8 num_sms_dispatch_api num_sms_combine_api num_sms_preprocessing_api num_blocks_permute num_blocks_unpermute")],
+    f"{_CLASS}.dispatch_with_permute": [["*", None], ["hidden", None], *_optional(
+        "topk_idx topk_weights num_of_experts_per_rank num_of_experts use_fp8 routing_map probs scaling_factor num_permuted_tokens pad_multiple "
+        "handle non_blocking fuse_permute_dispatch")],
+    f"{_CLASS}.combine_with_unpermute": [["*", None], ["hidden", None], *_optional("probs handle pad_multiple fuse_unpermute_combine")],
+}
+
+
 class Signatures:
     """Recorded parameters by qualified name, and a record of the calls made."""
 
@@ -224,9 +240,10 @@ def make_hybrid(recorded: Signatures, prefix: str):
             hidden = bound["hidden"]
             if "handle" in bound:
                 assert "routing_map" not in bound
-                way, probs = bound["handle"], bound.get("probs")
-                assert bound.get("num_permuted_tokens") == len(way.row_token), "the handle does not keep the number of rows"
-                return way.send(hidden)[way.row_token], None if probs is None else way.send(probs)[:, way.mine].t()[way.local.t()], None, None, way
+                (way, _), probs = bound["handle"], bound.get("probs")
+                assert bound.get("num_permuted_tokens") == way.num_rows, "the handle does not keep the number of rows"
+                assert bound.get("non_blocking", False) == way.limited
+                return self.rows(way, hidden), None if probs is None else self.weights(way, probs), None, None, bound["handle"]
             routing, probs = bound["routing_map"], bound["probs"]
             assert routing.dtype == torch.bool and probs.dtype == torch.float32
             sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.group))]
@@ -237,21 +254,38 @@ def make_hybrid(recorded: Signatures, prefix: str):
             way = Way(numbers, routing.shape[1], self.group)
             assert way.num_local == self.bound["num_local_experts"] == bound["num_of_experts_per_rank"]
             mine = slice(way.rank * way.num_local, (way.rank + 1) * way.num_local)
-            local = way.send(routing.to(torch.uint8))[:, mine].bool()
-            way.local, way.row_token = local, local.t().nonzero()[:, 1]
-            way.mine, way.num_columns = mine, routing.shape[1]
-            counts = local.sum(0)
-            way.counts = counts
-            return way.send(hidden)[way.row_token], way.send(probs)[:, mine].t()[local.t()], None, counts, way
+            way.local, way.mine, way.num_columns = way.send(routing.to(torch.uint8))[:, mine].bool(), mine, routing.shape[1]
+            way.expert, way.token = way.local.t().nonzero().unbind(1)
+            way.limited = bound.get("non_blocking", False)
+            way.num_rows = bound["num_permuted_tokens"] if way.limited else len(way.token)
+            flag = torch.tensor([int(len(way.token) > way.num_rows)], dtype=torch.int32)
+            # beyond the limit rows are dropped, expert by expert; the counts are of those that are left
+            way.expert, way.token = way.expert[:way.num_rows], way.token[:way.num_rows]
+            counts = way.expert.bincount(minlength=way.num_local)
+            return self.rows(way, hidden), self.weights(way, probs), None, counts, (way, flag)
+
+        @staticmethod
+        def rows(way, hidden):
+            """Rows for the experts; what stands behind them is undefined."""
+            rows = hidden.new_full((way.num_rows, hidden.shape[1]), torch.nan)
+            rows[:len(way.token)] = way.send(hidden)[way.token]
+            return rows
+
+        @staticmethod
+        def weights(way, probs):
+            weights = probs.new_full((way.num_rows,), torch.nan)
+            weights[:len(way.token)] = way.send(probs)[way.token, way.mine.start + way.expert]
+            return weights
 
         def combine_with_unpermute(self, *args, **kwargs):
             bound = recorded.bind(f"{prefix}.combine_with_unpermute", args, kwargs)
-            way, hidden, probs = bound["handle"], bound["hidden"], bound.get("probs")
-            tokens = hidden.new_zeros(len(way.local), hidden.shape[1]).index_add(0, way.row_token, hidden)
+            (way, _), hidden, probs = bound["handle"], bound["hidden"], bound.get("probs")
+            used = len(way.token)
+            tokens = hidden.new_zeros(len(way.local), hidden.shape[1]).index_add(0, way.token, hidden[:used])
             if probs is None:
                 return way.bring_back(tokens), None
             table = torch.zeros(len(way.local), way.num_columns)
-            table[:, way.mine] = torch.zeros(way.local.t().shape).masked_scatter(way.local.t(), probs).t()
+            table[way.token, way.mine.start + way.expert] = probs[:used]
             return way.bring_back(tokens), way.bring_back(table)
 
     return HybridEPBuffer

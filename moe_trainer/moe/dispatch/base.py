@@ -67,12 +67,14 @@ class Hints:
 
     expert_E: with clones of experts the expert that each column stands for, int64: where a token's rows are summed one by one, they are
     summed in the order of these. known: of the rows; for dispatchers that have takes_known. captured: a graph captures `preprocess`, so
-    that nothing may be under way when it returns.
+    that nothing may be under way when it returns. buffer_rows: receive into so many rows, whatever arrives, and leave the counts on the
+    device; for dispatchers that have takes_buffer_rows.
     """
 
     expert_E: Tensor | None = None
     known: Known | None = None
     captured: bool = False
+    buffer_rows: int | None = None
 
 
 Once = Callable[[Callable[[], T]], T]
@@ -89,8 +91,11 @@ class Dispatched:
 
     x_RH: Tensor  # after postprocess: rows sorted by local expert, then by source rank, then by token
     probs_R: Tensor  # probability of each row
-    tokens_per_expert_e: list[int]  # rows of each local expert, on the host; sums to R (empty until they are known)
+    # rows of each local expert, on the host; sums to R (empty until they are known). Received into a buffer: int64 on the device, and what
+    # stands behind these rows is undefined
+    tokens_per_expert_e: list[int] | Tensor
     handle: Any  # the dispatcher's own record (a permutation, split sizes, ...)
+    overflow: Tensor | None = None  # received into a buffer: integer [1] on the device, not 0 where rows found no room in it
 
 
 class TokenDispatcher(ABC):
@@ -98,6 +103,7 @@ class TokenDispatcher(ABC):
 
     takes_padding = True  # may a token be sent to more experts than the router chooses?
     takes_known = False  # does it use what is known of the rows, so that preprocess waits for nothing and gives tensors alone?
+    takes_buffer_rows = False  # can it receive into a buffer of a size that is given beforehand?
 
     @abstractmethod
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:

@@ -1,5 +1,6 @@
 """Choice of the dispatcher and of fused kernels, once, when the model is built."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.moe.finermoe import SlicedPermutation
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,11 @@ def _flex(moe: MoEArgs, ps: ParallelState, rows: Rows | None, backends: Backends
 def connect_dispatcher(layers: Iterable, dispatcher: TokenDispatcher, fused_topk: Callable | None = None,
                        balancing: Balancing | None = None) -> None:
     """Give every MoE layer of a model the same dispatcher, and its router the same kernels."""
+    problems = set()
     for layer in layers:
         layer.dispatcher = dispatcher
         layer.router.fused_topk, layer.router.balancing = fused_topk, balancing
+        if layer.budget is not None and isinstance(dispatcher, hybridep.HybridEPDispatcher):
+            problems.add(layer.keep_counts_on_device() if dispatcher.takes_buffer_rows else hybridep.FUSED_NEEDS_COUNTS)
+    for problem in sorted(problems - {None}):
+        logger.info("--moe-expert-rank-capacity-factor: the host still waits for the counts of received rows in every MoE layer: %s", problem)

@@ -5,6 +5,9 @@ out by local expert there; on the way back it adds the rows of a token, on the r
 the gradient: that of a dispatch is a combine and that of a combine a dispatch along the same way (the handle). The rows are those of
 the all-to-all, in its order.
 
+Given a buffer's size beforehand, the library leaves the counts on the device and nothing waits for the host. It drops the rows that find
+no room and sets a flag, which the training loop reads once per iteration (training/step.py).
+
 All ranks must dispatch equally many tokens; --moe-hybridep-pad-uneven-dispatch-inputs fills up with tokens that no expert takes.
 With expert tensor parallelism every rank that holds a piece of an expert counts as one that holds an expert of its own.
 
@@ -24,42 +27,66 @@ from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, Once, Toke
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
+FUSED_NEEDS_COUNTS = "the fused combine of --moe-permute-fusion-into-hybridep waits forever for a token of which all rows were dropped"
 INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@hybrid-ep"
 
 
-class _Way:
-    """The way of one dispatch: the library's buffer and handle, and rows of each local expert once they are known."""
+@dataclass(frozen=True)
+class _Found:
+    """What the library tells of a way. rows: that it gives, counts_e and overflow: of Dispatched."""
 
-    def __init__(self, buffer: Any, num_local: int, fused: bool):
-        self.buffer, self.num_local = buffer, num_local
+    handle: Any
+    rows: int
+    counts_e: list[int] | Tensor
+    overflow: Tensor | None = None
+
+
+class _Way:
+    """The way of one dispatch: the library's buffer and, once it is found, what the library tells of it.
+
+    buffer_rows: to receive into, without telling the host; None: as many as there are.
+    """
+
+    def __init__(self, buffer: Any, num_local: int, fused: bool, buffer_rows: int | None):
+        self.buffer, self.num_local, self.buffer_rows = buffer, num_local, buffer_rows
         self.dispatch_options = {"fuse_permute_dispatch": True} if fused else {}
         self.combine_options = {"fuse_unpermute_combine": True} if fused else {}
-        self.handle: Any = None
-        self.counts_e: list[int] = []
+        if buffer_rows is not None:
+            self.dispatch_options["non_blocking"] = True
+        self.found: _Found | None = None
+
+    def open(self, hidden: Tensor, probs: Tensor, routing: Tensor) -> tuple[_Found, Tensor, Tensor]:
+        """Dispatch on a new way. Without a buffer the host waits in here."""
+        size = {} if self.buffer_rows is None else {"num_permuted_tokens": self.buffer_rows}
+        x_RH, probs_R, _, counts_e, handle = self.buffer.dispatch_with_permute(
+            hidden=hidden, routing_map=routing, probs=probs, num_of_experts_per_rank=self.num_local, **size, **self.dispatch_options)
+        if self.buffer_rows is not None:
+            return _Found(handle, self.buffer_rows, counts_e, handle[-1]), x_RH, probs_R
+        counts_e = counts_e.tolist()
+        return _Found(handle, sum(counts_e), counts_e), x_RH, probs_R
 
     def dispatch(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Along the way taken before."""
         return self.buffer.dispatch_with_permute(
-            hidden=hidden.contiguous(), probs=probs, num_of_experts_per_rank=self.num_local, num_permuted_tokens=sum(self.counts_e),
-            handle=self.handle, **self.dispatch_options)[:2]
+            hidden=hidden.contiguous(), probs=probs, num_of_experts_per_rank=self.num_local, num_permuted_tokens=self.found.rows,
+            handle=self.found.handle, **self.dispatch_options)[:2]
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self.buffer.combine_with_unpermute(hidden=hidden.contiguous(), probs=probs, handle=self.handle, **self.combine_options)
+        return self.buffer.combine_with_unpermute(hidden=hidden.contiguous(), probs=probs, handle=self.found.handle, **self.combine_options)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, way, once, x_TH, probs_TV, routing_TV):
-        ctx.way, found = way, []
+        ctx.way, tables = way, []
 
-        def ask() -> tuple[Any, list[int]]:
-            x_RH, probs_R, _, counts_e, handle = way.buffer.dispatch_with_permute(
-                hidden=x_TH, routing_map=routing_TV, probs=probs_TV, num_of_experts_per_rank=way.num_local, **way.dispatch_options)
-            found.extend((x_RH, probs_R))
-            return handle, counts_e.tolist()
+        def ask() -> _Found:
+            found, *given = way.open(x_TH, probs_TV, routing_TV)
+            tables.extend(given)
+            return found
 
-        way.handle, way.counts_e = once(ask)
-        return tuple(found) or way.dispatch(x_TH, probs_TV)  # the host need not be told again
+        way.found = once(ask)
+        return tuple(tables) or way.dispatch(x_TH, probs_TV)  # the host need not be told again
 
     @staticmethod
     def backward(ctx, grad_RH, grad_R):
@@ -96,6 +123,7 @@ class HybridEPDispatcher(TokenDispatcher):
         self.group = ps.tp_ep
         self.members = Members(ps)
         self.buffer, self.fused, self.pad_uneven = buffer, fused, pad_uneven
+        self.takes_buffer_rows = not fused  # FUSED_NEEDS_COUNTS
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
         """Bring routing and probabilities into the library's form; fill up to the longest rank if asked to."""
@@ -104,7 +132,7 @@ class HybridEPDispatcher(TokenDispatcher):
         if self.pad_uneven:
             longest = all_reduce(torch.tensor([num_tokens], device=x_TH.device), self.group, op="max").item()
             x_TH, probs_TV, routing_TV = (F.pad(table, (0, 0, 0, longest - num_tokens)) for table in (x_TH, probs_TV, routing_TV))
-        way = _Way(self.buffer, routing_TV.shape[1] // self.group.size, self.fused)
+        way = _Way(self.buffer, routing_TV.shape[1] // self.group.size, self.fused, hints.buffer_rows)
         return Dispatched(x_TH.contiguous(), probs_TV.contiguous(), [], _Sent(routing_TV.contiguous(), way, num_tokens))
 
     def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
@@ -112,10 +140,12 @@ class HybridEPDispatcher(TokenDispatcher):
         return replace(sent, handle=replace(sent.handle, once=once))
 
     def finish_exchange(self, sent: Dispatched) -> Dispatched:
-        """Send, receive and sort. Counts reach the host in here; in a region that is recomputed the second pass takes the way of the first."""
+        """Send, receive and sort. Without a buffer's size counts reach the host in here. In a region that is recomputed the second pass
+        takes the way of the first."""
         record: _Sent = sent.handle
         x_RH, probs_R = _Dispatch.apply(record.way, record.once, sent.x_RH, sent.probs_R, record.routing_TV)
-        return Dispatched(x_RH, probs_R, record.way.counts_e, record)
+        found = record.way.found
+        return Dispatched(x_RH, probs_R, found.counts_e, record, found.overflow)
 
     def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
         """Bring the rows home; those of one token are added."""

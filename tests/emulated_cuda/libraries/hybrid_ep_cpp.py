@@ -1,7 +1,8 @@
 """HybridEP's compiled part on gloo: what its pybind sources declare (folder DEEP_EP_SOURCES), over rows that are really exchanged.
 
 Every rank gets all tokens and takes those that its experts need, in the order of ranks and tokens, expert by expert. What the library
-leaves undefined stands as NaN.
+leaves undefined stands as NaN. Rows beyond a limit that is given beforehand are dropped, the counts are of those that are left, and a flag
+tells it (the library's `scan` kernel, built with HYBRID_EP_BUILD_TOKEN_DROP_ENABLE).
 """
 
 import contextlib
@@ -90,11 +91,16 @@ class _Buffer:
         handle.sparse_to_dense_map = everywhere
         for name in ("rdma_to_attn_map", "attn_to_rdma_map", "dense_chunk_layout", "dense_to_expert_map"):
             setattr(handle, name, local.new_empty(0, dtype=torch.int32))
-        handle.tokens_per_expert = local.sum(0).int()
-        handle.num_dispatched_tokens_tensor = local.any(1).sum().int()
-        padded = (handle.tokens_per_expert + unit - 1) // unit * unit
-        handle.padded_tokens_per_expert = padded if non_blocking else padded.cpu()
+        counts = local.sum(0)
+        start = (padded := (counts + unit - 1) // unit * unit).cumsum(0) - padded
         handle.overflow_flag = torch.zeros(1, dtype=torch.int32, device=local.device)
+        if non_blocking:
+            handle.overflow_flag += (start + counts > num_permuted_tokens).any()
+            counts = counts.minimum((num_permuted_tokens - start).clamp(min=0))
+            padded = (counts + unit - 1) // unit * unit
+        handle.tokens_per_expert = counts.int()
+        handle.num_dispatched_tokens_tensor = local.any(1).sum().int()
+        handle.padded_tokens_per_expert = padded if non_blocking else padded.cpu()
         handle.num_permuted_tokens = num_permuted_tokens if non_blocking else int(padded.sum())
         return handle
 
@@ -133,9 +139,9 @@ class _Buffer:
 
     @staticmethod
     def _ways(handle, pad_multiple, num_rows):
-        """Token, expert and place of every row; places are looked for by counts alone, as the kernels do."""
+        """Token, expert and place of every row that found room; places are looked for by counts alone, as the kernels do."""
         expert, token = handle.local_expert_routing_map.t().nonzero().unbind(1)
-        unit, counts = pad_multiple or 1, handle.tokens_per_expert.long()
+        unit, counts = pad_multiple or 1, handle.local_expert_routing_map.sum(0)
         padded = (counts + unit - 1) // unit * unit
         shift = (padded - counts).cumsum(0) - (padded - counts)
         place = torch.arange(len(token), device=token.device) + shift[expert]

@@ -1,0 +1,173 @@
+"""HybridEP with a budget: counts that stay on the device, rows that are not there, and an iteration that is repeated because rows were lost."""
+
+import logging
+
+import pytest
+import torch
+from harness import run_ranks
+from moe.deep_ep_double import HYBRID_EP
+from moe.layers import sections, shard_of
+from moe.test_flex import flex_dispatcher
+from train.layouts import argv_of, groups_of, shallow
+
+from arguments import parse_args
+from moe_trainer.model import build
+from moe_trainer.moe.budget import ReceiveBudget, counts_on_device, overflowed
+from moe_trainer.moe.dispatch.choose import connect_dispatcher
+from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
+from moe_trainer.moe.experts import Experts
+from moe_trainer.ops.expert_mlp import expert_mlp
+from moe_trainer.ops.grouped_gemm import GROUPED_MM
+from moe_trainer.ops.pointwise import Activation
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.proof import observe
+from moe_trainer.training import step
+
+RECORDED = {"github hybrid-ep": HYBRID_EP}
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+RECOMPUTE = ("", "--recompute-granularity selective --recompute-modules moe",
+             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+
+
+@pytest.mark.parametrize("activation", [Activation("silu", gated=True), Activation("gelu")])
+def test_what_stands_behind_the_rows_changes_nothing(activation):
+    generator, counts, rows = torch.Generator().manual_seed(1), [3, 0, 4], 12
+    width = 16 if activation.gated else 8
+    w1, w2 = torch.randn(3, width, 4, generator=generator), torch.randn(3, 4, 8, generator=generator)
+    x, p, weight = torch.randn(7, 4, generator=generator), torch.rand(7, generator=generator), torch.randn(7, 4, generator=generator)
+    results = []
+    for behind in (0, rows - 7):
+        def padded(x, behind=behind):
+            return torch.cat([x, torch.full((behind, *x.shape[1:]), torch.nan)]).requires_grad_()
+
+        given = padded(x), padded(p), w1.clone().requires_grad_(), w2.clone().requires_grad_()
+        y = expert_mlp(*given, torch.tensor(counts) if behind else counts, activation, products=GROUPED_MM)
+        y.backward(padded(weight).detach())
+        results.append([each[:7] for each in (y, given[0].grad, given[1].grad)] + [given[2].grad, given[3].grad])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other) and not one.isnan().any()
+
+
+def test_counts_on_the_device_are_for_grouped_products_without_biases():
+    x, w1, w2, b2 = torch.zeros(4, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4)
+    for options in ({"allow_grouped": False}, {"b2_eH": b2}):
+        with pytest.raises(ValueError, match="grouped products without biases"):
+            expert_mlp(x, None, w1, w2, torch.tensor([4]), Activation("gelu"), **options)
+
+
+def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str = "deepseek") -> dict:
+    """Three steps over the stand-in. small: at the second step the first MoE layer of these ranks has room for hardly any row."""
+    argv = [*shallow(argv_of(kind)), *f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}".split()]
+    ps, found, told = groups_of(argv, rank, n), {"attempts": [], "counts": set(), "factors": []}, []
+    if "flex" in argv:
+        build.choose_dispatcher = lambda moe, ps, rows, *_: flex_dispatcher(RECORDED, "HybridEP", ps, max_tokens=rows.max_tokens)[0]
+    attempt, train_step, forward = step.attempt, observe.train_step, Experts.forward
+
+    def shrinking(run, state, *rest):
+        layers = [layer for chunk in run.chunks for layer in chunk.moe_layers()]
+        if state.iteration and rank in small:
+            layers[0].budget.factor = 0.1 if state.iteration == 1 else 3.0  # what was enough for one iteration may be too little for the next
+        result = train_step(run, state, *rest)
+        found["factors"].append([layer.budget.factor for layer in layers if layer.budget is not None])
+        return result
+
+    def counting(*args, **kwargs):
+        found["attempts"].append(kwargs.get("counts_on_host", False))
+        return attempt(*args, **kwargs)
+
+    def looking(self, x_RH, probs_R, counts_e, *rest, **options):
+        if self.training:
+            found["counts"].add(type(counts_e))
+        return forward(self, x_RH, probs_R, counts_e, *rest, **options)
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+
+    step.attempt, observe.train_step, Experts.forward = counting, shrinking, looking  # in a forked process
+    step.logger.addHandler(Told())
+    outcome = observe.train(parse_args(argv, n), rank, ps, 3)
+    return {**found, "told": told, "losses": outcome.losses, "norms": outcome.grad_norms, "weights": outcome.weights, "evaluation": outcome.evaluation}
+
+
+def assert_equal(one: dict, other: dict, tolerance: float = 0.0) -> None:
+    for name in ("losses", "norms", "evaluation"):
+        assert one[name] == (other[name] if tolerance == 0.0 else pytest.approx(other[name], rel=tolerance) if name != "losses" else [
+            pytest.approx(losses, rel=tolerance) for losses in other[name]]), name
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(weight, other["weights"][name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_counts_stay_on_the_device_and_numbers_are_those_of_the_all_to_all(recompute):
+    dropout = f"--hidden-dropout 0.1 {recompute}"
+    plain = run_ranks(train, 2, dropout)[0]
+    ours = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {dropout}")
+    for result in ours:
+        assert result["counts"] == {torch.Tensor} and result["attempts"] == [False] * 3 and not result["told"]
+    assert_equal(plain, ours[0], 1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "flags", "small"), [
+    (2, f"--hidden-dropout 0.1 {RECOMPUTE[0]}", (0,)),
+    (2, f"--hidden-dropout 0.1 {RECOMPUTE[1]}", (0, 1)),
+    (2, f"--rerun-mode disabled --no-check-for-nan-in-loss-and-grad {RECOMPUTE[2]}", (1,)),
+    (4, "--pipeline-model-parallel-size 2", (3,)),  # the first stage has no such layers at all
+])
+def test_an_iteration_that_lost_rows_has_not_happened(ranks, flags, small):
+    """It is repeated with room for all rows: the same numbers to the last bit as with room from the start."""
+    argv = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
+    enough, results = run_ranks(train, ranks, argv), run_ranks(train, ranks, argv, small)
+    for rank, result in enumerate(results):
+        assert result["attempts"] == [False, False, True, False]
+        assert (min(result["factors"][1], default=3) < 3) == (rank in small)
+        for name in ("losses", "norms", "evaluation"):
+            assert result[name] == enough[rank][name], name
+    assert_equal(enough[0], results[0])
+    [line] = results[0]["told"]
+    assert "iteration 2" in line and "repeated" in line and not any(result["told"] for result in results[1:])
+
+
+def test_the_factor_that_is_named_is_enough():
+    tight = f"{FLEX} --moe-expert-rank-capacity-factor 0.3"
+    results = run_ranks(train, 2, tight)
+    assert results[0]["attempts"][:2] == [False, True]
+    factor = max(max(result["factors"][-1]) for result in results)
+    named = [line for line in results[0]["told"] if f"--moe-expert-rank-capacity-factor {factor:g} would have been enough" in line]
+    assert named[-1:] == results[0]["told"][-1:]
+    again = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor {factor:g}")
+    assert again[0]["attempts"] == [False] * 3
+    assert_equal(again[0], results[0])
+
+
+def test_evaluations_ask_the_host():
+    """Nobody reads their flags."""
+    budget = ReceiveBudget("layer", 1.0, 2)
+    budget.may_stay = True
+    chunk = type("Chunk", (), {"moe_layers": lambda self: [type("Layer", (), {"budget": budget})]})()
+    assert not budget.on_device
+    with counts_on_device([chunk]):
+        assert budget.on_device
+        budget.note(torch.tensor([0], dtype=torch.int32))
+        assert overflowed([chunk], torch.device("cpu")).tolist() == [0.0]
+        budget.note(torch.tensor([1], dtype=torch.int32))
+        budget.note(torch.tensor([0], dtype=torch.int32))
+    assert not budget.on_device and overflowed([chunk], torch.device("cpu")).tolist() == [1.0]
+    with counts_on_device([chunk], wanted=False):
+        assert not budget.on_device and overflowed([chunk], torch.device("cpu")).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("changes", "because"), [
+    ({}, None), ({"add_bias_linear": True}, "biases"), ({"moe_grouped_gemm": False}, "one by one"),
+    ({"moe_permute_fusion_into_hybridep": True}, "fused combine"),
+])
+def test_who_still_waits_is_told_once(caplog, changes, because):
+    args = sections(**{"moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5, **changes})
+    layers = [shard_of(args, ParallelState.single(), torch.float32) for _ in range(2)]
+    dispatcher = HybridEPDispatcher(ParallelState.single(), None, fused=args.moe.moe_permute_fusion_into_hybridep)
+    with caplog.at_level(logging.INFO):
+        connect_dispatcher(layers, dispatcher)
+    told = [line for line in caplog.messages if "--moe-expert-rank-capacity-factor" in line]
+    assert len(told) == (because is not None) and all(because in line for line in told)
+    assert all(layer.budget.may_stay == (because is None) for layer in layers)
+
