@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING
 
 from moe_trainer.planner.links import kept_share
 from moe_trainer.planner.params import Held, LayerParams
-from moe_trainer.planner.state import stage_states
+from moe_trainer.planner.state import stage_states, stored_on, without_vectors
 from moe_trainer.shape import deferral
 from moe_trainer.shape.activations import chunk_activations, layer_activations
-from moe_trainer.shape.full_sharding import strategy_of
+from moe_trainer.shape.full_sharding import shards_parameters, strategy_of
 from moe_trainer.shape.kept import INDEX, WIDE, Kept
 from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
@@ -55,6 +55,8 @@ GIB = 2.0**30
 QUANTIZED = ("normed", "q_latent", "kv_latent", "core_attn.y", "experts.x", "linear_fc2.x")
 """Inputs of quantised products. TransformerEngine's layers keep them as they were quantised, with a scale for 32 elements at most (in 4 bits for 16)."""
 QUANTIZED_BYTES = MappingProxyType({"fp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16})
+SCALE_BYTES = MappingProxyType({"mxfp8": 1 / 32, "nvfp4": 1 / 16})
+"""Of an element that TransformerEngine casts; its other recipes have a scale for thousands of elements."""
 BLOCK, QUERY_BLOCK = 1 << 27, 512
 """Elements of [heads, block, keys] at most, and queries of a block, on a GPU (ops/sparse_attention.py)."""
 RESERVE = 3 * GIB
@@ -70,7 +72,7 @@ _MODULES = (
 class StageMemory:
     """What ranks of one pipeline stage hold at their peak, in bytes.
 
-    held: parameters. optimizer: main parameters and moments on the device. activations: by module; in_flight: microbatches of each
+    held: parameters. weights: with their casts to fewer bits, where these are kept from one microbatch to the next. optimizer: main parameters and moments on the device. activations: by module; in_flight: microbatches of each
     chunk at that moment. dispatch: buffers of the token exchange; working: of what else runs only for a while. host: in host memory.
     headroom: see the module's head; None without experts, or where no load would fill the device.
     """
@@ -194,6 +196,19 @@ class ChunkBytes:
         return self._layers[key]
 
 
+def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParams, hardware: Hardware | None) -> float:
+    """What TransformerEngine's layers keep of their weights between microbatches: each as it was cast, by rows for the forward product and
+    by columns for the input's gradient (layers/te_experts.py: CastOnce). With one scale for a whole weight Blackwell needs the first only."""
+    linears, experts = quantised_by_library(args)
+    if shards_parameters(args.parallel) or captured_parts(args.training) or not (linears or experts):
+        return 0.0
+    recipe = "nvfp4" if args.precision.fp4 else args.precision.fp8_recipe
+    once = args.keeps_weights or (recipe == "tensorwise" and hardware is not None and hardware.is_blackwell)
+    size = (0.5 if args.precision.fp4 else 1.0) + SCALE_BYTES.get(recipe, 0.0)
+    held = stored_on(plain, chunks)
+    return (1 if once else 2) * size * (linears * held.dense + experts * held.expert)
+
+
 def run_orders(args: Arguments, num_microbatches: int) -> list[Order]:
     """The orders of work that these flags' schedule has, by pipeline rank."""
     parallel = args.parallel
@@ -236,10 +251,11 @@ def plan_memory(args: Arguments, world_size: int, vocab_rows: int, num_microbatc
     """
     layouts = chunk_layouts(args.model, args.parallel)
     even, crowded = ChunkBytes(args, vocab_rows), ChunkBytes(args, vocab_rows, load=2.0)
-    params = LayerParams(args, vocab_rows)
+    params, plain = LayerParams(args, vocab_rows), without_vectors(args, vocab_rows)
     ways = run_orders(args, few_microbatches(args, num_microbatches))
     found = []
     for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows))):
+        state = replace(state, weights=state.weights + cast_bytes(args, chunks, plain, hardware))
         now = _stage(args, stage, chunks, params, state, even, ways[stage])
         if args.moe.num_experts and hardware is not None:
             limit = kept_share(args.moe, math.inf)  # where tokens are dropped, no load is larger

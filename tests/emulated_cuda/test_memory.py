@@ -1,9 +1,20 @@
 """What the plan says of memory against what the emulated device's allocator counts: one rank at the real sizes, a few layers deep."""
 
-import pytest
-from emulated_cuda.run import on_device
+from contextlib import nullcontext
+from pathlib import Path
 
+import pytest
+from emulated_cuda import te_package
+from emulated_cuda.run import on_device
+from emulated_cuda.test_transformer_engine import FP8
+from train.layouts import argv_of
+
+from arguments import parse_args
 from moe_trainer.planner.dry_run import plan_of_flags
+from moe_trainer.planner.hardware import find_hardware
+from moe_trainer.planner.memory import cast_bytes
+from moe_trainer.planner.state import without_vectors
+from moe_trainer.shape.layout import chunk_layouts
 
 RUN = "--mock-data --micro-batch-size 1 --global-batch-size 64 --bf16"
 # name: flags. One microbatch in flight: record_step.py runs them one after the other
@@ -38,3 +49,28 @@ def test_the_plan_counts_what_the_device_holds(name):
     assert found["backward 0"] == pytest.approx(-found["forward 0"], rel=1e-5)  # but the loss itself
     # the plan adds buffers of the experts' backward to logits that are gone by then
     assert found["peak"] <= 1.005 * plan.total and plan.total <= 1.12 * found["peak"]
+
+
+def states_with(folder: Path, argv: list[str], once: bool) -> int:
+    """Bytes at the beginning of a second iteration. once: False: as if weights could change at any time."""
+    te_package.use(folder)
+    import torch
+
+    from moe_trainer.parallel.state import ParallelState
+    from moe_trainer.proof import observe
+    from moe_trainer.training import step
+
+    found, run_microbatches = [], step.run_microbatches
+    step.run_microbatches = lambda *args: found.append(torch.cuda.memory_allocated()) or run_microbatches(*args)
+    if not once:
+        step.casting_once = nullcontext
+    observe.train(parse_args(argv, 1), 0, ParallelState.single(), 2, device="cuda")
+    return found[1]
+
+
+def test_the_plan_counts_weights_that_are_kept_in_8_bits():
+    argv = [*argv_of("plain"), *FP8.replace("tensorwise", "blockwise").replace("32", "128").split(), "--num-layers", "2"]
+    args = parse_args(argv, 1)
+    kept = cast_bytes(args, chunk_layouts(args.model, args.parallel)[0], without_vectors(args, 64), find_hardware("h100"))
+    with_casts, without = (on_device(states_with, te_package.unpacked(), argv, once) for once in (True, False))
+    assert with_casts - without == pytest.approx(kept, rel=0.03)  # and scales

@@ -23,7 +23,7 @@ OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8"
 GRAPHS = "--cuda-graph-impl local --cuda-graph-modules"
 LESS, MORE, SAME = (0.0, 0.999), (1.001, math.inf), (0.999, 1.001)
-ACTIVATIONS, WORKING, HOST, OPTIMIZER = (f"memory.{part}_gb" for part in ("activations", "working", "host", "optimizer"))
+ACTIVATIONS, WORKING, HOST, OPTIMIZER, WEIGHTS = (f"memory.{part}_gb" for part in ("activations", "working", "host", "optimizer", "weights"))
 COMPUTE, EXCHANGE, BUBBLE, TENSOR, CONTEXT = (f"step.{part}_s" for part in ("compute", "exchange", "bubble", "tensor", "context"))
 
 
@@ -88,11 +88,13 @@ CASES = (
     ("--num-distributed-optimizer-instances 2", "", {OPTIMIZER: (1.9, 2.1)}),
     ("--grad-reduce-in-bf16", "", {"memory.grads_gb": (0.5, 0.5)}),
     # formats
-    (MXFP8, "", {ACTIVATIONS: LESS, COMPUTE: LESS, "flops": SAME, "memory.weights_gb": SAME}),
-    ("--fp8-format e4m3 --fp8-recipe blockwise", "", {ACTIVATIONS: LESS, COMPUTE: LESS}),
+    (MXFP8, "", {ACTIVATIONS: LESS, COMPUTE: LESS, "flops": SAME, WEIGHTS: (1.95, 2.04)}),
+    (f"{MXFP8} --cuda-graph-impl local --cuda-graph-modules attn", MXFP8, {WEIGHTS: (0.49, 0.52)}),
+    (f"{FSDP} {MXFP8}", FSDP, {WEIGHTS: SAME}),
+    ("--fp8-format e4m3 --fp8-recipe blockwise", "", {ACTIVATIONS: LESS, COMPUTE: LESS, WEIGHTS: (1.9, 2.0)}),
     ("--fp8-format hybrid --fp8-recipe delayed", "", {ACTIVATIONS: SAME, COMPUTE: LESS}),
-    ("--fp4-format e2m1 --fp4-recipe nvfp4", MXFP8, {ACTIVATIONS: LESS, COMPUTE: LESS}),
-    ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "--fp8-format hybrid --fp8-recipe tensorwise", {"memory.weights_gb": (0.5, 0.6)}),
+    ("--fp4-format e2m1 --fp4-recipe nvfp4", MXFP8, {ACTIVATIONS: LESS, COMPUTE: LESS, WEIGHTS: LESS}),
+    ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "--fp8-format hybrid --fp8-recipe tensorwise", {WEIGHTS: (0.3, 0.35)}),
     # exchange
     ("--moe-token-dispatcher-type allgather", "", {EXCHANGE: (0, 2), "memory.dispatch_gb": (0.5, 2)}),
     (HYBRIDEP, "", {EXCHANGE: LESS, COMPUTE: SAME}),
