@@ -34,7 +34,6 @@ from moe_trainer.layers.rotary import Tables
 from moe_trainer.memory.cuda_graph import Graphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.ops.attach_loss import attach_loss
-from moe_trainer.parallel.collectives import all_reduce, broadcast
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 
@@ -146,25 +145,21 @@ class MTPLosses(nn.Module):
 
 
 def forget_mtp_metrics(chunks: list[nn.Module]) -> None:
-    """Drop what collect_mtp_metrics would report of the iteration under way."""
+    """Forget the sums of the iteration under way."""
     for chunk in chunks:
         if chunk.mtp_losses is not None:
             chunk.mtp_losses.losses.zero_()
 
 
-def collect_mtp_metrics(chunks: list[nn.Module], ps: ParallelState) -> dict[str, float]:
-    """Mean loss of every depth since the last call, over microbatches and dp_cp: {"mtp_1 loss": ...}; then zero.
+def mtp_sums(chunks: list[nn.Module]) -> Tensor:
+    """What mtp_metrics takes, to be added over ps.dp_cp: fp64 [depths + 1], zeros but on the last stage; [0] without MTP."""
+    depths, losses = chunks[0].mtp_depths, chunks[-1].mtp_losses
+    if losses is None:
+        return torch.zeros(depths + 1 if depths else 0, dtype=torch.float64, device=chunks[-1].device)
+    return losses.losses.double()
 
-    Every rank gets it. Communication: depths + 1 fp32 values, all-reduced over ps.dp_cp and broadcast from the last stage,
-    when the model has MTP.
-    """
-    depths = chunks[0].mtp_depths
-    if not depths:
-        return {}
-    losses = chunks[-1].mtp_losses
-    sums = torch.zeros(depths + 1, device=chunks[-1].device) if losses is None else losses.losses.clone()
-    if losses is not None:
-        all_reduce(sums, ps.dp_cp)
-        losses.losses.zero_()
-    *sums, count = broadcast(sums, ps.pp, src=ps.pp.size - 1).tolist()
-    return {f"mtp_{depth} loss": value / max(count, 1.0) for depth, value in enumerate(sums, start=1)}
+
+def mtp_metrics(sums: Sequence[float]) -> dict[str, float]:
+    """Mean loss of every depth over microbatches and ranks since the last forget_mtp_metrics: {"mtp_1 loss": ...}."""
+    *losses, count = sums or (1.0,)
+    return {f"mtp_{depth} loss": value / max(count, 1.0) for depth, value in enumerate(losses, start=1)}

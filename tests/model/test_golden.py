@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
+from model.test_mtp import collected
 from safetensors.torch import load_file
 
 import arguments
 from moe_trainer.model.build import build_chunks
-from moe_trainer.model.mtp import collect_mtp_metrics
 from moe_trainer.model.weights import export_named_weights, load_named_weights
 from moe_trainer.parallel.state import ParallelState
 
@@ -64,16 +64,16 @@ def test_gradients_of_the_first_step(case):
 
 def test_mtp_loss_is_counted_and_reset(case):
     model, batch, folder = case
-    collect_mtp_metrics([model], ParallelState.single())
+    collected(model)
     with torch.no_grad():
         model.train()(*batch(0), grad_scale=0.5)
         model(*batch(1), grad_scale=0.5)
-    metrics = collect_mtp_metrics([model], ParallelState.single())
+    metrics = collected(model)
     step = json.loads((folder / "meta.json").read_text())["steps"][0]
     assert len(metrics) == len(step.get("mtp_losses", []))
     if metrics:
         assert metrics == {"mtp_1 loss": pytest.approx(step["mtp_losses"][0], rel=2e-6)}
-        assert collect_mtp_metrics([model], ParallelState.single()) == {"mtp_1 loss": 0.0}
+        assert collected(model) == {"mtp_1 loss": 0.0}
 
 
 def test_export_gives_back_what_was_loaded(case):

@@ -5,7 +5,7 @@ import torch
 
 import arguments
 from moe_trainer.model.build import build_chunks
-from moe_trainer.model.mtp import collect_mtp_metrics, shift_left
+from moe_trainer.model.mtp import forget_mtp_metrics, mtp_metrics, mtp_sums, shift_left
 from moe_trainer.parallel.state import ParallelState
 
 BASE = ("--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --seq-length 16 "
@@ -18,6 +18,13 @@ BASE = ("--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-he
 def build(*argv):
     model, = build_chunks(arguments.parse_args([*BASE, *argv], world_size=1), ParallelState.single(), 96)
     return model
+
+
+def collected(model):
+    """Mean losses of the depths since the last call."""
+    metrics = mtp_metrics(mtp_sums([model]).tolist())
+    forget_mtp_metrics([model])
+    return metrics
 
 
 def batch():
@@ -69,7 +76,7 @@ def test_depths(argv, depths, repeated, per_token):
     loss.sum().backward()
     for name, param in model.named_parameters():
         assert (param.grad - expected[name]).norm() < 1e-5 * expected[name].norm(), name
-    metrics = collect_mtp_metrics([model], ParallelState.single())
+    metrics = collected(model)
     assert metrics == {f"mtp_{i} loss": pytest.approx(mean, rel=1e-5) for i, mean in enumerate(means, 1)}
 
 
@@ -109,16 +116,16 @@ def test_metrics_average_microbatches_and_skip_evaluation():
     model = build("--mtp-num-layers", "1")
     with torch.no_grad():
         model.eval()(*batch())
-        assert collect_mtp_metrics([model], ParallelState.single()) == {"mtp_1 loss": 0.0}
+        assert collected(model) == {"mtp_1 loss": 0.0}
         model.train()
         single = []
         for data in (batch(), batch()):
             model(*data)
-            single.append(collect_mtp_metrics([model], ParallelState.single())["mtp_1 loss"])
+            single.append(collected(model)["mtp_1 loss"])
             last = data
         model(*last)
         model(*last)
-    assert collect_mtp_metrics([model], ParallelState.single())["mtp_1 loss"] == pytest.approx(single[1], rel=1e-6)
+    assert collected(model)["mtp_1 loss"] == pytest.approx(single[1], rel=1e-6)
 
 
 def test_a_fully_masked_microbatch_adds_no_gradient():
