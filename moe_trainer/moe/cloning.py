@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from moe_trainer.memory.host_read import HostReads, integers
 from moe_trainer.moe.clone_plan import Clone, plan_clones
+from moe_trainer.moe.dispatch.base import Known
 from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.collectives import all_gather_flat, all_to_all
 from moe_trainer.parallel.state import Group, ParallelState
@@ -62,8 +63,9 @@ class HotExperts:
         self._reads = HostReads()
 
     @torch.no_grad()
-    def plan(self, routing_TE: Tensor) -> Redirect | None:
-        """What to clone for this routing; None where nothing is to be gained. Collective over tp_ep; the counts reach the host."""
+    def plan(self, routing_TE: Tensor) -> tuple[Redirect | None, Known | None]:
+        """What to clone for this routing, None where nothing is to be gained; and what is known of the rows then, so that nobody need ask
+        again (None with several ranks of etp, which tell each other). Collective over tp_ep; the counts reach the host."""
         counts_E = routing_TE.sum(0)
         counts_SE = counts_E.new_empty(self.members.size, self.num_experts)
         all_gather_flat(counts_SE.view(-1), counts_E, self.members)
@@ -71,11 +73,22 @@ class HotExperts:
         by_source = [counts[start:start + self.num_experts] for start in range(0, len(counts), self.num_experts)]
         clones = plan_clones([sum(column) for column in zip(*by_source)], self.ep.size, self.slots)
         if not clones:
-            return None
-        before = [sum(column) for column in zip(*by_source[:self.members.rank])] or [0] * self.num_experts
+            return None, self._known(by_source)
         experts, spans = self._columns(clones, [sum(column) for column in zip(*by_source)])
-        low, high = zip(*((low - before[expert], high - before[expert]) for expert, (low, high) in zip(experts, spans)))
-        return Redirect(clones, *to_device(torch.tensor([experts, low, high]), routing_TE.device).unbind(0))
+        before, low, high, columns = [0] * self.num_experts, [], [], []
+        for source, counts in enumerate(by_source):  # an expert's rows are counted over the sources
+            own = [(first - before[expert], last - before[expert]) for expert, (first, last) in zip(experts, spans)]
+            if source == self.members.rank:
+                low, high = zip(*own)
+            columns.append([max(0, min(last, counts[expert]) - max(first, 0)) for expert, (first, last) in zip(experts, own)])
+            before = [sum(pair) for pair in zip(before, counts)]
+        redirect = Redirect(clones, *to_device(torch.tensor([experts, low, high]), routing_TE.device).unbind(0))
+        return redirect, self._known(columns)
+
+    def _known(self, by_source: Sequence[Sequence[int]]) -> Known | None:
+        if self.members.ranks != self.ep.ranks:
+            return None
+        return Known(sum(by_source[self.ep.rank]), by_rank=tuple(tuple(counts) for counts in by_source))
 
     def _columns(self, clones: Sequence[Clone], total_E: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """The expert of every column, and the span of that expert's rows, of all ranks, that it takes."""

@@ -114,12 +114,14 @@ class MoELayer(nn.Module):
         dispatcher, redirect, sent, shared_SBH = self.dispatcher, None, routed.sent, routed.shared_SBH
         if sent is None:
             probs_TE, routing_TE = routed.probs_TE, routed.routing_TE
-            redirect = None if self.hot is None else self.activations.once(lambda: self._plan(routing_TE))
+            known = self._known(routed.shape)
+            if self.hot is not None:
+                redirect, known = self.activations.once(lambda: self._plan(routing_TE))
             if redirect is not None:
                 probs_TE, routing_TE = redirect.apply(probs_TE, routing_TE)
             own_TH = routed.own_SBH.flatten(0, 1)
             captured = self.graphs.captures("moe", "layer", "iteration")
-            hints = Hints(None if redirect is None else redirect.expert_V, self._known(routed.shape), captured, self._buffer_rows(routed.shape))
+            hints = Hints(None if redirect is None else redirect.expert_V, known, captured, self._buffer_rows(routed.shape))
             sent = dispatcher.preprocess(own_TH, probs_TE, routing_TE, hints)
         sent = dispatcher.start_exchange(sent, self.activations.once)
         if self.overlap_shared:
@@ -187,11 +189,11 @@ class MoELayer(nn.Module):
         """The size of the buffer to receive into; None where it has the size of what is received."""
         return self.budget.fixed_rows(shape[0] * shape[1]) if self.budget is not None and self.budget.on_device else None
 
-    def _plan(self, routing_TE: Tensor) -> Redirect | None:
-        redirect = self.hot.plan(routing_TE)
+    def _plan(self, routing_TE: Tensor) -> tuple[Redirect | None, Known | None]:
+        redirect, known = self.hot.plan(routing_TE)
         if redirect is not None and self.training and torch.is_grad_enabled():
             self.cloned_rows += sum(clone.rows for clone in redirect.clones)
-        return redirect
+        return redirect, known if self.dispatcher.takes_known else None
 
     def _run_experts(self, sent: Dispatched, num_tokens: int, redirect: Redirect | None) -> Tensor:
         """The routed experts, and clones of others, on the rows that have arrived. num_tokens: this rank's own."""

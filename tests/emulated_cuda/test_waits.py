@@ -87,7 +87,7 @@ ALL_GATHER = "--moe-token-dispatcher-type allgather"
     ("", 1), ("--moe-expert-capacity-factor 1.0", 1), (PADDED, 0), (ALL_GATHER, 1), (f"{ALL_GATHER} {PADDED}", 0),
     (f"{ALL_GATHER} --recompute-granularity selective --recompute-modules moe", 1),
     (f"{FP8} mxfp8 --moe-router-padding-for-quantization", 1),
-    ("--moe-clone-hot-experts 1", 2),  # rows of all experts, and of those with clones
+    ("--moe-clone-hot-experts 1", 1),
 ])
 def test_expert_parallel_ranks(flags, per_layer):
     """Each of two ranks runs half of the microbatches. What gloo's collectives wait for is not the program's."""

@@ -59,10 +59,10 @@ def _passes(layer, ps, x, weight, microbatches):
         plan = layer.hot.plan
 
         def watched(routing_TE):
-            redirect = plan(routing_TE)
+            redirect, known = plan(routing_TE)
             counts = layer_counts(routing_TE, ps)
             planned.append((loads(counts, ps.ep.size), loads(counts, ps.ep.size, redirect.clones if redirect else ())))
-            return redirect
+            return redirect, known
 
         layer.hot.plan = watched
     graphs = []

@@ -112,7 +112,7 @@ def _cloning(rank, n):
         layer(x.abs(), SCALE)
     table = collect_loads([Chunk(layer)], ps, 8, 2)
     assert layer.cloned_rows == 0
-    return table[0, 9].item(), sum(clone.rows for redirect in planned if redirect is not None for clone in redirect.clones)
+    return table[0, 9].item(), sum(clone.rows for redirect, _ in planned if redirect is not None for clone in redirect.clones)
 
 
 def test_what_clones_take_over_is_counted_once():

@@ -12,15 +12,15 @@ times etp - 1 more through the gather and the reduce-scatter. Rows may travel in
 Shape letters: T local tokens, E experts, e local experts, S sources (ranks of ep; after the gather of etp and ep), R rows, H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_trainer.memory.host_read import HostReads
-from moe_trainer.moe.dispatch.base import Dispatched, Hints, Once, TokenDispatcher, at_once
+from moe_trainer.memory.host_read import HostReads, integers
+from moe_trainer.moe.dispatch.base import Dispatched, Hints, Known, Once, TokenDispatcher, at_once
 from moe_trainer.moe.dispatch.eight_bits import EightBits, finish_rows, gather_rows, scatter_rows, start_rows
 from moe_trainer.ops.permute import Permutation, block_order, reorder
 from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all_flat
@@ -33,7 +33,7 @@ class _Trip:
 
     routes: the local sort; None as long as it is not known how many rows there are. counts_E: this rank's rows for each expert. expert_E: as in
     Hints. routing_TE: what is still to be sorted. arrived_Se: rows that come from each source for each local expert; work: what is under way, these counts
-    first, then the rows. Both None as long as the counts are not exchanged. per_expert: what they all are, if that is known. counts: rows
+    first, then the rows. Both None as long as the counts are not exchanged. known: of Hints. counts: rows
     that leave for each rank, then arrived_Se, on their way to the host; None where etp > 1, whose ranks tell each other first.
     On the host: send, receive: rows to and from each rank of ep; gathered: rows that each rank of etp has received.
     order_R, inverse_R: between blocks [source][expert] and [expert][source]; None if these are the same.
@@ -45,7 +45,7 @@ class _Trip:
     routing_TE: Tensor | None = None
     arrived_Se: Tensor | None = None
     work: Any = None
-    per_expert: int | None = None
+    known: Known | None = None
     counts: Callable[[], list[int]] | None = None
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
@@ -72,8 +72,9 @@ class AllToAllDispatcher(TokenDispatcher):
             trip = _Trip(None, routing_TE.sum(0), hints.expert_E, routing_TE)
             return Dispatched(x_TH, probs_TE, [], trip if hints.captured else self._announced(trip))
         x_RH, probs_R, routes = self._sorted(x_TH, probs_TE, routing_TE, hints.expert_E, known.num_rows)
-        trip = _Trip(routes, routes.counts_E, per_expert=known.per_expert)
-        return Dispatched(x_RH, probs_R, [], trip if hints.captured or trip.per_expert is not None else self._announced(trip))
+        trip = _Trip(routes, routes.counts_E, known=known)
+        told = known.per_expert is not None or known.by_rank is not None
+        return Dispatched(x_RH, probs_R, [], trip if hints.captured or told else self._announced(trip))
 
     def _sorted(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor, Any]:
         order = {"expert_E": expert_E} if expert_E is not None and self.permutation.takes_order else {}
@@ -109,8 +110,10 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _counted(self, trip: _Trip, once: Once) -> tuple[_Trip, list[int]]:
         """Wait for the counts; read the split sizes and the rows of each local expert."""
-        if trip.per_expert is not None:
-            return self._even(trip, trip.per_expert)
+        if trip.known is not None and trip.known.per_expert is not None:
+            return self._even(trip, trip.known.per_expert)
+        if trip.known is not None and trip.known.by_rank is not None:
+            return self._told(trip, trip.known.by_rank)
         if trip.work is None:
             trip = self._announced(trip)
         trip.work.wait()
@@ -136,6 +139,17 @@ class AllToAllDispatcher(TokenDispatcher):
         trip = replace(trip, arrived_Se=counts_E.new_full((sources, num_local), per_expert), send=sizes, receive=sizes,
                        gathered=(sum(sizes),) * self.etp.size)
         return trip, [sources * per_expert] * num_local
+
+    def _told(self, trip: _Trip, by_rank: Sequence[Sequence[int]]) -> tuple[_Trip, list[int]]:
+        """The same where all ranks' counts are on the host already."""
+        num_local = len(by_rank[0]) // self.ep.size
+        blocks = [slice(first, first + num_local) for first in range(0, len(by_rank[0]), num_local)]
+        by_source = [counts[blocks[self.ep.rank]] for counts in by_rank]
+        receive = tuple(sum(source) for source in by_source)
+        arrived_Se = integers([count for source in by_source for count in source], trip.counts_E.device).view(self.ep.size, num_local)
+        trip = replace(trip, arrived_Se=arrived_Se, send=tuple(sum(by_rank[self.ep.rank][block]) for block in blocks), receive=receive,
+                       gathered=(sum(receive),))
+        return trip, [sum(column) for column in zip(*by_source)]
 
     def postprocess(self, sent: Dispatched) -> Dispatched:
         """Sort received rows by local expert. With one local expert they are."""

@@ -55,10 +55,12 @@ class Members:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the rows before the routing is: rows of this rank in all, and of each expert from each rank if these are all equal."""
+    """What is known of the rows before the routing is read: rows of this rank in all, and if they are known those of each expert from each
+    rank: one number if these are all equal, or one list of all columns from each rank of ep (then that is the group of experts)."""
 
     num_rows: int
     per_expert: int | None = None
+    by_rank: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
