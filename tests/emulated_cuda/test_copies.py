@@ -1,14 +1,18 @@
-"""Copies between host and device, each in the order that it needs: what a whole training run hides behind its own waits."""
+"""Copies between host and device, each in the order that it needs, and none from the host inside a graph: what a whole training run hides
+behind its own waits.
+"""
 
 from typing import NamedTuple
 
 import pytest
 import torch
 from emulated_cuda.run import on_device
-from emulated_cuda.test_emulation import races
+from emulated_cuda.test_emulation import races, refused
 
+from moe_trainer.memory.graph_capture import Graph
 from moe_trainer.memory.host_read import HostReads
 from moe_trainer.memory.offload import Offload
+from moe_trainer.ops.grouped_gemm import grouped_forward, row_offsets
 from moe_trainer.optim.host_copies import HostLane
 
 
@@ -66,3 +70,23 @@ def updated_on_the_host(overlap: bool) -> list[float]:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_update_on_the_host_waits_for_the_gradients_and_the_device_for_the_update(overlap):
     assert on_device(updated_on_the_host, overlap) == [2.0 * number for number in range(1, 9)]
+
+
+def products_in_a_graph(*counts: int) -> list[bool]:
+    """Are replays for other rows those without a graph?"""
+    weight = torch.randn(len(counts), 16, 8, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
+    x = torch.zeros(sum(counts), 8, dtype=torch.bfloat16, device="cuda")
+    graph = Graph(torch.cuda.graph_pool_handle())
+    y = graph.capture(lambda: grouped_forward(x, weight, row_offsets(counts, x.device)))
+    found = []
+    for seed in range(2):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        found.append(torch.equal(y, grouped_forward(x, weight, row_offsets(counts, x.device))))
+    return found
+
+
+def test_a_graph_makes_the_offsets_of_experts_with_equal_rows():
+    """On the device: where they come from a list of the host there is no graph."""
+    assert on_device(products_in_a_graph, 16, 16, 16) == [True, True]
+    assert "not permitted when stream is capturing" in refused(products_in_a_graph, 16, 32, 0)
