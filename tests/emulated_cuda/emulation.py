@@ -43,8 +43,11 @@ _OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("emulation
 _PRODUCT = f"{Path(__file__).parents[2] / 'moe_trainer'}{os.sep}"
 
 
+NAMES = {8: "NVIDIA A100-SXM4-80GB", 9: "NVIDIA H100 80GB HBM3", 10: "NVIDIA GB200"}
+
+
 class Device:
-    """The emulated devices of this process."""
+    """The emulated devices of this process. capability: a process may change it before it asks."""
 
     def __init__(self, devices: int, capability: tuple[int, int], memory: int):
         self.lib = lib = _LIBRARY
@@ -394,10 +397,12 @@ def start(devices: int = 1, capability: tuple[int, int] = (9, 0), memory: int = 
         generator.manual_seed(torch.random.initial_seed())
         device.lib.ec_share_generator(index, generator._cdata)
     lib, cuda = device.lib, torch.cuda
-    name = {8: "NVIDIA A100-SXM4-80GB", 9: "NVIDIA H100 80GB HBM3", 10: "NVIDIA GB200"}[capability[0]]
-    properties = SimpleNamespace(multi_processor_count=132, total_memory=memory, major=capability[0], minor=capability[1], name=name, uuid="emulated",
-                                 gcnArchName="", warp_size=32, L2_cache_size=50 << 20, max_threads_per_multi_processor=2048,
-                                 regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472)
+
+    def properties(index=None):
+        major, minor = device.capability
+        return SimpleNamespace(multi_processor_count=132, total_memory=memory, major=major, minor=minor, name=NAMES[major], uuid="emulated",
+                               gcnArchName="", warp_size=32, L2_cache_size=50 << 20, max_threads_per_multi_processor=2048,
+                               regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472)
 
     def statistics(index=None):
         return {"allocated_bytes.all.current": lib.ec_allocated(_index(index)), "allocated_bytes.all.peak": lib.ec_peak(_index(index)),
@@ -421,8 +426,9 @@ def start(devices: int = 1, capability: tuple[int, int] = (9, 0), memory: int = 
         "default_generators": generators,
         "is_available": lambda: lib.ec_device_count() > 0, "device_count": lambda: lib.ec_device_count(), "is_initialized": lambda: True,
         "init": lambda: None, "_lazy_init": lambda: None, "current_device": lambda: lib.ec_current_device(), "set_device": _set_device,
-        "get_device_capability": lambda d=None: capability, "get_device_name": lambda d=None: name, "get_device_properties": lambda d=None: properties,
-        "is_bf16_supported": lambda *a, **k: True, "get_arch_list": lambda: [f"sm_{capability[0]}{capability[1]}"],
+        "get_device_capability": lambda d=None: device.capability, "get_device_name": lambda d=None: NAMES[device.capability[0]],
+        "get_device_properties": properties, "is_bf16_supported": lambda *a, **k: True,
+        "get_arch_list": lambda: ["sm_{}{}".format(*device.capability)],
         "synchronize": _synchronize, "Event": Event, "Stream": Stream, "current_stream": current_stream, "default_stream": default_stream,
         "set_stream": set_stream, "stream": stream_context, "StreamContext": stream_context, "device": device_context, "device_of": lambda t: device_context(t.device),
         "is_current_stream_capturing": lambda: bool(lib.ec_is_capturing()), "CUDAGraph": CUDAGraph, "graph": graph, "graph_pool_handle": graph_pool_handle,

@@ -189,6 +189,24 @@ def computes_so(compute: Callable[[], Tensor], expected: Tensor, complaint: str)
     return True
 
 
+def without_numbers() -> None:
+    """Have this process compute nothing from now on, and not look at numbers."""
+    emulation.DEVICE().shapes_only(True)
+    build.init_parameter, build._check = (lambda param, seed: None), (lambda chunk: None)
+    scaled_mm.as_defined = scaled_grouped.as_defined = computes_so
+
+
+def answer_reads(answer: Callable[[Callable[[], list[int]], int], list[int]]) -> None:
+    """Have `answer(ask, experts)` say what the host reads of the routing over so many experts; ask() is what it would read."""
+    start = host_read.HostReads.start
+
+    def started(reads, numbers, *inputs, work=None):
+        ask = start(reads, numbers, *inputs, work=work)
+        return lambda: answer(ask, inputs[0].numel())
+
+    host_read.HostReads.start = started
+
+
 def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches: int = 2, compute: bool = False,
            routed: Sequence[Sequence[int]] | None = None, ps: ParallelState | None = None) -> dict[str, list]:
     """Run two iterations of one rank and record the second.
@@ -197,27 +215,20 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
     ps: groups of ranks that are there.
     """
     device, recording = emulation.DEVICE(), Recording()
-    device.shapes_only(not compute)
     args = executed_args(argv, world_size, microbatches)
     ps = ps or groups(args, rank, world_size)
     recording.trace = ps.trace
     if not compute:
-        build.init_parameter, build._check = (lambda param, seed: None), (lambda chunk: None)
-        scaled_mm.as_defined = scaled_grouped.as_defined = computes_so
+        without_numbers()
     moe_trainer.run.sizes_that_wait = lambda args, replicas: []  # virtual stages take any number of microbatches one by one
-    start, told, found = host_read.HostReads.start, iter(routed or ()), []
+    told, found = iter(routed or ()), []
 
-    def started(reads, numbers, *inputs, work=None):
-        ask = start(reads, numbers, *inputs, work=work)
+    def answer(ask: Callable[[], list[int]], num_experts: int) -> list[int]:
+        counts = ask()
+        found.append(counts if compute else next(told) if routed else counts_of(args, ps, len(counts), num_experts))
+        return found[-1]
 
-        def answer():
-            counts = ask()
-            found.append(counts if compute else next(told) if routed else counts_of(args, ps, len(counts), inputs[0].numel()))
-            return found[-1]
-
-        return answer
-
-    host_read.HostReads.start = started
+    answer_reads(answer)
     for module in (collectives, p2p):
         module.communicate = functools.partial(recording.communicate, module.communicate)
     for name, kind in (("_forward", "forward"), ("_backward", "backward"), ("weight_grads", "weight")):

@@ -4,11 +4,12 @@
     result = on_device(work, 3)                        # in a process that has one device
     results = on_device(train, "plain", ranks=2, devices=2)   # train(rank, world_size, "plain") on ranks with a device each
 
-One server process for each test process has loaded the device; it forks the processes that run the functions. Arguments and results are
+One server process for each test process (and library) has loaded the device; it forks the processes that run the functions. Arguments and results are
 pickled; what a function raises comes back with its traceback.
 """
 
 import atexit
+import contextlib
 import functools
 import importlib
 import os
@@ -19,12 +20,25 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 HERE = Path(__file__).parent
 MAX_DEVICES = 8
+
+
+class Library(NamedTuple):
+    """A library that processes with devices may have: the module to import, the folders with it, environment variables."""
+
+    name: str
+    folders: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def environment(self, devices: int) -> dict[str, str]:
+        """As run.environment, with the library."""
+        env = environment(devices)
+        return {**env, **dict(self.variables), "PYTHONPATH": os.pathsep.join([*self.folders, env["PYTHONPATH"]])}
 
 
 def environment(devices: int) -> dict[str, str]:
@@ -41,13 +55,14 @@ def environment(devices: int) -> dict[str, str]:
             "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 
 
-def on_device(function: Callable, *args: Any, devices: int = 1, ranks: int = 1) -> Any:
+def on_device(function: Callable, *args: Any, devices: int = 1, ranks: int = 1, library: Library | None = None) -> Any:
     """Call function(*args) in a process with devices, or function(rank, ranks, *args) on several ranks, rank r on device r % devices.
 
+    library: of processes that have imported it.
     Returns: what it returns; a list by rank where there are several.
     Raises: AssertionError with the tracebacks.
     """
-    channel = _server()
+    channel = _server(library)
     channel.send((function.__module__, function.__qualname__, pickle.dumps(args), devices, ranks))
     succeeded, outcome = channel.recv()
     assert succeeded, outcome
@@ -70,10 +85,11 @@ def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _server() -> Connection:
+def _server(library: Library | None) -> Connection:
     ours, theirs = socket.socketpair()
-    env = environment(MAX_DEVICES)
-    process = subprocess.Popen([sys.executable, str(HERE / "run.py"), str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
+    env = environment(MAX_DEVICES) if library is None else library.environment(MAX_DEVICES)
+    command = [sys.executable, str(HERE / "run.py"), str(theirs.fileno()), *([] if library is None else [library.name])]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
     theirs.close()
     channel, here = Connection(ours.detach()), os.getpid()
 
@@ -97,19 +113,24 @@ def _call(rank: int, world_size: int, module: str, name: str, args: bytes, devic
     return pickle.dumps(function(*given) if world_size == 1 else function(rank, world_size, *given))
 
 
-def _serve(channel: Connection) -> None:
+def _serve(channel: Connection, *libraries: str) -> None:
     import emulation
     from harness import RanksFailed, run_ranks
 
     # a process that forks must have started no thread of autograd: it has no device
     emulation.DEVICE().lib.ec_hide_from_this_process()
-    import moe_trainer.proof.observe  # noqa: F401 - here once, instead of in every process
+    # here once, instead of in every process
+    kernels = [f"moe_trainer.ops.{path.stem}" for path in HERE.parents[1].glob("moe_trainer/ops/triton_*.py")] if "triton" in sys.modules else []
+    for module in ("moe_trainer.proof.observe", *kernels, *libraries):
+        importlib.import_module(module)
 
     while True:
         try:
             module, name, args, devices, ranks = channel.recv()
         except EOFError:
             return
+        with contextlib.suppress(BaseException):  # which the processes tell of
+            importlib.import_module(module)  # here once
         try:
             channel.send((True, run_ranks(_call, ranks, module, name, args, devices)))
         except RanksFailed as error:
@@ -117,4 +138,4 @@ def _serve(channel: Connection) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    _serve(Connection(int(sys.argv[1])), *sys.argv[2:])

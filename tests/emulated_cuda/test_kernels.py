@@ -1,7 +1,8 @@
 """Kernels that a layer launches for one microbatch, forward and backward: numbers that may only fall.
 
-Counted is what another layer adds, in bf16, in plain torch and with Triton. A view launches nothing, a product or a fused operator
-of torch one kernel. The list by operator and source line: PYTHONPATH=tests:. python tests/emulated_cuda/test_kernels.py NAME
+Counted is what another layer adds, in bf16, in plain torch and with Triton: there by shapes alone, for Triton's interpreter takes milliseconds
+for each program (test_record_step.py holds that one against the other). A view launches nothing, a product or a fused operator of torch one kernel.
+The list by operator and source line: PYTHONPATH=tests:. python tests/emulated_cuda/test_kernels.py NAME
 """
 
 import sys
@@ -19,9 +20,7 @@ QWEN3 = f"{HEADS} --qk-layernorm --group-query-attention --num-query-groups 2 --
 QWEN3_NEXT = (f"{QWEN3} --kv-channels 32 --rotary-percent 0.25 --apply-layernorm-1p --attention-output-gate --moe-shared-expert-intermediate-size 8 "
               "--moe-shared-expert-gate --experimental-attention-variant gated_delta_net --linear-key-head-dim 8 --linear-value-head-dim 8 "
               "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-conv-kernel-dim 4 ")
-# as on a device that has triton; each program of Triton's interpreter takes milliseconds, so there are few tokens
-TRITON = (f" --triton-kernels {' '.join(DEFAULT)} --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 "
-          f"--global-batch-size {MICROBATCHES}")
+TRITON = f" --triton-kernels {' '.join(DEFAULT)}"  # as on a device that has triton
 # name: model, flags, kernels at most. LAYERS is the number of layers
 BUDGET = {
     "Mixtral": ("plain", HEADS, 103),
@@ -38,10 +37,12 @@ BUDGET |= {f"{name}, Triton": (*BUDGET[name][:1], BUDGET[name][1] + TRITON, budg
 def kernels(kind: str, flags: str, layers: int) -> Counter:
     """Kernels of the microbatches of the second iteration, by operator and source line."""
     import emulation
+    from emulated_cuda import record_step
 
     from arguments import parse_args
     from moe_trainer.parallel.state import ParallelState
     from moe_trainer.proof import observe
+    from moe_trainer.run import TrainState
     from moe_trainer.training import step
 
     argv = [*argv_of(kind), "--bf16", "--moe-token-dispatcher-type", "alltoall", "--global-batch-size", str(2 * MICROBATCHES)]
@@ -51,17 +52,29 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
     argv += words
     argv[argv.index("--num-layers") + 1] = str(layers)
     argv = [word.replace("([0]*1+[1]*3)", f"([0]*1+[1]*{layers - 1})") for word in argv]
-    run, ledgers = step.run_microbatches, []
+    run_microbatches, ledgers = step.run_microbatches, []
 
     def watched(*args):
         with emulation.Ledger(emulation.DEVICE()) as ledger:
-            result = run(*args)
+            result = run_microbatches(*args)
         ledgers.append(ledger)
         return result
 
     step.run_microbatches = watched
-    observe.train(parse_args(argv, 1), 0, ParallelState.single(), 2, device="cuda")
+    args, ps = parse_args(argv, 1), ParallelState.single()
+    if TRITON in flags:
+        record_step.without_numbers()
+        record_step.answer_reads(lambda ask, experts: uneven(record_step.counts_of(args, ps, len(ask()), experts)))
+    run, state = observe.make_run(args, 0, ps, 2, device="cuda"), TrainState()
+    for _ in range(2):
+        step.train_step(run, state, MICROBATCHES)
+        state.iteration += 1
     return ledgers[1].launches
+
+
+def uneven(rows: list[int]) -> list[int]:
+    """One row of the last expert is the first one's: offsets of an even routing would be computed on the device."""
+    return [rows[0] + 1, *rows[1:-1], rows[-1] - 1]
 
 
 def added_by_a_layer(name: str) -> dict[tuple[str, str], float]:

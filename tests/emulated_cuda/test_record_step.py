@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from emulated_cuda.run import on_device
+from emulated_cuda.test_kernels import TRITON
 from train.layouts import argv_of, groups_of
 
 WIDE = "--hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --seq-length 32 --max-position-embeddings 32"
@@ -16,6 +17,7 @@ CASES = {
                                "--recompute-granularity selective --recompute-modules core_attn layernorm mla_up_proj moe"),
     "padded to capacity": ("padded capacity", "--bf16 --kv-channels 8"),
     "full recompute": ("plain", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "Triton": ("plain", f"--bf16 {TRITON} --kv-channels 8 --num-layers 1 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1"),
     "gated DeltaNet": ("plain", "--bf16 --kv-channels 8 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
                        "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
 }
@@ -55,7 +57,7 @@ def test_shapes_alone_launch_the_same(name):
     argv = [*argv_of(kind), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *flags.split()]
     computed, routed = on_device(recorded, argv, None)
     shaped, _ = on_device(recorded, argv, routed)
-    assert sum(computed.values()) > 500
+    assert sum(computed.values()) > (200 if name == "Triton" else 500)
     assert [sorted((shaped - computed).items(), key=str), sorted((computed - shaped).items(), key=str)] == [[], []]
 
 

@@ -9,6 +9,7 @@ from emulation import Device
 def use_interpreter(device: Device) -> None:
     """Have the interpreter work on the device's own bytes, and count each launch."""
     import bf16_products
+    import fast_interpreter
     import triton
     from triton.runtime.interpreter import GridExecutor
 
@@ -27,11 +28,11 @@ def use_interpreter(device: Device) -> None:
 
     GridExecutor.__call__ = call
     bf16_products.correct()
+    fast_interpreter.patch_once()
     # nothing is copied: tensors of the host, whose bytes are the device's
     GridExecutor._init_args_hst = lambda executor, args, kwargs: (args, kwargs)
     GridExecutor._restore_args_dev = lambda executor, *unused: None
-    major, minor = device.capability
     triton.runtime.driver.set_active(SimpleNamespace(
-        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 10 * major + minor, 32),
+        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", int("{}{}".format(*device.capability)), 32),
         get_active_torch_device=lambda: torch.device("cuda"), get_device_interface=lambda: torch.cuda,
         get_current_device=torch.cuda.current_device, get_current_stream=lambda index: 0))
