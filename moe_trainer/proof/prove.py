@@ -87,7 +87,7 @@ def prove(pool: Pool, case: Case, seed: int = 0) -> Verdict:
         if any(word.endswith(("-fsdp", "-fsdp2")) for word in case.argv):
             pool.refresh()
         try:
-            many = pool.run(_many, case.world_size, case, seed)
+            many = pool.run(train_case, case.world_size, case, seed)
         except RanksFailed as error:
             return verdict([], str(error))
         differences = compare(one, many)
@@ -110,7 +110,7 @@ def steady_reference(pool: Pool, case: Case, seeds: range) -> tuple[int, Outcome
 
 def _references(pool: Pool, case: Case, seed: int, disturbances: tuple[tuple[float, int], ...]) -> Outcome | None:
     """The reference; None if a disturbed one parts from it."""
-    found = pool.run_each(_one, [(case, seed, *disturbance) for disturbance in ((0.0, 0), *disturbances)])
+    found = pool.run_each(train_reference, [(case, seed, *disturbance) for disturbance in ((0.0, 0), *disturbances)])
     if not all(_is_steady(found[0], disturbed) for disturbed in found[1:]):
         return None
     one, others = found[0][0], [outcome for outcome, _ in found[1:]]
@@ -128,8 +128,11 @@ def _is_steady(plain: tuple[Outcome, list[Tensor]], other: tuple[Outcome, list[T
         abs(a - b) <= STEADY_NORM * abs(a) for a, b in zip(one.grad_norms, disturbed.grad_norms))
 
 
-def _one(rank: int, world_size: int, case: Case, seed: int, size: float, direction: int) -> tuple[Outcome, list[Tensor]]:
-    """The reference, in a process of the pool, and what it chose: routing maps, and the keys of sparse attention."""
+def train_reference(rank: int, world_size: int, case: Case, seed: int, size: float = 0.0, direction: int = 0) -> tuple[Outcome, list[Tensor]]:
+    """Train the reference of a case in this process, from weights that are disturbed by `size`.
+
+    Returns: also what it chose, routing maps and the keys of sparse attention.
+    """
     args = _parse(case.reference, world_size, False)
     records: list[dict] = []
     keys: list[Tensor] = []
@@ -151,9 +154,9 @@ def _one(rank: int, world_size: int, case: Case, seed: int, size: float, directi
     return outcome, [*(record["map"] for record in records), *keys]
 
 
-def _many(rank: int, world_size: int, case: Case, seed: int) -> Outcome:
-    """The case itself, in a rank of the pool."""
-    return _train(_parse(case.argv, world_size, case.force_fp32), rank, world_size, seed, watch_rank)
+def train_case(rank: int, world_size: int, case: Case, seed: int, device: str = "cpu") -> Outcome:
+    """Train the case itself as one of its ranks. Collective."""
+    return _train(_parse(case.argv, world_size, case.force_fp32), rank, world_size, seed, watch_rank, device)
 
 
 def _parse(argv: tuple[str, ...], world_size: int, force_fp32: bool) -> Arguments:
@@ -176,10 +179,10 @@ class WidePrecision(PrecisionArgs):
         return "fp64"
 
 
-def _train(args: Arguments, rank: int, world_size: int, seed: int, prepare: Callable[[Run], Watch]) -> Outcome:
+def _train(args: Arguments, rank: int, world_size: int, seed: int, prepare: Callable[[Run], Watch], device: str = "cpu") -> Outcome:
     place = Place(rank, world_size, rank, None, None, "proof")
     ps = make_groups(args, place, timedelta(seconds=120))
-    return train(args, rank, ps, STEPS, seed, prepare)
+    return train(args, rank, ps, STEPS, seed, prepare, device)
 
 
 def _disturb(run: Run, size: float, direction: int) -> None:

@@ -12,7 +12,7 @@ from moe_trainer.parallel import sequence
 from moe_trainer.parallel.params import info_of
 from moe_trainer.proof.compare import Difference
 from moe_trainer.proof.pool import Pool
-from moe_trainer.proof.prove import Verdict, _many, _one, prove, steady_reference
+from moe_trainer.proof.prove import Verdict, prove, steady_reference, train_case, train_reference
 from moe_trainer.proof.shrink import as_is
 
 MODEL = (
@@ -62,8 +62,8 @@ def test_the_reference_of_the_global_loss_is_one_process_that_follows_its_defini
     """The counts of two data ranks, and their running mean over microbatches: other gradients than those of one data rank."""
     flags = [*MODEL, *GLOBAL, "--global-batch-size", "8"]
     with Pool(3) as pool:
-        outcomes = [pool.run(_one, 1, as_is([*flags, *more], 2), 0, 0.0, 0)[0] for more in (EP, PP)]
-        many = pool.run(_many, 2, as_is([*flags, *EP], 2), 0)
+        outcomes = [pool.run(train_reference, 1, as_is([*flags, *more], 2), 0, 0.0, 0)[0] for more in (EP, PP)]
+        many = pool.run(train_case, 2, as_is([*flags, *EP], 2), 0)
     two, one = (outcome.grads["decoder.layers.0.mlp.router.weight"] for outcome in outcomes)
     assert (two - one).norm() > 1e-3 * one.norm(), "the definition depends on the number of data ranks"
     found = [losses["global_load_balancing_loss"] for losses in many.losses]
@@ -103,7 +103,7 @@ def test_a_reference_shows_the_keys_that_it_chooses():
     """A near tie of an indexer counts like one of a router."""
     few = ["--dsa-indexer-topk", "4"]
     with Pool(3) as pool:
-        shown, other, dense = (pool.run(_one, 1, as_is([*MODEL, *SPARSE, *more, *EP], 2), 0, 0.0, 0)[1] for more in ([], few, ["--dsa-indexer-topk", "16"]))
+        shown, other, dense = (pool.run(train_reference, 1, as_is([*MODEL, *SPARSE, *more, *EP], 2), 0, 0.0, 0)[1] for more in ([], few, ["--dsa-indexer-topk", "16"]))
     passes = 2 * (3 * 4 + 4)  # layers, steps of four sequences, and a validation
     assert len(shown) == len(other) == 2 * passes and len(dense) == passes, "routing maps, and keys where there are more than are chosen"
     assert not all(torch.equal(a, b) for a, b in zip(shown[passes:], other[passes:]))
@@ -216,7 +216,7 @@ def test_a_reference_that_raises_is_told_as_one(monkeypatch):
 def test_what_every_rank_holds_has_two_fingerprints():
     """Those of the gradient and of the weight: a copy of either that goes its own way is to be seen."""
     with Pool(2) as pool:
-        many = pool.run(_many, 2, as_is([*MODEL, *TP], 2), 0)
+        many = pool.run(train_case, 2, as_is([*MODEL, *TP], 2), 0)
     assert len(many.pieces) == 2 and all(len(mine) > 10 for mine in many.pieces)
     for piece in (piece for mine in many.pieces for piece in mine):
         gradient, weight = piece.fingerprints

@@ -16,18 +16,24 @@ from moe_trainer.place import Place
 
 
 def pretrain(argv: list[str], folder: Path, world_size: int = 1, device: bool = False) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """Run a job in `folder`; returns the records of its metrics file and the exported weights. device: one rank, on an emulated device."""
+    """Run a job in `folder`; returns the records of its metrics file and the exported weights. device: on emulated devices, one for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
     outputs = ["--metrics-file", "metrics.jsonl", "--export-weights", "final.safetensors"]
-    codes = [on_device(_alone, [*argv, *outputs], folder)] if device else run_ranks(_rank, world_size, [*argv, *outputs], folder)
+    given = [*argv, *outputs], folder
+    if not device:
+        codes = run_ranks(_rank, world_size, *given)
+    elif world_size == 1:
+        codes = [on_device(_on_device, 0, 1, *given)]
+    else:
+        codes = on_device(_on_device, *given, ranks=world_size, devices=world_size)
     assert codes == [0] * world_size
     weights = folder / "final.safetensors"
     return read_metrics(folder / "metrics.jsonl"), load_file(weights) if weights.exists() else {}
 
 
-def _alone(argv, folder):
+def _on_device(rank, n, argv, folder):
     shorten()
-    return _rank(0, 1, argv, folder)
+    return _rank(rank, n, argv, folder)
 
 
 def _rank(rank, n, argv, folder):

@@ -1,0 +1,118 @@
+"""Training in 8 and 4 bits on emulated devices gives the numbers of one CPU process with the same recipe.
+
+In fp64 to the last digits, where no rounding to 8 bits turns: what is quantized, where and in which order. In fp32 the products are those
+of the device's own units (torch's scaled_mm), whose sums may turn one now and then. In bf16, experts in one call (scaled_grouped_mm).
+"""
+
+from dataclasses import replace
+
+import pytest
+from emulated_cuda.run import on_device
+from gpu.test_te_parity import same
+from harness import run_ranks
+from proof.test_fp8 import HELD, KEPT_IN_8_BITS, case_of
+from train.layouts import FP32, argv_of, compare, shallow
+
+from arguments import parse_args
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.proof import observe
+from moe_trainer.proof.compare import Tolerances
+from moe_trainer.proof.observe import Outcome
+from moe_trainer.proof.prove import WidePrecision, train_case, train_reference
+
+STEPS = 2
+MODEL = [*shallow(argv_of("plain")), *"--num-experts 4 --global-batch-size 4".split()]
+WIDE = "--hidden-size 128 --ffn-hidden-size 128 --init-method-std 0.02"  # products of experts in one call take multiples of 128
+# a sum in another order turns a rounding to 8 bits now and then, by up to an eighth of a number
+TURNED = Tolerances(loss=1e-4, norm=1e-3, grad=1e-2, weight=5e-4)
+STILL = "--moe-router-dtype fp64 --lr 1e-12"  # see moe_trainer/proof/low_precision.py
+DELAYED = "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max"
+BLOCKWISE, MXFP8, NVFP4 = "--fp8-format e4m3 --fp8-recipe blockwise", "--fp8-format hybrid --fp8-recipe mxfp8", "--fp4-format e2m1"
+TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
+# further than the proofs of tests/proof go: what is rounded at random, and what no mapping of several ranks keeps
+ONE_RANK = {
+    "tensorwise, ends in bf16": f"{TENSORWISE} --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
+    "mxfp8, rows padded": f"{MXFP8} --moe-token-dispatcher-type alltoall --moe-router-padding-for-quantization",
+    "nvfp4": NVFP4,
+    "nvfp4, recompute": f"{NVFP4} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+RANKS = {name: HELD[name] for name in ("dp, delayed", "cp and ep, tensorwise", "ep over dp, mxfp8")} | {
+    "tp, blockwise, kept in 8 bits": KEPT_IN_8_BITS["tp, blockwise"]}
+# recipe: flags, compute capability, kind of product
+UNITS = {"delayed": (DELAYED, (9, 0)), "tensorwise": (TENSORWISE, (9, 0)), "blockwise": (BLOCKWISE, (9, 0)), "mxfp8": (MXFP8, (10, 0)),
+         "nvfp4": (NVFP4, (10, 0))}
+GROUPED = {"tensorwise": ("--fp8-format e4m3 --fp8-recipe tensorwise", (9, 0)), "mxfp8": ("--fp8-format e4m3 --fp8-recipe mxfp8", (10, 0))}
+
+
+def watched() -> None:
+    import emulation
+
+    emulation.DEVICE().watch(True)
+    emulation.DEVICE().lib.ec_check_races(1)
+
+
+def wide(argv: list[str], device: str = "cpu") -> Outcome:
+    """Train in fp64 where nothing is quantized."""
+    args = parse_args(argv, 1)
+    return observe.train(replace(args, precision=WidePrecision.of(args.precision)), 0, ParallelState.single(), STEPS, device=device)
+
+
+def wide_on_device(argvs: list[list[str]]) -> list[Outcome]:
+    watched()
+    return [wide(argv, "cuda") for argv in argvs]
+
+
+def test_recipes_in_fp64():
+    argvs = [[*MODEL, *f"{flags} {STILL}".split()] for flags in ONE_RANK.values()]
+    found = on_device(wide_on_device, argvs)
+    assert {name: differences for name, argv, outcome in zip(ONE_RANK, argvs, found, strict=True)
+            if (differences := [str(difference) for difference in compare(wide(argv), outcome, FP32)])} == {}
+
+
+def references(rank: int, world_size: int, cases: list) -> list[Outcome]:
+    return [train_reference(rank, world_size, case, 0)[0] for case in cases]
+
+
+def cases_on_devices(rank: int, world_size: int, cases: list) -> list[Outcome]:
+    watched()
+    return [train_case(rank, world_size, case, 0, "cuda") for case in cases]
+
+
+def test_recipes_on_ranks():
+    """As tests/proof/test_fp8.py proves them."""
+    cases = [case_of(f"{flags} --num-layers 1 --triton-kernels none") for flags in RANKS.values()]
+    found, = run_ranks(references, 1, cases)
+    assert {name: differences for name, one, outcome in zip(RANKS, found, on_device(cases_on_devices, cases, ranks=2, devices=2)[0], strict=True)
+            if (differences := [str(difference) for difference in compare(one, outcome, FP32)])} == {}
+
+
+def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[Outcome, set[str]]:
+    """Train on a device of this compute capability; also which of its own products it was asked for."""
+    import emulation
+
+    watched()
+    device = emulation.DEVICE()
+    device.capability = capability
+    with emulation.Ledger(device) as ledger:
+        outcome = observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, device="cuda")
+    return outcome, {name for name in ledger.operators if "scaled" in name and "mm" in name}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_products_of_the_units(name):
+    flags, capability = UNITS[name]
+    argv = [*MODEL, *flags.split()]
+    one = observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
+    outcome, products = on_device(with_units, argv, capability)
+    assert products == {"aten::_scaled_mm_v2"}
+    assert [str(difference) for difference in compare(one, outcome, TURNED)] == []
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_experts_in_one_call_in_bf16(name):
+    flags, capability = GROUPED[name]
+    argv = [*MODEL, *f"{flags} {WIDE} --bf16".split()]
+    one = observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
+    outcome, products = on_device(with_units, argv, capability)
+    assert products == {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"}
+    same(one, outcome, 0.15)
