@@ -16,6 +16,7 @@ transformers' MixtralForCausalLM of the first shape trains beside it, and torcht
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -220,6 +221,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
+    from arguments.machine import ALLOCATOR, EXPANDABLE
+
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = EXPANDABLE  # as pretrain_moe.py, for every contender; torch reads it once
     import torch
 
     if given.device == "cuda" and not torch.cuda.is_available():
