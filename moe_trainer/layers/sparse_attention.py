@@ -191,25 +191,26 @@ def freeze_all_but_indexers(chunks: Sequence[nn.Module]) -> None:
 
 
 def forget_indexer_loss(chunks: Sequence[nn.Module]) -> None:
-    """Drop what collect_indexer_loss would report of the iteration under way."""
+    """Forget the indexers' losses of the iteration under way."""
     for layer in sparse_layers(chunks):
         layer.indexer_loss.zero_()
 
 
-def collect_indexer_loss(chunks: Sequence[nn.Module], ps: ParallelState, model: ModelArgs, device: torch.device) -> dict[str, float]:
-    """Mean loss of the indexers since the last call, with its coefficient, over layers and microbatches: {"indexer loss": ...}; then zero.
-
-    Nothing where there is no such loss. Every rank gets it. Communication: two fp64 values over dp_cp, then over pp.
-    """
+def indexer_sums(chunks: Sequence[nn.Module], ps: ParallelState, model: ModelArgs, device: torch.device) -> Tensor:
+    """What indexer_metric takes, over all ranks and known to each: fp64 [2] on the device, sum of the layers' means and number of layers; [0]
+    where there is no such loss. Communication: two fp64 values over dp_cp, then over pp."""
     if model.experimental_attention_variant != "dsa" or not model.dsa_indexer_loss_coeff:
-        return {}
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the layers' means, number of layers
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     for layer in sparse_layers(chunks):
         loss, passes = layer.indexer_loss.double()
         total += torch.stack([loss / passes.clamp(min=1.0), torch.ones_like(loss)])
-    forget_indexer_loss(chunks)
     all_reduce(total, ps.dp_cp)
     total /= ps.dp.size  # the ranks of cp hold shares of one mean
     total[1] /= ps.cp.size
-    loss, layers = all_reduce(total, ps.pp).tolist()
-    return {"indexer loss": loss / max(layers, 1.0)}
+    return all_reduce(total, ps.pp)
+
+
+def indexer_metric(sums: Sequence[float]) -> dict[str, float]:
+    """Mean loss of the indexers since the last forget_indexer_loss, with its coefficient, over layers and microbatches: {"indexer loss": ...}."""
+    return {"indexer loss": sums[0] / max(sums[1], 1.0)} if sums else {}

@@ -70,13 +70,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Attempt:
     """One evaluation of an iteration. sums: of every microbatch, as run_microbatches gives them, this rank's; loss: mean over all ranks;
-    norm: of all gradients, before clipping. mtp: the same sums of multi-token prediction, as mtp_metrics takes them. overflowed: rows were lost (moe/budget.py), so nothing of it may take effect, and norm is NaN."""
+    norm: of all gradients, before clipping. mtp, indexer: what mtp_metrics and indexer_metric take. overflowed: rows were lost (moe/budget.py), so nothing of it may take effect, and norm is NaN."""
 
     sums: list[Tensor]
     loss: float
     tokens: float
     norm: float
     mtp: tuple[float, ...] = ()
+    indexer: tuple[float, ...] = ()
     overflowed: bool = False
 
 

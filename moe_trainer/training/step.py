@@ -22,7 +22,7 @@ from moe_trainer.errors import user_input
 from moe_trainer.guard.beginning import Beginning
 from moe_trainer.layers.precision import begin_iteration, casting_once, update_scales
 from moe_trainer.layers.qk_clip import clipped_rows, forget_logits, largest_of_all, logit_peaks
-from moe_trainer.layers.sparse_attention import collect_indexer_loss
+from moe_trainer.layers.sparse_attention import forget_indexer_loss, indexer_metric, indexer_sums
 from moe_trainer.model.mtp import forget_mtp_metrics, mtp_metrics, mtp_sums
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_biases
@@ -123,9 +123,9 @@ def train_step(run: Run, state: TrainState, num_microbatches: int, witness: Step
     if args.moe.num_experts and args.moe.moe_per_layer_logging:
         loads = collect_loads(run.chunks, ps, args.moe.num_experts, num_layers, run.runtime.device)
     moe = collect_moe_metrics(run.chunks, ps, num_microbatches, args.moe, num_layers, run.runtime.device)
-    losses = {"lm loss": result.loss, **moe.losses, **mtp_metrics(result.mtp)}
+    losses = {"lm loss": result.loss, **moe.losses, **mtp_metrics(result.mtp), **indexer_metric(result.indexer)}
     forget_mtp_metrics(run.chunks)
-    losses |= collect_indexer_loss(run.chunks, ps, args.model, run.runtime.device)
+    forget_indexer_loss(run.chunks)
     if args.training.check_for_nan_in_loss_and_grad:
         refuse_nan(state.iteration + 1, losses)
     peaks = logit_peaks(run.chunks, ps, run.runtime.device)
@@ -176,7 +176,8 @@ def attempt(run: Run, state: TrainState, num_microbatches: int, record: bool, ea
         run.grads.finish()
     finalize_grads(run.grads, ps, run.timers)
     sums = injected(run, state, sums, repeated)
-    loss_sum, tokens, lost, *mtp = _shared(run, sums, _lost_rows(run), mtp_sums(run.chunks)).tolist()
+    (loss_sum, tokens, *mtp), (lost,), indexer = _read(
+        _shared(run, sums, mtp_sums(run.chunks)), _lost_rows(run), indexer_sums(run.chunks, ps, args.model, run.runtime.device))
     if lost:
         return Attempt(sums, math.nan, tokens, math.nan, overflowed=True)
     if run.per_token:
@@ -184,7 +185,7 @@ def attempt(run: Run, state: TrainState, num_microbatches: int, record: bool, ea
     loss = loss_sum / max(tokens, 1.0)
     with run.timers("optimizer"):
         norm = run.optimizer.grad_norm(alarm=state.history.judge_loss(loss, rules_of(args)) is not None)
-    return Attempt(sums, loss, tokens, norm, tuple(mtp))
+    return Attempt(sums, loss, tokens, norm, tuple(mtp), tuple(indexer))
 
 
 def train_microbatches(run: Run, num_microbatches: int, grad_scale: float, record: bool) -> list[Tensor]:
@@ -257,17 +258,20 @@ def shared_sums(run: Run, sums: list[Tensor]) -> tuple[float, float]:
     return loss_sum, tokens
 
 
-def _shared(run: Run, sums: list[Tensor], known: Tensor | None = None, further: Tensor | None = None) -> Tensor:
-    """The two numbers of shared_sums on the device, and others behind them, so that the host waits for all of them once: those that are known
-    to every rank already, and further ones to be shared like the two. All fp64."""
+def _read(*tensors: Tensor) -> list[list[float]]:
+    """Numbers of several vectors of one type on the device, in one wait."""
+    return [part.tolist() for part in torch.cat(tensors).cpu().split([len(tensor) for tensor in tensors])]
+
+
+def _shared(run: Run, sums: list[Tensor], further: Tensor | None = None) -> Tensor:
+    """The two numbers of shared_sums, fp64 on the device, and further ones behind them that are to be shared in the same way."""
     ps = run.ps
     total = torch.stack(sums).double().sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
     if further is not None:
         total = torch.cat([total, further])
     if ps.is_last_stage:
         total = collectives.all_reduce(total, ps.dp_cp)
-    total = collectives.broadcast(total, ps.pp, src=ps.pp.size - 1)
-    return total if known is None else torch.cat([total[:2], known, total[2:]])
+    return collectives.broadcast(total, ps.pp, src=ps.pp.size - 1)
 
 
 def _lost_rows(run: Run) -> Tensor:

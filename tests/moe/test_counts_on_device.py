@@ -111,6 +111,7 @@ def test_counts_stay_on_the_device_and_numbers_are_those_of_the_all_to_all(recom
 @pytest.mark.parametrize(("ranks", "flags", "small"), [
     (2, f"--hidden-dropout 0.1 {RECOMPUTE[0]}", (0,)),
     (2, f"--hidden-dropout 0.1 {RECOMPUTE[1]}", (0, 1)),
+    (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --moe-per-layer-logging", (0,)),
     (2, f"--rerun-mode disabled --no-check-for-nan-in-loss-and-grad {RECOMPUTE[2]}", (1,)),
     (4, "--pipeline-model-parallel-size 2", (3,)),  # the first stage has no such layers at all
 ])
