@@ -74,6 +74,13 @@ def expected(per_layer: int, microbatches: int) -> dict[str, int]:
     return dict(counts)
 
 
+def test_sinkhorn_asks_seldom():
+    """In training, where it balances: once in eight rounds of each layer, where once every round of a layer waited (90 in all)."""
+    found = on_device(alone, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0")
+    asked = found.pop("train moe/router.py")
+    assert LAYERS * MICROBATCHES <= asked <= 2 * LAYERS * MICROBATCHES and found == expected(1, MICROBATCHES)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_process(name):
     flags, per_layer = CASES[name]

@@ -56,6 +56,13 @@ def test_sinkhorn_balances_rows_and_columns():
     torch.testing.assert_close(plan.sum(0), torch.full((8,), 1 / 8, dtype=torch.float64), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("max_rounds", [3, 1000])
+@pytest.mark.parametrize("ask_after", [2, 8, 2000])
+def test_sinkhorn_stops_at_the_same_round_however_seldom_the_host_asks(ask_after, max_rounds):
+    cost_TE = 3 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sinkhorn(cost_TE, max_rounds=max_rounds, ask_after=ask_after), sinkhorn(cost_TE, max_rounds=max_rounds))
+
+
 def test_sinkhorn_of_two_by_two_in_closed_form():
     """Scaling [[a, 1], [1, 1]] to equal margins: the diagonal gets sqrt(a) / (2 (1 + sqrt(a)))."""
     plan = sinkhorn(torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64), tolerance=1e-12)
