@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_cuda.run import HERE, environment, on_device
+from emulated_cuda.test_emulation import races
 from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
 
 HIDDEN, RANKS = 256, 2
@@ -57,13 +58,14 @@ def flex(sources: Path, backend: str, ps, max_tokens: int, deterministic: bool =
 
 
 def both(rank: int, n: int, sources: Path, backend: str, topk: int, sizes: tuple[int, ...], kind: str, changes: dict):
-    """What the experts get, what comes back, and gradients, with the all-to-all and with the library."""
+    """What the experts get, what comes back, and gradients, with the all-to-all and with the library; accesses are checked for their order."""
     from moe.test_flex import random_routing
 
     from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
     from moe_trainer.ops.permute import Permutation
     from moe_trainer.parallel.state import ParallelState
 
+    races()
     ps = ParallelState.create(n, rank, ep=n)
     library = flex(sources, backend, ps, max(sizes), moe_router_topk=topk, **changes)
     probs, routing = (table.cuda() for table in random_routing(rank, sizes[rank], topk, kind))
