@@ -9,7 +9,7 @@ import torch
 from commands import REPOSITORY
 from emulated_cuda.run import environment
 
-from scripts import gpu_acceptance
+from scripts import acceptance_checks, gpu_acceptance
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_acceptance.py"
 LINES = f"""
@@ -17,12 +17,13 @@ import os, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 from pathlib import Path
 from scripts import gpu_acceptance as script
+from scripts.acceptance_checks import Found, NotMeasured
 
 def wrong():
     raise ValueError("seven is not eight")
 
 def absent():
-    raise script.NotMeasured("no such library")
+    raise NotMeasured("no such library")
 
 def made():
     yield "fine", lambda: "it is"
@@ -30,7 +31,7 @@ def made():
     yield "hang", lambda: time.sleep(600)
     yield "wrong", wrong
     yield "absent", absent
-    yield "table", lambda: script.Found("two lines", ["| a |", "|---|"])
+    yield "table", lambda: Found("two lines", ["| a |", "|---|"])
 
 def broken():
     raise RuntimeError("has no lines")
@@ -51,8 +52,9 @@ def test_a_crash_and_a_hang_fail_their_lines_alone(tmp_path):
     assert [(line["name"], line["verdict"]) for line in lines] == [
         ("fine", "passed"), ("crash", "failed"), ("hang", "failed"), ("wrong", "failed"), ("absent", "not measured"), ("table", "passed"),
         ("between lines", "failed")]
-    told = [line["detail"] for line in lines]
-    assert "ended with -9" in told[1] and "took longer than 8 s" in told[2] and told[3] == "ValueError: seven is not eight" and told[4] == "no such library"
+    details = [line["detail"] for line in lines]
+    assert "ended with -9" in details[1] and "took longer than 8 s" in details[2]
+    assert details[3:5] == ["ValueError: seven is not eight", "no such library"]
     assert "has no lines" in (tmp_path / "out/broken.log").read_text()
     text = (tmp_path / "out/report.md").read_text()
     assert "| made | 2 | 3 | 1 |" in text and text.index("## What failed") < text.index("## made") and "made: crash" in text
@@ -73,21 +75,21 @@ def test_on_the_emulated_device(tmp_path):
 
 def test_a_wait_that_is_not_documented_fails(tmp_path):
     """As one that somebody adds to the optimizer would."""
-    probe = ("import sys; sys.path[:0] = ['.', 'tests']; from scripts import gpu_acceptance; from train.layouts import argv_of; "
-             "gpu_acceptance.waits_of(argv_of('plain'), 1, ('training/step.py', 'moe/balancing.py'))")
+    probe = ("import sys; sys.path[:0] = ['.', 'tests']; from scripts import acceptance_checks; from train.layouts import argv_of; "
+             "acceptance_checks.waits_of(argv_of('plain'), 1, ('training/step.py', 'moe/balancing.py'))")
     done = subprocess.run([sys.executable, "-c", probe], env=environment(1), capture_output=True, text=True, cwd=REPOSITORY)
     assert "called a synchronizing CUDA operation" in done.stderr and "clip.py" in done.stderr
 
 
-@pytest.mark.parametrize(("given", "told"), [
+@pytest.mark.parametrize(("given", "message"), [
     (["--output", "{tmp}"], "exists: give the name of a new folder"), (["--time-limit", "0", "--output", "{tmp}/new"], "--time-limit 0"),
     (["--only", "everything", "--output", "{tmp}/new"], "invalid choice: 'everything'"), (["--output", "{tmp}/new"], "EMULATED_CUDA=2"),
 ])
-def test_wrong_input(tmp_path, monkeypatch, capsys, given, told):
+def test_wrong_input(tmp_path, monkeypatch, capsys, given, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as end:
         gpu_acceptance.main([word.format(tmp=tmp_path) for word in given])
-    assert end.value.code == 2 and told in capsys.readouterr().err
+    assert end.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -98,8 +100,8 @@ def test_gaps_of_a_trace():
 
     events = [*kernel("first", 100, 10, 90, 1), *kernel("beside", 102, 3, 91, 2), *kernel("late", 150, 10, 148, 3), *kernel("waiting", 190, 10, 120, 4),
               {"cat": "cpu_op", "name": "aten::outer", "ts": 140, "dur": 20, "tid": 1}, {"cat": "cpu_op", "name": "aten::mm", "ts": 147, "dur": 4, "tid": 1}]
-    gaps, idle, total = gpu_acceptance.largest_gaps(events)
+    gaps, idle, total = acceptance_checks.largest_gaps(events)
     assert (idle, total) == (70, 100)
     assert [(gap.microseconds, gap.after, gap.before) for gap in gaps] == [(40, "first", "late"), (30, "late", "waiting")]
     assert gaps[0].because == "the host came 38 us late, in aten::mm" and "waited for another stream" in gaps[1].because
-    assert gpu_acceptance.largest_gaps(events, 1)[0] == gaps[:1] and gpu_acceptance.largest_gaps([]) == ([], 0.0, 0.0)
+    assert acceptance_checks.largest_gaps(events, 1)[0] == gaps[:1] and acceptance_checks.largest_gaps([]) == ([], 0.0, 0.0)
