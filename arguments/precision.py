@@ -30,8 +30,8 @@ class PrecisionArgs:
     rounding. Unset: all but grouped-gemm (torch has a fused product of its own) where the package triton is installed, and
     TransformerEngine's norms, --moe-permute-fusion and --moe-router-fusion come before them; kernels that are named come before those. They
     have been checked in Triton's interpreter and compiled for sm_90, sm_100 and sm_103, and not yet run on a GPU; scripts/bench_kernels.py
-    measures which of them pay. delta-rule, of gated DeltaNet layers: those of the package flash-linear-attention, where that is
-    installed. On a CPU: plain torch."""
+    measures which of them pay. delta-rule, of gated DeltaNet layers: those of the package flash-linear-attention where 0.6 or later is
+    installed (packed documents: our own), else our own. On a CPU: plain torch."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32 (on with --bf16)."""
     grad_reduce_in_bf16: bool = False

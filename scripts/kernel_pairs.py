@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_trainer.layers.kernels import Balancing
 from moe_trainer.moe.balancing import LOSS_NAMES, balancing_losses
 from moe_trainer.moe.router import score_topk
-from moe_trainer.ops import cross_entropy, permute, pointwise, quantize, rope
+from moe_trainer.ops import cross_entropy, gated_delta_rule, permute, pointwise, quantize, rope
 from moe_trainer.ops.expert_mlp import choose_block
 from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedProducts
 from moe_trainer.ops.pointwise import Activation
@@ -256,9 +256,21 @@ def quantisation(scaling: Scaling) -> Callable[[Size, torch.dtype, str], Pair]:
     return pair
 
 
+def delta_rule(size: Size, dtype: torch.dtype, device: str) -> Pair:
+    """Convolution, gates and gated delta rule of a linear attention: two value heads for a key head."""
+    heads = gated_delta_rule.Heads(max(1, size.heads // 2), max(1, size.heads // 2) * 2, size.head_dim, size.head_dim)
+    x = torch.randn(size.tokens, 1, sum(heads.channels), device=device).to(dtype)
+    gates = [torch.randn(size.tokens, 1, heads.values, device=device).to(dtype) for _ in range(2)]
+    rest = [torch.randn(sum(heads.channels), 4, device=device).to(dtype) / 2, *(torch.randn(heads.values, device=device).to(dtype) for _ in range(2))]
+    grad = torch.randn(size.tokens, 1, heads.values, heads.value_dim, device=device).to(dtype)
+    ours, theirs = _kernels("delta_rule").gated_delta, gated_delta_rule.gated_delta
+    return Pair(_trained(lambda *given: ours(*given, heads), (x, *gates, *rest), grad),
+                _trained(lambda *given: theirs(*given, heads), (x, *gates, *rest), grad), _bytes(x, x, grad))
+
+
 PAIRS = (
     ("activation", activation), ("norm", norm), ("norm of heads", head_norm), ("rope", rotation), ("permute", reordering),
-    ("router", routing), ("balance", balance), ("cross-entropy", loss), ("grouped-gemm", products),
+    ("router", routing), ("balance", balance), ("cross-entropy", loss), ("grouped-gemm", products), ("delta-rule", delta_rule),
     ("quantize 1x128", quantisation(Scaling(E4M3, 1, 128, POWER_OF_TWO))),
     ("quantize 128x128", quantisation(Scaling(E4M3, 128, 128, POWER_OF_TWO))),
     ("quantize tensor", quantisation(Scaling(E4M3))), ("quantize mxfp8", quantisation(Scaling(E4M3, 1, 32, POWER_OF_TWO))),

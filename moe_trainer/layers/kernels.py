@@ -30,7 +30,7 @@ from moe_trainer.ops.quantize import Quantized, quantize
 
 logger = logging.getLogger(__name__)
 
-INSTALL, INSTALL_FLA = "pip install triton", "pip install flash-linear-attention"
+INSTALL = "pip install triton"
 OLDEST_FLA = (0, 6)
 DELTA_RULE, LARGEST_HEAD = "delta-rule", 256
 NAMES = ("activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize", "sparse-attention")
@@ -100,24 +100,28 @@ def choose_kernels(names: Sequence[str], backends: Backends = Backends()) -> Ker
 
 
 def with_delta_rule(kernels: Kernels, names: Sequence[str], model: ModelArgs, dtype: torch.dtype, backends: Backends) -> Kernels:
-    """The kernels with those of flash-linear-attention for the layers of a gated DeltaNet. names: --triton-kernels; dtype: of activations.
+    """The kernels with those of the delta rule for the layers of a gated DeltaNet: flash-linear-attention's where it is installed, else ours.
 
-    Raises: MissingBackend where they were named and cannot be had.
+    names: --triton-kernels; dtype: of activations. Raises: MissingBackend where they were named and cannot be had.
     """
     if "none" in names or names and not {"all", DELTA_RULE} & set(names) or not backends.cuda and DELTA_RULE not in names:
         return kernels
-    problem, remedy = None, f"Install it ({INSTALL_FLA}), or leave out {DELTA_RULE}"
+    problem, remedy = None, f"Install it ({INSTALL}), or leave out {DELTA_RULE}"
     if not backends.cuda:
         problem, remedy = "the kernels run on CUDA devices, and this rank computes on a CPU", f"Leave out {DELTA_RULE}"
-    elif missing := import_problem("triton") or import_problem("fla") or _fla_version_problem():
+    elif missing := import_problem("triton"):
         problem = missing
     elif dtype == torch.float64 or max(model.linear_key_head_dim, model.linear_value_head_dim) > LARGEST_HEAD:
         problem, remedy = f"the kernels take heads up to {LARGEST_HEAD} wide, not in fp64", f"Leave out {DELTA_RULE}"
     named = ("triton_kernels",) if DELTA_RULE in names else ()
     if not backends.use(named, flag=f"--triton-kernels {DELTA_RULE}", problem=problem, remedy=remedy, instead="plain torch, with the same results"):
         return kernels
-    logger.info("gated DeltaNet: the delta rule of flash-linear-attention")
-    return replace(kernels, gated_delta=importlib.import_module("moe_trainer.ops.triton_delta_rule").load())
+    module = importlib.import_module("moe_trainer.ops.triton_delta_rule")
+    if without := import_problem("fla") or _fla_version_problem():
+        logger.info("gated DeltaNet: the delta rule of our own Triton kernels (%s)", without)
+        return replace(kernels, gated_delta=module.gated_delta)
+    logger.info("gated DeltaNet: the delta rule of flash-linear-attention; of packed documents, that of our own Triton kernels")
+    return replace(kernels, gated_delta=module.load_fla())
 
 
 def _fla_version_problem() -> str | None:

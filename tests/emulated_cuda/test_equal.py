@@ -33,6 +33,9 @@ CASES = {
     "capacity": ("capacity", "", "", 1),
     "padded capacity": ("padded capacity", "", "", 1),
     "packed documents": ("plain", "--reset-attention-mask --reset-position-ids", "", 1),
+    "gated DeltaNet, packed documents": (
+        "plain", "--reset-attention-mask --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8", "", 1),
     "per-token loss, MTP": ("per-token loss, MTP, distributed optimizer", "", "", 1),
     "tp 2, sp": ("plain", "", TP2, 2),
     "pp 2": ("plain", "", "--pipeline-model-parallel-size 2", 2),

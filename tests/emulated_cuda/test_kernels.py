@@ -12,7 +12,7 @@ import pytest
 from emulated_cuda.run import on_device
 from train.layouts import argv_of
 
-from moe_trainer.layers.kernels import DEFAULT
+from moe_trainer.layers.kernels import DEFAULT, DELTA_RULE
 
 MICROBATCHES = 2
 HEADS = "--kv-channels 8"  # flash attention takes multiples of eight
@@ -20,7 +20,7 @@ QWEN3 = f"{HEADS} --qk-layernorm --group-query-attention --num-query-groups 2 --
 QWEN3_NEXT = (f"{QWEN3} --kv-channels 32 --rotary-percent 0.25 --apply-layernorm-1p --attention-output-gate --moe-shared-expert-intermediate-size 8 "
               "--moe-shared-expert-gate --experimental-attention-variant gated_delta_net --linear-key-head-dim 8 --linear-value-head-dim 8 "
               "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-conv-kernel-dim 4 ")
-TRITON = f" --triton-kernels {' '.join(DEFAULT)}"  # as on a device that has triton
+TRITON = f" --triton-kernels {' '.join(DEFAULT)} {DELTA_RULE}"  # as on a device that has triton
 # name: model, flags, kernels at most. LAYERS is the number of layers
 BUDGET = {
     "Mixtral": ("plain", HEADS, 103),
@@ -31,7 +31,8 @@ BUDGET = {
     "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 327),
 }
 BUDGET |= {f"{name}, Triton": (*BUDGET[name][:1], BUDGET[name][1] + TRITON, budget) for name, budget in (
-    ("Mixtral", 58), ("Mixtral, padded to capacity", 70), ("Qwen3", 74), ("DeepSeek-V3", 94), ("Qwen3-Next, softmax attention", 105))}
+    ("Mixtral", 58), ("Mixtral, padded to capacity", 70), ("Qwen3", 74), ("DeepSeek-V3", 94), ("Qwen3-Next, softmax attention", 105),
+    ("Qwen3-Next, gated DeltaNet over one chunk", 110))}
 
 
 def kernels(kind: str, flags: str, layers: int) -> Counter:

@@ -107,6 +107,20 @@ def delta(length: int, x_SBC, beta_SBN, alpha_SBN, weight_CW):
                                         gated_delta_rule.Heads(1, 2, 8, 8))
 
 
+def delta_in_triton(x_SBC, beta_SBN, alpha_SBN, weight_CW):
+    """On the device in Triton's kernels, on a CPU in plain torch."""
+    import torch
+
+    from moe_trainer.ops import gated_delta_rule
+
+    if x_SBC.is_cuda:
+        from moe_trainer.ops.triton_delta_rule import gated_delta
+    else:
+        gated_delta = gated_delta_rule.gated_delta
+    return gated_delta(x_SBC, beta_SBN, alpha_SBN, weight_CW, *(torch.ones(2, device=x_SBC.device) for _ in range(2)),
+                       gated_delta_rule.Heads(1, 2, 8, 8))
+
+
 NORMED = ((ROWS, WIDTH), (WIDTH,))
 CASES = {
     "norm": (partial(norm, None, False), NORMED[:1]),
@@ -123,6 +137,7 @@ CASES = {
     "permutation": (permuted, ((ROWS, WIDTH), (ROWS, 8))),
     "delta rule, one chunk": (partial(delta, 8), ((8, 2, 32), (8, 2, 2), (8, 2, 2), (32, 4))),
     "delta rule, segments": (partial(delta, 2), ((8, 2, 32), (8, 2, 2), (8, 2, 2), (32, 4))),
+    "delta rule, Triton": (delta_in_triton, ((66, 1, 32), (66, 1, 2), (66, 1, 2), (32, 4))),
     "rope, halves": (partial(rope, False), ((4, 2, 3, WIDTH),)),
     "rope, interleaved": (partial(rope, True), ((4, 2, 3, WIDTH),)),
 }
@@ -143,4 +158,6 @@ def compare(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_a_cpu(name, dtype):
+    if "Triton" in name:
+        pytest.importorskip("triton")
     on_device(compare, name, dtype)

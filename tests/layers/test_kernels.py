@@ -66,19 +66,24 @@ def test_the_flag_names_the_kernels_there_are():
     assert set(OPTIONS["triton_kernels"].choices) == {"all", "none", kernels.DELTA_RULE, *kernels.NAMES}
 
 
-@pytest.mark.parametrize(("names", "cuda", "installed", "told"), [
-    ([], True, True, "gated DeltaNet: the delta rule of flash-linear-attention"), ([], True, False, "is not installed"),
-    (["all"], True, False, "is not installed"), (["delta-rule"], False, True, "this rank computes on a CPU"),
-    ([], False, True, None), (["none"], True, True, None), (["norm"], True, True, None)])
-def test_the_delta_rule_of_another_package(names, cuda, installed, told, monkeypatch, caplog):
-    rule = types.SimpleNamespace(load=lambda: print)
+RULES = types.SimpleNamespace(load_fla=lambda: print, gated_delta=repr)
+OURS = "gated DeltaNet: the delta rule of our own Triton kernels"
+
+
+@pytest.mark.parametrize(("names", "cuda", "installed", "made", "told"), [
+    ([], True, {"triton", "fla"}, print, "gated DeltaNet: the delta rule of flash-linear-attention"),
+    ([], True, {"triton"}, repr, f"{OURS} (the package fla is not installed)"), (["all"], True, {"triton"}, repr, OURS),
+    (["delta-rule"], True, {"triton"}, repr, OURS), ([], True, {"fla"}, None, "the package triton is not installed"),
+    (["delta-rule"], False, {"triton", "fla"}, None, "this rank computes on a CPU"),
+    ([], False, {"triton", "fla"}, None, None), (["none"], True, {"triton", "fla"}, None, None), (["norm"], True, {"triton", "fla"}, None, None)])
+def test_whose_delta_rule(names, cuda, installed, made, told, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if installed else None)
-    monkeypatch.setattr(importlib, "import_module", lambda name: rule)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(importlib, "import_module", lambda name: RULES)
     model = ModelArgs(linear_key_head_dim=128, linear_value_head_dim=128)
     with caplog.at_level(logging.INFO):
-        made = with_delta_rule(Kernels(), names, model, torch.bfloat16, Backends(cuda=cuda))
-    assert (made.gated_delta is print) == (told is not None and told.startswith("gated"))
+        found = with_delta_rule(Kernels(), names, model, torch.bfloat16, Backends(cuda=cuda))
+    assert found.gated_delta is (made or Kernels().gated_delta)
     assert told in caplog.text if told else not caplog.messages
     assert with_delta_rule(Kernels(), names, replace(model, linear_key_head_dim=512), torch.bfloat16, Backends(cuda=cuda)) == Kernels()
 
@@ -86,16 +91,16 @@ def test_the_delta_rule_of_another_package(names, cuda, installed, told, monkeyp
 @pytest.mark.parametrize("version", ["0.5.2", None])
 def test_an_old_delta_rule_is_not_taken(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace())
+    monkeypatch.setattr(importlib, "import_module", lambda name: RULES)
     if version:
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with caplog.at_level(logging.INFO):
-        assert with_delta_rule(Kernels(), [], ModelArgs(), torch.bfloat16, Backends(cuda=True)) == Kernels()
-    assert "is not 0.6 or later" in caplog.text
+        assert with_delta_rule(Kernels(), [], ModelArgs(), torch.bfloat16, Backends(cuda=True)).gated_delta is repr
+    assert OURS in caplog.text and "is not 0.6 or later" in caplog.text
 
 
 def test_a_delta_rule_that_was_named_and_is_not_there_stops(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingBackend, match="pip install flash-linear-attention"):
+    with pytest.raises(MissingBackend, match="pip install triton"):
         with_delta_rule(Kernels(), ["delta-rule"], ModelArgs(), torch.bfloat16, Backends(typed=frozenset({"triton_kernels"}), cuda=True))
     assert choose_kernels(["delta-rule"], Backends(cuda=True)) == Kernels()

@@ -29,7 +29,7 @@ def main() -> None:
     """Two chunks, the second one not full, and two value heads for a key head: forward and backward."""
     Autotuner.run = first_configuration
     bf16_products.correct()
-    ours = triton_delta_rule.load()
+    ours = triton_delta_rule.load_fla()
     for name in [name for name in sys.modules if name.startswith(("fla.ops.common", "fla.ops.gated_delta_rule"))]:
         sys.modules[name].range = of_tensors
     heads, results = Heads(1, 2, 16, 16), []

@@ -118,11 +118,33 @@ def latent_attention():
 
 
 def delta_rule():
-    yield "convolve_kernel", [HALF, HALF, HALF, *[INT] * 5, C(4), W, C(64), C(64)]
-    yield "gradient_kernel", [HALF, HALF, HALF, HALF, FP32, *[INT] * 7, C(4), W, C(64), C(64)], {"num_warps": 8}
+    for documents in (False, True):
+        ids = I32 if documents else HALF
+        yield "convolve_kernel", [HALF, HALF, ids, HALF, *[INT] * 5, C(4), C(documents), W, C(64), C(64)]
+        yield "gradient_kernel", [HALF, HALF, ids, HALF, HALF, FP32, *[INT] * 7, C(4), C(documents), W, C(64), C(64)], {"num_warps": 8}
 
 
-MODULES = (blocks, pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize, latent_attention, delta_rule)
+def delta_chunks():
+    """Heads of Qwen3-Next, and the widest; in fp32 the kernels that take most."""
+    numbers, eight = [INT] * 5, {"num_warps": 8}
+    for data, width in ((HALF, 128), (HALF, 256), (FP32, 128)):
+        size = [C("tf32x3"), W, C(64), C(width), C(width)]
+        walk = {} if (data, width) == (HALF, 128) else {"num_warps": 8, "num_stages": 2}
+        yield "states_kernel", [data, FP32, *[data] * 4, *numbers, *size, C(width), C(32)], walk
+        yield "grad_states_kernel", [data, FP32, *[data] * 4, *numbers, *size, C(width), C(32)], walk
+        yield "chunk_kernel", [*[data] * 5, FP32, *[data] * 11, *[FP32] * 4, data, *numbers, *[INT] * 4, *size, C(64), C(32)], eight
+        if data == FP32:
+            continue
+        for keep in (False, True):  # without: with documents
+            yield "prepare_kernel", [*[data] * 5, data if keep else I32, FP32, *[data] * 3, *numbers, *[INT] * 4, C(width**-0.5), C(1e-6), C(not keep),
+                                     C(keep), C(True), C("tf32x3"), W, C(64), C(width), C(width), C(64)], eight
+        yield "outputs_kernel", [data, FP32, *[data] * 3, *numbers, *size, C(64)]
+        yield "scores_kernel", [data, FP32, *[data] * 4, FP32, *numbers, *size, C(64)]
+        yield "keys_kernel", [data, FP32, FP32, FP32, *[data] * 3, *numbers, C(width**-0.5), *size, C(width)], eight
+
+
+MODULES = (blocks, pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize, latent_attention, delta_rule,
+           delta_chunks)
 
 
 def of_ones(arguments: list) -> list:

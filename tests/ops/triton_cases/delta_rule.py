@@ -12,13 +12,16 @@ from moe_trainer.ops.gated_delta_rule import Heads
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("length,batch,channels,width", [(1, 1, 1, 1), (3, 2, 5, 4), (70, 2, 67, 4), (65, 1, 64, 2), (0, 1, 8, 4)])
-def test_convolution(length, batch, channels, width, dtype):
+@pytest.mark.parametrize("documents", [False, True])
+def test_convolution(length, batch, channels, width, dtype, documents):
     results = []
+    # every sequence has its own
+    ids = (torch.arange(length, dtype=torch.int32) + 2 * torch.arange(batch, dtype=torch.int32)[:, None]) // 3 if documents else None
     for function in (triton_delta_rule.causal_convolution, gated_delta_rule.causal_convolution):
         torch.manual_seed(1)
         joint, weight = torch.randn(length, batch, channels + 3).to(dtype).requires_grad_(), torch.randn(channels, width).to(dtype).requires_grad_()
         grad = torch.randn(batch, length, channels).to(dtype).transpose(0, 1)
-        y = function(joint[..., :channels], weight)  # of a joint projection
+        y = function(joint[..., :channels], weight, ids)  # of a joint projection
         y.backward(grad)
         results.append((y, joint.grad, weight.grad))
     # the torch version rounds every product and sum
@@ -39,7 +42,7 @@ def stand_in(q, k, v, g, beta, scale=None, initial_state=None, output_final_stat
 def test_the_whole_layer_around_the_rule(documents):
     heads, results = Heads(2, 4, 3, 5), []
     ids = torch.arange(9).div(4, rounding_mode="floor").expand(2, 9) if documents else None
-    for function in (functools.partial(triton_delta_rule.gated_delta, stand_in), gated_delta_rule.gated_delta):
+    for function in (functools.partial(triton_delta_rule.gated_delta_by, stand_in), gated_delta_rule.gated_delta):
         torch.manual_seed(2)
         leaves = [torch.randn(shape, requires_grad=True) for shape in ((9, 2, 32), (9, 2, 4), (9, 2, 4), (32, 4), (4,), (4,))]
         y = function(*leaves, heads, ids)

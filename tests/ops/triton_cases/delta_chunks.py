@@ -1,0 +1,106 @@
+"""The gated delta rule of our own in Triton's interpreter against the torch version. Run by tests/ops/test_triton.py."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_trainer.ops import gated_delta_rule, triton_delta_chunks, triton_delta_rule
+from moe_trainer.ops.gated_delta_rule import Heads
+
+WIDTH = 4
+
+
+def leaves(length: int, batch: int, heads: Heads, dtype: torch.dtype) -> list[Tensor]:
+    """x and the gates as parts of a joint projection, the convolution's weight, and the rates."""
+    torch.manual_seed(3)
+    channels = sum(heads.channels)
+    joint = torch.randn(length, batch, channels + 2 * heads.values + 3, dtype=torch.float64).to(dtype).requires_grad_()
+    rest = [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in ((channels, WIDTH), (heads.values,), (heads.values,))]
+    return [joint, *rest]
+
+
+def run(function, given: list[Tensor], heads: Heads, ids: Tensor | None) -> list[Tensor]:
+    joint, weight, a_log, dt_bias = given = [x.detach().clone().requires_grad_() for x in given]
+    x, beta, alpha, _ = joint.split([sum(heads.channels), heads.values, heads.values, 3], -1)
+    y = function(x, beta, alpha, weight, a_log, dt_bias, heads, ids)
+    torch.manual_seed(4)
+    y.backward(torch.randn(y.shape, dtype=torch.float64).to(y.dtype).transpose(2, 3).contiguous().transpose(2, 3))
+    assert all(leaf.grad.dtype == leaf.dtype for leaf in given)
+    return [y.detach(), *(leaf.grad for leaf in given)]
+
+
+def both(length: int, batch: int, heads: Heads, dtype: torch.dtype, ids: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    given = leaves(length, batch, heads, dtype)
+    return run(triton_delta_rule.gated_delta, given, heads, ids), run(gated_delta_rule.gated_delta, given, heads, ids)
+
+
+@pytest.mark.parametrize("length,batch,heads", [
+    (1, 1, Heads(1, 1, 16, 16)), (2, 2, Heads(2, 4, 12, 20)), (63, 1, Heads(1, 1, 16, 16)), (64, 1, Heads(1, 1, 16, 16)),
+    (65, 1, Heads(1, 3, 16, 16)), (150, 1, Heads(2, 2, 12, 20))], ids=str)
+def test_any_length(length, batch, heads):
+    torch.testing.assert_close(*both(length, batch, heads, torch.float64), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("heads", [Heads(1, 2, 32, 64), Heads(1, 2, 64, 32), Heads(1, 1, 80, 144), Heads(1, 1, 256, 16)], ids=str)
+def test_any_width(heads):
+    torch.testing.assert_close(*both(70, 1, heads, torch.float64), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [7, 130])
+def test_single_precision(length):
+    torch.testing.assert_close(*both(length, 1, Heads(1, 2, 16, 32), torch.float32), rtol=2e-4, atol=2e-5)
+
+
+def test_half_precision():
+    """Operands of products are rounded (by the interpreter towards zero, which is twice as far)."""
+    heads = Heads(1, 2, 32, 32)
+    given = leaves(130, 1, heads, torch.bfloat16)
+    ours = run(triton_delta_rule.gated_delta, given, heads, None)
+    exact = run(gated_delta_rule.gated_delta, [x.detach().double() for x in given], heads, None)
+    for found, right in zip(ours, exact, strict=True):
+        assert (found - right).norm() <= 3e-2 * right.norm()
+
+
+@pytest.mark.parametrize("lengths", [[[7, 3, 57, 1, 62], [64, 66]], [[1] * 130, [63, 1, 1, 65]]], ids=["several chunks", "one position each"])
+def test_documents(lengths):
+    ids = torch.stack([torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in lengths])
+    torch.testing.assert_close(*both(130, 2, Heads(1, 1, 16, 16), torch.float64, ids), rtol=1e-9, atol=1e-9)
+
+
+def test_similar_keys():
+    """The triangular system of keys that point the same way, with beta near one and no decay: powers of the matrix would pass 10^18."""
+    heads = Heads(1, 1, 16, 16)
+    given = leaves(64, 1, heads, torch.float32)
+    with torch.no_grad():
+        joint, weight, a_log, _ = given
+        joint[..., 16:32] = 1.0 + 1e-3 * joint[..., 16:32]  # keys
+        joint[..., 48] = 9.0  # beta
+        weight[16:32] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+        a_log.fill_(-9.0)
+    ours, exact = (run(function, values, heads, None) for function, values in (
+        (triton_delta_rule.gated_delta, given), (gated_delta_rule.gated_delta, [x.detach().double() for x in given])))
+    for found, right in zip(ours, exact, strict=True):
+        assert (found - right).norm() <= 1e-3 * right.norm()
+
+
+def test_a_decay_beyond_what_exp_can_hold_gives_numbers():
+    heads = Heads(1, 1, 16, 16)
+    given = leaves(70, 1, heads, torch.float32)
+    with torch.no_grad():
+        given[0][..., 49] += 200.0  # alpha
+        given[2] += 5.0
+    assert all(torch.isfinite(x).all() for x in run(triton_delta_rule.gated_delta, given, heads, None))
+
+
+def test_what_is_kept_is_the_input():
+    heads, kept = Heads(1, 2, 16, 16), []
+    x, beta, alpha, *rest = (torch.randn(shape, requires_grad=True) for shape in ((70, 1, 64), (70, 1, 2), (70, 1, 2), (64, 4), (2,), (2,)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        triton_delta_rule.gated_delta(x, beta, alpha, *rest, heads)
+    assert sum(kept) == sum(each.numel() for each in (x, beta, alpha, *rest))
+
+
+def test_nothing_gives_nothing():
+    heads = Heads(1, 2, 16, 16)
+    gates = triton_delta_chunks.Gates(*(torch.zeros(0, 1, 2) for _ in range(2)), torch.zeros(2), torch.zeros(2), None)
+    assert triton_delta_chunks.forward(torch.zeros(0, 1, 64), gates, heads).shape == (0, 1, 2, 16)
