@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import io
 import os
 import pickle
 import socket
@@ -68,6 +69,16 @@ def on_device(function: Callable, *args: Any, devices: int = 1, ranks: int = 1, 
     assert succeeded, outcome
     results = [pickle.loads(result) for result in outcome]
     return results[0] if ranks == 1 else results
+
+
+def run_pytest(words: list[str], capability: tuple[int, int] = (9, 0)) -> tuple[int, str]:
+    """For on_device: run pytest with these words, on devices of this compute capability. Returns its exit code and what it printed."""
+    import emulation
+
+    emulation.DEVICE().capability = capability
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = pytest.main(["-q", "-p", "no:cacheprovider", *words])
+    return int(code), output.getvalue()
 
 
 def device_test(test: Callable) -> Callable:

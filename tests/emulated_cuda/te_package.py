@@ -11,14 +11,17 @@ import os
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from emulated_cuda import run
 
 LIBRARIES = Path(__file__).with_name("libraries")
 VERSION = json.loads((LIBRARIES / "transformer_engine_torch.json").read_text())["version"]
 NEEDS = ("triton", "pydantic", "einops", "packaging")
-SETTINGS = {"NVTE_PROJECT_BUILDING": "1", "NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}
+SETTINGS = (("NVTE_PROJECT_BUILDING", "1"), ("NVTE_FLASH_ATTN", "0"), ("NVTE_FUSED_ATTN", "0"))
 """As while it is built: without looking for CUDA's libraries. Attention is its own in plain torch."""
 
 LOAD = 'load_framework_extension("torch")\n'
@@ -67,12 +70,6 @@ def unpacked() -> Path:
     return made
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """What run.environment's processes need besides to import the package."""
-    return {**SETTINGS, "PYTHONPATH": os.pathsep.join([str(LIBRARIES), str(folder)])}
-
-
-def use(folder: Path) -> None:
-    """Make this process, which has devices, find the package."""
-    os.environ.update(SETTINGS)
-    sys.path[:0] = [str(LIBRARIES), str(folder)]
+def on_device(function: Callable, *args: Any, **how: Any) -> Any:
+    """As run.on_device, in processes that have imported the package."""
+    return run.on_device(function, *args, library=run.Library("transformer_engine.pytorch", (str(LIBRARIES), str(unpacked())), SETTINGS), **how)

@@ -1,7 +1,6 @@
 """What the plan says of memory against what the emulated device's allocator counts: one rank at the real sizes, a few layers deep."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 from emulated_cuda import te_package
@@ -51,9 +50,8 @@ def test_the_plan_counts_what_the_device_holds(name):
     assert found["peak"] <= 1.005 * plan.total and plan.total <= 1.12 * found["peak"]
 
 
-def states_with(folder: Path, argv: list[str], once: bool) -> int:
+def states_with(argv: list[str], once: bool) -> int:
     """Bytes at the beginning of a second iteration. once: False: as if weights could change at any time."""
-    te_package.use(folder)
     import torch
 
     from moe_trainer.parallel.state import ParallelState
@@ -72,5 +70,5 @@ def test_the_plan_counts_weights_that_are_kept_in_8_bits():
     argv = [*argv_of("plain"), *FP8.replace("tensorwise", "blockwise").replace("32", "128").split(), "--num-layers", "2"]
     args = parse_args(argv, 1)
     kept = cast_bytes(args, chunk_layouts(args.model, args.parallel)[0], without_vectors(args, 64), find_hardware("h100"))
-    with_casts, without = (on_device(states_with, te_package.unpacked(), argv, once) for once in (True, False))
+    with_casts, without = (te_package.on_device(states_with, argv, once) for once in (True, False))
     assert with_casts - without == pytest.approx(kept, rel=0.03)  # and scales

@@ -12,37 +12,34 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_cuda import te_package
-from emulated_cuda.run import HERE, environment, on_device
+from emulated_cuda.run import HERE, run_pytest
+from emulated_cuda.test_waits import LAYERS as LAYERS_OF_WAITS
 from emulated_cuda.test_waits import MICROBATCHES, count, expected
 
 from moe_trainer.parallel.state import ParallelState
 
 
 @pytest.mark.parametrize(("capability", "which"), [
-    ("9.0", "not two_gpus and not mxfp8 and not nvfp4"),  # which this device has no units for
-    ("10.0", "products or mxfp8 or plain"),  # experts in bf16 are the library's here
-])
+    ((9, 0), "not two_gpus and not mxfp8 and not nvfp4"),  # which this device has no units for
+    ((10, 0), "products or mxfp8 or plain"),  # experts in bf16 are the library's here
+], ids=["9.0", "10.0"])
 def test_parity_with_the_local_layers(capability, which):
     """Linears, norms, attention, whole models with recompute and offload, and products by every recipe."""
-    package, env = te_package.environment(te_package.unpacked()), environment(1)
-    package |= {"PYTHONPATH": package["PYTHONPATH"] + os.pathsep + env["PYTHONPATH"], "EMULATED_CUDA_CAPABILITY": capability}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "gpu/test_te_parity.py", "-k", which],
-                          cwd=HERE.parent, env=env | package, capture_output=True, text=True)
-    assert done.returncode == 0 and "skipped" not in done.stdout.splitlines()[-1], done.stdout[-6000:] + done.stderr[-2000:]
+    code, output = te_package.on_device(run_pytest, [str(HERE.parent / "gpu/test_te_parity.py"), "-k", which], capability)
+    assert code == 0 and "skipped" not in output.splitlines()[-1], output[-6000:]
 
 
 FP8 = ("--hidden-size 32 --ffn-hidden-size 32 --bf16 --transformer-impl transformer_engine --on-missing-backend error --fp8-format e4m3 "
-       "--fp8-recipe tensorwise --moe-token-dispatcher-type alltoall")
+       "--fp8-recipe tensorwise --moe-token-dispatcher-type alltoall --num-layers 2 --num-experts 4")
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-LAYERS, EXPERTS = 4, 8
+LAYERS, EXPERTS = 2, 4
 
 
-def count_casts(folder: Path, flags: str, once: bool = True) -> tuple[list[int], int, list[dict]]:
+def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dict]]:
     """Casts of weights in each of two iterations of four microbatches and in an evaluation, the number of weights, and the losses.
 
     once: False: as if weights could change at any time.
     """
-    te_package.use(folder)
     import te_quantizers
     from train.layouts import argv_of
 
@@ -75,9 +72,8 @@ def count_casts(folder: Path, flags: str, once: bool = True) -> tuple[list[int],
     return casts, len(weights), outcome.losses
 
 
-def train_with(rank: int, n: int, folder: Path, flags: str) -> tuple[list[float], dict, int]:
+def train_with(rank: int, n: int, flags: str) -> tuple[list[float], dict, int]:
     """Losses, gradients of the first iteration, and how often the library computed gradients of experts' weights that it had put off."""
-    te_package.use(folder)
     from train.layouts import argv_of, groups_of
 
     from arguments import parse_args
@@ -97,16 +93,15 @@ def train_with(rank: int, n: int, folder: Path, flags: str) -> tuple[list[float]
 ])
 def test_weight_gradients_of_experts_in_8_bits_wait(mapping, waiting):
     """They stay the library's; linears, which do not, compute the same."""
-    one, other = (on_device(train_with, te_package.unpacked(), f"{mapping} {flags}", ranks=2, devices=2)[0]
+    one, other = (te_package.on_device(train_with, f"{mapping} {flags}", ranks=2, devices=2)[0]
                   for flags in ("", f"{waiting} --on-missing-backend fallback"))
     assert one[2] == 0 < other[2] and other[0] == pytest.approx(one[0], rel=1e-3)
     for name, grad in one[1].items():
         assert (other[1][name] - grad).norm() <= 0.05 * grad.norm(), name
 
 
-def delayed_scaling(folder: Path, algorithm: str) -> list[tuple[list[float], list[float], list[float]]]:
+def delayed_scaling(algorithm: str) -> list[tuple[list[float], list[float], list[float]]]:
     """Of every step scales of the library's linear and of ours, for what comes next, and how far its results are from ours."""
-    te_package.use(folder)
     import transformer_engine.pytorch as library
     from transformer_engine.common.recipe import DelayedScaling
 
@@ -139,7 +134,7 @@ def delayed_scaling(folder: Path, algorithm: str) -> list[tuple[list[float], lis
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_delayed_scaling_of_the_library_is_ours(algorithm):
     """With a microbatch in an iteration: its linears take over a scale for every microbatch."""
-    steps = on_device(delayed_scaling, te_package.unpacked(), algorithm)
+    steps = te_package.on_device(delayed_scaling, algorithm)
     assert len({tuple(theirs) for theirs, *_ in steps}) >= 3  # they move
     for theirs, ours, apart in steps:
         assert theirs == ours and max(apart) <= 5e-3
@@ -148,35 +143,34 @@ def test_delayed_scaling_of_the_library_is_ours(algorithm):
 def test_layers_with_delayed_scaling_train_like_local_ones():
     """Their products are ours; norms and attention are the library's."""
     (losses, grads, _), (fused_losses, fused_grads, _) = (
-        on_device(train_with, 0, 1, te_package.unpacked(), f"--fp8-format hybrid --fp8-recipe delayed --on-missing-backend fallback --transformer-impl {kind}")
+        te_package.on_device(train_with, 0, 1, f"--fp8-format hybrid --fp8-recipe delayed --on-missing-backend fallback --transformer-impl {kind}")
         for kind in ("local", "transformer_engine"))
     assert fused_losses == pytest.approx(losses, rel=0.01) and fused_losses != losses
     one, other = (torch.cat([each[name].flatten() for name in grads]) for each in (grads, fused_grads))
     assert (other - one).norm() <= 0.4 * one.norm()  # the first iteration, whose scales are 1
 
 
-def count_waits(folder: Path) -> dict[str, int]:
-    te_package.use(folder)
-    return count(0, 1, FP8)
+def count_waits() -> dict[str, int]:
+    return count(0, 1, f"{FP8} --num-layers {LAYERS_OF_WAITS}")
 
 
 def test_waits_are_those_of_the_local_layers():
-    assert on_device(count_waits, te_package.unpacked()) == expected(1, MICROBATCHES)
+    assert te_package.on_device(count_waits) == expected(1, MICROBATCHES)
 
 
 def test_weights_are_cast_once_per_iteration():
-    casts, weights, losses = on_device(count_casts, te_package.unpacked(), "")
+    casts, weights, losses = te_package.on_device(count_casts, "")
     assert weights == LAYERS * 2 * (1 + EXPERTS) and casts == [weights] * 3
-    often, _, same = on_device(count_casts, te_package.unpacked(), "", False)
+    often, _, same = te_package.on_device(count_casts, "", False)
     assert often == [4 * weights] * 3 and same == losses
-    recomputed, _, same = on_device(count_casts, te_package.unpacked(), RECOMPUTE)
+    recomputed, _, same = te_package.on_device(count_casts, RECOMPUTE)
     assert recomputed == casts and same == losses
 
 
 @pytest.mark.parametrize("flags", ["--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
                                    "--ckpt-format fsdp_dtensor"])
 def test_nothing_is_kept_of_weights_that_come_and_go(flags):
-    casts, weights, _ = on_device(count_casts, te_package.unpacked(), flags)
+    casts, weights, _ = te_package.on_device(count_casts, flags)
     assert casts == [4 * weights] * 3
 
 

@@ -45,9 +45,10 @@ def alone(flags: str) -> dict[str, int]:
 
 
 PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-FP8 = "--bf16 --fp8-format e4m3 --fp8-recipe"
 LATENT = "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4 --qk-layernorm"
 DSA = "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 2.5"
+FEW = "--num-experts 4"  # each product of an expert is many operators
+FP8 = f"--bf16 {FEW} --fp8-format e4m3 --fp8-recipe"
 CASES = {
     "sizes that depend on the routing": ("", 1),
     "in bf16": ("--bf16", 1),
@@ -59,7 +60,7 @@ CASES = {
     "padded to capacity, recompute": (f"{PADDED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 0),
     "packed documents": ("--reset-attention-mask --reset-position-ids", 1),
     "experts in fp8": (f"{FP8} tensorwise", 1),
-    "in fp4": ("--bf16 --fp4-format e2m1", 1),
+    "in fp4": (f"--bf16 {FEW} --fp4-format e2m1", 1),
     "Muon": ("--optimizer muon", 1),
     "losses of indexers come with the others": (f"{LATENT} {DSA}", 1),
     "losses of multi-token prediction come with the others": ("--mtp-num-layers 1", 1),
