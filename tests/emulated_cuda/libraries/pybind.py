@@ -88,7 +88,7 @@ class Declarations:
     def function(self, name: str, implementation: Callable) -> Callable:
         """The function of that name: implementation behind checked arguments."""
         parts = split(bracket(self.text, re.search(rf'\bm\.def\(\s*"{name}"', self.text).start()))
-        signature = signature_of(_types(self.text, parts[1]), [])
+        signature = signature_of(*_arguments(self.text, parts[1]))
 
         def call(*args, **kwargs):
             return implementation(*self.bind(name, signature, args, kwargs).args)
@@ -129,10 +129,10 @@ class Declarations:
         for found in re.finditer(r'\.def\((?!\s*"\w+"\s*,\s*\[)', bound):
             parts = split(bracket(bound, found.start()))
             if "init<" in parts[0]:
-                types, method = split(parts[0][parts[0].index("<") + 1:parts[0].rindex(">")]), "__init__"
+                types, places, method = split(parts[0][parts[0].index("<") + 1:parts[0].rindex(">")]), (), "__init__"
             else:
-                method, types = parts[0].strip('"'), _types(body, parts[1])
-            made.methods[method] = signature_of(types, [part for part in parts[1:] if "arg(" in part or "kw_only" in part])
+                (types, places), method = _arguments(body, parts[1]), parts[0].strip('"')
+            made.methods[method] = signature_of(types, places, [part for part in parts[1:] if "arg(" in part or "kw_only" in part])
         return made
 
     def bind(self, where: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments:
@@ -153,8 +153,8 @@ class Declarations:
         return call
 
 
-def signature_of(types: Sequence[str], named: Sequence[str]) -> inspect.Signature:
-    """named: as pybind gives names and defaults; positional only without."""
+def signature_of(types: Sequence[str], places: Sequence[str] = (), named: Sequence[str] = ()) -> inspect.Signature:
+    """named: as pybind gives names and defaults; positional only without, and called as C++ does (places) in errors."""
     kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
     names = [part for part in named if "kw_only" not in part]
     if len(names) < len(named):
@@ -162,7 +162,8 @@ def signature_of(types: Sequence[str], named: Sequence[str]) -> inspect.Signatur
     assert not names or len(names) == len(types), (types, names)
     for number, type_ in enumerate(types):
         if not names:
-            parameters.append(inspect.Parameter(f"a{number}", inspect.Parameter.POSITIONAL_ONLY, annotation=type_))
+            name = places[number] if places else f"a{number}"
+            parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, annotation=type_))
             continue
         name, _, default = names[number].partition("=")
         value = inspect.Parameter.empty if not default else _value(default)
@@ -170,11 +171,12 @@ def signature_of(types: Sequence[str], named: Sequence[str]) -> inspect.Signatur
     return inspect.Signature(parameters)
 
 
-def _types(text: str, function: str) -> list[str]:
-    """Of the arguments of &Class::function, which is declared in text."""
+def _arguments(text: str, function: str) -> tuple[list[str], list[str]]:
+    """Types and names of the arguments of &Class::function, which is declared in text."""
     declared = re.search(rf"[\w>&*]\s+{function.rsplit('::', 1)[-1].lstrip('&')}\s*\(", text)
     parts = [re.sub(r"\s*=.*", "", part) for part in split(bracket(text, declared.start()))]
-    return [bare(part).removesuffix(re.search(r"(\w+)\s*$", part).group(1)) for part in parts]
+    names = [re.search(r"(\w+)\s*$", part).group(1) for part in parts]
+    return [bare(part).removesuffix(name) for part, name in zip(parts, names, strict=True)], names
 
 
 def _value(text: str) -> Any:

@@ -33,9 +33,9 @@ def _signature(name: str) -> inspect.Signature | None:
     """Of a declared function; None where it is a lambda without names."""
     arguments = _functions[name]
     if not arguments or " " not in arguments[0]:
-        return None if arguments is None else signature_of(arguments, [])
+        return None if arguments is None else signature_of(arguments)
     types, named = zip(*(argument.split(" ", 1) for argument in arguments))
-    return signature_of(types, [f'"{name}"{default and "=" + default}' for name, _, default in (one.partition("=") for one in named)])
+    return signature_of(types, (), [f'"{name}"{default and "=" + default}' for name, _, default in (one.partition("=") for one in named)])
 
 
 def __getattr__(name: str):
