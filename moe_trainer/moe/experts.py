@@ -153,8 +153,6 @@ class Experts(nn.Module):
             return "TransformerEngine's GroupedLinear reads them there"
         if self.quantized is not None:
             return "products in 8 and 4 bits are cut there"
-        if self.linear_fc1.bias is not None:
-            return "biases of experts are added row by row"
         if not self.allow_grouped:
             return "experts run one by one without --moe-grouped-gemm"
         if not reads_counts(self.linear_fc1.weight, self.linear_fc2.weight, self.products):

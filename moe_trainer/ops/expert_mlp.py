@@ -138,7 +138,7 @@ class _ExpertMLP(torch.autograd.Function):
             h_RG, y_RH = _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation)
         else:
             ctx.offsets = row_offsets(counts, x_RH.device)
-            h_RG, y_RH = _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, ctx.offsets, activation, products)
+            h_RG, y_RH = _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, not isinstance(counts, Tensor), ctx.offsets, activation, products)
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
         ctx.counts, ctx.num_rows, ctx.activation, ctx.products = counts, num_rows, activation, products
         ctx.has_b1 = b1 is not None
@@ -269,10 +269,10 @@ def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, offsets, activation, products):
+def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, exact, offsets, activation, products):
     h_RG = products.forward(x_RH, w1, offsets)
     if b1 is not None:
-        h_RG[:num_rows] += _per_row(b1, offsets, num_rows)
+        h_RG[:num_rows] += _per_row(b1, offsets, num_rows, exact)
     blocks = _blocks(num_rows, x_RH.is_cuda)
     if blocks == [(0, x_RH.shape[0])]:
         a_RF = activation.forward(h_RG, p_R)
@@ -282,18 +282,22 @@ def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, offsets, activation, p
             a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
     y_RH = products.forward(a_RF, w2, offsets)
     if b2 is not None:
-        bias_RH = _per_row(b2, offsets, num_rows)
+        bias_RH = _per_row(b2, offsets, num_rows, exact)
         y_RH[:num_rows] += bias_RH if p_R is None else bias_RH * p_R[:num_rows].unsqueeze(1)
     return h_RG, y_RH
 
 
-def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
-    """Each row its expert's bias. Nothing is read back from or copied to the device."""
+def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int, exact: bool) -> Tensor:
+    """Each row its expert's bias. Nothing is read back from or copied to the device. exact: the experts' rows are these, there are none behind."""
+    if not exact:
+        row_R = torch.arange(num_rows, dtype=offsets_e.dtype, device=offsets_e.device)
+        return bias_eN[torch.searchsorted(offsets_e, row_R, right=True).clamp_(max=len(bias_eN) - 1)]
     return bias_eN.repeat_interleave(offsets_e.diff(prepend=offsets_e.new_zeros(1)), dim=0, output_size=num_rows)
 
 
 def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     counts, num_rows, offsets, activation, products = ctx.counts, ctx.num_rows, ctx.offsets, ctx.activation, ctx.products
+    exact = not isinstance(counts, Tensor)
     grad_a = products.input_grad(grad_RH, w2, offsets)
     blocks = _blocks(num_rows, x_RH.is_cuda)
     if blocks == [(0, x_RH.shape[0])]:
@@ -312,16 +316,20 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     grad_w1 = (lambda: products.weight_grad(grad_h, x_RH, offsets)) if needs_w else None
     grad_w2 = (lambda: products.weight_grad(grad_RH, grad_a, offsets)) if needs_w else None
     grad_x = products.input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
-    grad_b1 = _sum_rows(grad_h, counts) if ctx.has_b1 else None
+    grad_b1 = _sum_rows(grad_h, counts, offsets, products, x_RH.dtype) if ctx.has_b1 else None
     grad_b2 = None
     if b2 is not None:
-        grad_b2 = _sum_rows(grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1), counts).to(b2.dtype)
+        weighed_RH = grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1)
+        grad_b2 = _sum_rows(weighed_RH, counts, offsets, products, x_RH.dtype).to(b2.dtype)
         if p_R is not None:
-            grad_p[:num_rows] += (grad_RH[:num_rows] * _per_row(b2, offsets, num_rows)).sum(-1)
+            grad_p[:num_rows] += (grad_RH[:num_rows] * _per_row(b2, offsets, num_rows, exact)).sum(-1)
     return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 
-def _sum_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
+def _sum_rows(rows: Tensor, counts: Sequence[int] | Tensor, offsets_e: Tensor, products: GroupedProducts, dtype: torch.dtype) -> Tensor:
+    if isinstance(counts, Tensor):  # a product with ones, in the dtype of which there are grouped ones; operands begin at multiples of 16 bytes
+        rows = rows.to(dtype)
+        return products.weight_grad(rows, rows.new_ones(len(rows), 8), offsets_e)[..., 0]
     sums = rows.new_zeros(len(counts), rows.shape[1])
     for expert, start, stop, _ in spans(counts):
         torch.sum(rows[start:stop], 0, out=sums[expert])
@@ -362,15 +370,15 @@ def expert_mlp(
     queue: takes the weights' gradients while it is active in backward: anything with `active` and `defer(weight, compute)`.
     block, products: kernels that stand in for the torch versions, products for any size where grouping is allowed.
     unused: zero rows behind those of the last expert, which nobody computes on; what is returned for them means nothing.
-    counts may be a tensor on the device of x, for one grouped product without biases (see `reads_counts`): whatever stands behind the
-    rows that it counts changes nothing, and what is returned for it means nothing.
+    counts may be a tensor on the device of x, for one grouped product (see `reads_counts`): whatever stands behind the rows that it
+    counts changes nothing, and what is returned for it means nothing.
     Raises: ValueError when the counts do not add up to R; when they are on the device and cannot be read there.
     """
     num_rows = x_RH.shape[0] - unused
     if isinstance(counts, Tensor):
-        if b1_eG is not None or b2_eH is not None or not allow_grouped:
-            raise ValueError("expert_mlp: counts on the device are read by grouped products without biases alone")
-        return _ExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, None, w2_eHF, None, counts, num_rows, block or choose_block(activation),
+        if not allow_grouped:
+            raise ValueError("expert_mlp: counts on the device are read by grouped products alone")
+        return _ExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, counts, num_rows, block or choose_block(activation),
                                 products or GROUPED_MM, queue)
     if sum(counts) != num_rows:
         raise ValueError(f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")

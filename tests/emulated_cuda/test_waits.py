@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import torch
 from emulated_cuda.run import on_device
 from train.layouts import argv_of, groups_of
 
@@ -73,6 +74,38 @@ def expected(per_layer: int, microbatches: int) -> dict[str, int]:
     if per_layer:
         counts["train memory/host_read.py"] = counts["evaluate memory/host_read.py"] = per_layer * LAYERS * microbatches
     return dict(counts)
+
+
+def experts(biases: bool) -> tuple[dict, list]:
+    """Waits of the experts of bf16 rows whose counts are on the device, and results with these and with counts on the host."""
+    import emulation
+
+    from moe_trainer.ops.expert_mlp import expert_mlp, reads_counts
+    from moe_trainer.ops.pointwise import Activation
+
+    torch.manual_seed(1)
+    w1, w2, b1, b2 = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 64, 32), (3, 32, 32), (3, 64), (3, 32)))
+    x, p = torch.randn(40, 32, dtype=torch.bfloat16, device="cuda"), torch.rand(40, device="cuda")
+    x[24:], p[24:] = torch.nan, torch.nan
+    there, results, waits = torch.tensor([10, 0, 14], device="cuda"), [], []
+    assert reads_counts(w1, w2, None)
+    for counts, rows in ((there, 40), ([10, 0, 14], 24)):
+        given = [each.clone().requires_grad_() for each in (x[:rows], p[:rows], w1, w2, *((b1, b2) if biases else ()))]
+        added = dict(zip(("b1_eG", "b2_eH"), given[4:]))
+        with emulation.Ledger(emulation.DEVICE()) as ledger:
+            y = expert_mlp(*given[:4], counts, Activation("silu", gated=True), **added)
+            y.backward(torch.where(torch.isnan(x[:rows]), x[:rows], 1.0))
+        results.append([each[:24].float().cpu().tolist() for each in (y.detach(), *(each.grad for each in given))])
+        waits.append(dict(ledger.waits))
+    return waits[0], results
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_experts_read_counts_on_the_device(biases):
+    waits, (ours, theirs) = on_device(experts, biases)
+    assert not waits
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0.02, atol=0.02)
 
 
 def test_sinkhorn_asks_seldom():

@@ -29,8 +29,9 @@ RECOMPUTE = ("", "--recompute-granularity selective --recompute-modules moe",
              "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
 
 
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("activation", [Activation("silu", gated=True), Activation("gelu")])
-def test_what_stands_behind_the_rows_changes_nothing(activation):
+def test_what_stands_behind_the_rows_changes_nothing(activation, biases):
     generator, counts, rows = torch.Generator().manual_seed(1), [3, 0, 4], 12
     width = 16 if activation.gated else 8
     w1, w2 = torch.randn(3, width, 4, generator=generator), torch.randn(3, 4, 8, generator=generator)
@@ -41,18 +42,20 @@ def test_what_stands_behind_the_rows_changes_nothing(activation):
             return torch.cat([x, torch.full((behind, *x.shape[1:]), torch.nan)]).requires_grad_()
 
         given = padded(x), padded(p), w1.clone().requires_grad_(), w2.clone().requires_grad_()
-        y = expert_mlp(*given, torch.tensor(counts) if behind else counts, activation, products=GROUPED_MM)
+        added = {name: w[:, :, 0].clone().requires_grad_() for name, w in (("b1_eG", w1), ("b2_eH", w2)) if biases}
+        y = expert_mlp(*given, torch.tensor(counts) if behind else counts, activation, products=GROUPED_MM, **added)
         y.backward(padded(weight).detach())
         results.append([each[:7] for each in (y, given[0].grad, given[1].grad)] + [given[2].grad, given[3].grad])
+        results[-1] += [bias.grad for bias in added.values()]
     for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other) and not one.isnan().any()
+        assert not other.isnan().any()
+        torch.testing.assert_close(other, one, rtol=1e-6 if biases else 0.0, atol=1e-6 if biases else 0.0)
 
 
-def test_counts_on_the_device_are_for_grouped_products_without_biases():
-    x, w1, w2, b2 = torch.zeros(4, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4)
-    for options in ({"allow_grouped": False}, {"b2_eH": b2}):
-        with pytest.raises(ValueError, match="grouped products without biases"):
-            expert_mlp(x, None, w1, w2, torch.tensor([4]), Activation("gelu"), **options)
+def test_counts_on_the_device_are_for_grouped_products():
+    x, w1, w2 = torch.zeros(4, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)
+    with pytest.raises(ValueError, match="grouped products alone"):
+        expert_mlp(x, None, w1, w2, torch.tensor([4]), Activation("gelu"), allow_grouped=False)
 
 
 def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str = "deepseek") -> dict:
@@ -159,7 +162,7 @@ def test_evaluations_ask_the_host():
 
 
 @pytest.mark.parametrize(("changes", "because"), [
-    ({}, None), ({"add_bias_linear": True}, "biases"), ({"moe_grouped_gemm": False}, "one by one"),
+    ({}, None), ({"add_bias_linear": True}, None), ({"moe_grouped_gemm": False}, "one by one"),
     ({"moe_permute_fusion_into_hybridep": True}, "fused combine"),
 ])
 def test_who_still_waits_is_told_once(caplog, changes, because):
