@@ -42,7 +42,9 @@ def linear_attention(layer: LayerSizes) -> Iterator[Kept]:
     key_channels = model.linear_num_key_heads // layer.tp * model.linear_key_head_dim
     yield Kept("in_proj.y", (tokens, 2 * key_channels + 2 * heads * width + 2 * heads), layer.size, part)
     later_segments = -(-layer.length * layer.cp // SEGMENT) - 1
-    if later_segments:
+    names = set(layer.args.precision.triton_kernels)
+    by_torch = layer.cpu or bool(names) and not names & {"all", "delta-rule"}  # a kernel of ours keeps no state
+    if later_segments and by_torch:
         state = (layer.batch, heads // layer.cp, model.linear_key_head_dim, width)
         yield Kept("states", (later_segments, *state), WIDE, part)
     yield from layer.norm(part, "out_norm", tokens * heads, width, layer.size)
