@@ -25,10 +25,6 @@ CASES = {
     "Qwen3": "--preset qwen3_30b_a3b --seq-length 4096 --num-layers 3 --expert-model-parallel-size 8 --use-distributed-optimizer",
     "DeepSeek-V3, recompute": "--preset deepseek_v3 --seq-length 4096 --num-layers 4 --moe-layer-freq ([0]*2+[1]*2) --expert-model-parallel-size 32 "
                               "--use-distributed-optimizer --recompute-granularity selective --recompute-modules mla_up_proj layernorm moe_act",
-    "Qwen3-Next, gated DeltaNet": "--preset qwen3_next_80b_a3b --seq-length 4096 --num-layers 3 --linear-attention-freq [1]*3 "
-                                  "--expert-model-parallel-size 16 --use-distributed-optimizer",
-    "Qwen3-Next, gated DeltaNet by torch": "--preset qwen3_next_80b_a3b --seq-length 4096 --num-layers 3 --linear-attention-freq [1]*3 "
-                                           "--expert-model-parallel-size 16 --use-distributed-optimizer --triton-kernels none",
     "Qwen3-Next, full recompute": "--preset qwen3_next_80b_a3b --seq-length 2048 --num-layers 3 --linear-attention-freq [0]*3 "
                                   "--expert-model-parallel-size 16 --use-distributed-optimizer "
                                   "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -52,6 +48,19 @@ def test_the_plan_counts_what_the_device_holds(name):
     assert found["backward 0"] == pytest.approx(-found["forward 0"], rel=1e-5)  # but the loss itself
     # the plan adds buffers of the experts' backward to logits that are gone by then
     assert found["peak"] <= 1.005 * plan.total and plan.total <= 1.12 * found["peak"]
+
+
+def test_the_plan_counts_what_the_delta_rule_keeps():
+    """Our Triton kernels keep no state, plain torch one for each segment but the first."""
+    pytest.importorskip("triton")
+    words = (f"{RUN} --preset qwen3_next_80b_a3b --seq-length 4096 --num-layers 2 --linear-attention-freq [1]*2 --expert-model-parallel-size 16 "
+             "--use-distributed-optimizer --triton-kernels").split()
+    plans, found = [], []
+    for name in ("delta-rule", "norm"):
+        plans.append(plan_of_flags([*words, name, "--world-size", str(WORLD), "--hardware", "h100"]).peak.kept)
+        found.append(on_device(recorded, [*words, name])["forward 0"])
+        assert found[-1] == pytest.approx(plans[-1], rel=0.01)
+    assert found[1] - found[0] == pytest.approx(plans[1] - plans[0], rel=0.05)
 
 
 def states_with(argv: list[str], once: bool) -> int:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops import gated_delta_rule, triton_delta_chunks, triton_delta_rule
@@ -65,6 +67,21 @@ def test_half_precision():
 def test_documents(lengths):
     ids = torch.stack([torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in lengths])
     torch.testing.assert_close(*both(130, 2, Heads(1, 1, 16, 16), torch.float64, ids), rtol=1e-9, atol=1e-9)
+
+
+@triton.jit
+def inverse_kernel(system, result, SPLIT: tl.constexpr):
+    tl.store(triton_delta_chunks._square(result, 0, 64), triton_delta_chunks._inverse(tl.load(triton_delta_chunks._square(system, 0, 64)), SPLIT, "ieee"))
+
+
+@pytest.mark.parametrize("split,near", [(False, 1e-6), (True, 5e-4)])
+def test_the_inverse(split, near):
+    """By products of bf16, whose own rounding (0.004) would show, too."""
+    torch.manual_seed(5)
+    system, result = torch.randn(64, 64).mul(0.3).tril(-1), torch.empty(64, 64)
+    inverse_kernel[(1,)](system, result, split)
+    exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + system)
+    assert (result - exact).norm() <= near * exact.norm()
 
 
 def test_similar_keys():
