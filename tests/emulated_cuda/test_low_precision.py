@@ -41,6 +41,7 @@ RANKS = {name: HELD[name] for name in ("dp, delayed", "cp and ep, tensorwise", "
 # recipe: flags, compute capability, kind of product
 UNITS = {"delayed": (DELAYED, (9, 0)), "tensorwise": (TENSORWISE, (9, 0)), "blockwise": (BLOCKWISE, (9, 0)), "mxfp8": (MXFP8, (10, 0)),
          "nvfp4": (NVFP4, (10, 0))}
+PROBES = 10  # a product is tried first, and computed by definition where the device gives another result
 GROUPED = {"tensorwise": ("--fp8-format e4m3 --fp8-recipe tensorwise", (9, 0)), "mxfp8": ("--fp8-format e4m3 --fp8-recipe mxfp8", (10, 0))}
 
 
@@ -86,8 +87,8 @@ def test_recipes_on_ranks():
             if (differences := [str(difference) for difference in compare(one, outcome, FP32)])} == {}
 
 
-def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[Outcome, set[str]]:
-    """Train on a device of this compute capability; also which of its own products it was asked for."""
+def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[Outcome, dict[str, int]]:
+    """Train on a device of this compute capability; also how often it was asked for its own products."""
     import emulation
 
     watched()
@@ -95,7 +96,7 @@ def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[Outcome, s
     device.capability = capability
     with emulation.Ledger(device) as ledger:
         outcome = observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, device="cuda")
-    return outcome, {name for name in ledger.operators if "scaled" in name and "mm" in name}
+    return outcome, {name: count for name, count in ledger.operators.items() if "scaled" in name and "mm" in name}
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -104,7 +105,7 @@ def test_products_of_the_units(name):
     argv = [*MODEL, *flags.split()]
     one = observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
     outcome, products = on_device(with_units, argv, capability)
-    assert products == {"aten::_scaled_mm_v2"}
+    assert products.keys() == {"aten::_scaled_mm_v2"} and min(products.values()) > PROBES, products
     assert [str(difference) for difference in compare(one, outcome, TURNED)] == []
 
 
@@ -114,5 +115,5 @@ def test_experts_in_one_call_in_bf16(name):
     argv = [*MODEL, *f"{flags} {WIDE} --bf16".split()]
     one = observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
     outcome, products = on_device(with_units, argv, capability)
-    assert products == {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"}
+    assert products.keys() == {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"} and min(products.values()) > PROBES, products
     same(one, outcome, 0.15)
