@@ -25,10 +25,10 @@ TRITON = f" --triton-kernels {' '.join(DEFAULT)} {DELTA_RULE}"  # as on a device
 BUDGET = {
     "Mixtral": ("plain", HEADS, 103),
     "Mixtral, padded to capacity": ("padded capacity", HEADS, 115),
-    "Qwen3": ("plain", f"{QWEN3} --moe-router-load-balancing-type global_aux_loss", 108),
+    "Qwen3": ("plain", f"{QWEN3} --moe-router-load-balancing-type global_aux_loss", 107),
     "DeepSeek-V3": ("deepseek", "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 16", 167),
-    "Qwen3-Next, softmax attention": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [0]*LAYERS", 180),
-    "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 327),
+    "Qwen3-Next, softmax attention": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [0]*LAYERS", 179),
+    "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 326),
 }
 BUDGET |= {f"{name}, Triton": (*BUDGET[name][:1], BUDGET[name][1] + TRITON, budget) for name, budget in (
     ("Mixtral", 58), ("Mixtral, padded to capacity", 70), ("Qwen3", 74), ("DeepSeek-V3", 94), ("Qwen3-Next, softmax attention", 105),
