@@ -158,12 +158,18 @@ def _defers(queue: Any) -> bool:
 
 
 def now_or_later(queue: Any, weight: Tensor, grad: Callable[[], Tensor] | None) -> Tensor | None:
-    """In backward: the gradient of a weight, computed; None where nobody wants it, or where the queue takes it."""
+    """In backward: the gradient of a weight, computed; None where it is not wanted, where the queue takes it, or where it is added to the
+    main gradient at once, so that those of several weights are never allocated together."""
     if grad is None:
         return None
-    if not _defers(queue):
-        return grad()
-    queue.defer(weight, torch.no_grad()(grad))  # outside backward gradients would be recorded
+    if _defers(queue):
+        queue.defer(weight, torch.no_grad()(grad))  # outside backward gradients would be recorded
+        return None
+    computed = grad()
+    total = None if computed is None else sum_for(weight, computed)
+    if total is None:
+        return computed
+    total.add_gradient(computed)
     return None
 
 
