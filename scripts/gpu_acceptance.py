@@ -104,8 +104,8 @@ def supervise(section: str, folder: Path, limit: float, most: int | None, progra
         read, running, changed, ended = 0, None, time.monotonic(), False
         try:
             while True:
-                alive, records = process.poll() is None, written.read_text().splitlines()
-                for record in map(json.loads, records[read:]):
+                alive, records = process.poll() is None, complete_records(written.read_text())
+                for record in records[read:]:
                     ended, running = ended or "ends" in record, record.get("begins")
                     if "verdict" in record:
                         done += 1
@@ -125,6 +125,11 @@ def supervise(section: str, folder: Path, limit: float, most: int | None, progra
         if running is None:
             return  # what makes the lines failed
         done += 1
+
+
+def complete_records(text: str) -> list[dict]:
+    """Parse the lines that are written; what follows the last newline is still being written."""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def _end(process: subprocess.Popen) -> None:

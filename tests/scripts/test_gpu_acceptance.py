@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import REPOSITORY
 from emulated_cuda.run import environment
+from emulated_cuda.test_waits import CASES, MICROBATCHES, expected
 
 from scripts import acceptance_checks, gpu_acceptance
 
@@ -60,6 +61,38 @@ def test_a_crash_and_a_hang_fail_their_lines_alone(tmp_path):
     assert "| made | 2 | 3 | 1 |" in text and text.index("## What failed") < text.index("## made") and "made: crash" in text
 
 
+def test_a_record_that_is_half_written(tmp_path):
+    """As one that is larger than the buffer of the file: its first half is read once, and once its process ends there."""
+    program = tmp_path / "program.py"
+    slow = """
+import json
+def begun():
+    yield "long", lambda: Found("fine", ["x" * 100000])
+    yield "cut", cut
+def cut():
+    with open(sys.argv[3], "a") as file:
+        file.write('{"section": "begun", "na')
+    os.kill(os.getpid(), 9)
+dumps = json.dumps
+def slowly(record, **how):
+    text = dumps(record, **how)
+    if "verdict" in record and record.get("name") == "long":
+        with open(sys.argv[3], "a") as file:
+            file.write(text[:8192])
+        time.sleep(1)
+        return text[8192:]
+    return text
+if "--run-section" in sys.argv:
+    json.dumps = slowly
+"""
+    program.write_text(LINES.replace("def made():", f"{slow}\ndef made():").replace("made=made", "made=made, begun=begun"))
+    done = subprocess.run([sys.executable, program, "--only", "begun", "--output", tmp_path / "out"], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    lines = json.loads((tmp_path / "out/report.json").read_text())["lines"]
+    assert [(line["name"], line["verdict"], len(line["below"])) for line in lines] == [("long", "passed", 1), ("cut", "failed", 0)]
+    assert "ended with -9" in lines[1]["detail"]
+
+
 def test_on_the_emulated_device(tmp_path):
     """The first line of the sections that take no minutes."""
     sections = ("environment", "waits", "races", "dispatchers", "profile")
@@ -79,6 +112,27 @@ def test_a_wait_that_is_not_documented_fails(tmp_path):
              "acceptance_checks.waits_of(argv_of('plain'), 1, ('training/step.py', 'moe/balancing.py'))")
     done = subprocess.run([sys.executable, "-c", probe], env=environment(1), capture_output=True, text=True, cwd=REPOSITORY)
     assert "called a synchronizing CUDA operation" in done.stderr and "clip.py" in done.stderr
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_waits_are_allowed_as_documented(monkeypatch, name):
+    """Every line allows in three steps what tests/emulated_cuda/test_waits.py expects of three, and not one more."""
+    check = dict(acceptance_checks.waits())[name]
+    of_training = {place.removeprefix("train "): 3 * times for place, times in expected(*CASES[name], MICROBATCHES).items() if place.startswith("train ")}
+    monkeypatch.setattr(acceptance_checks, "waits_of", lambda argv, steps, places: of_training)
+    assert "3 in training/step.py" in check()
+    for place in (*of_training, "memory/host_read.py"):
+        monkeypatch.setattr(acceptance_checks, "waits_of", lambda argv, steps, places, place=place: {**of_training, place: of_training.get(place, 0) + 1})
+        with pytest.raises(AssertionError, match="more often than documented"):
+            check()
+
+
+def test_waits_of_multi_token_prediction():
+    """The line whose number of MoE layers differs, on the emulated device."""
+    probe = ("import sys; sys.path[:0] = ['.', 'tests']; from scripts import acceptance_checks; "
+             "print(dict(acceptance_checks.waits())['losses of multi-token prediction come with the others']())")
+    done = subprocess.run([sys.executable, "-c", probe], env=environment(1), capture_output=True, text=True, cwd=REPOSITORY)
+    assert "60 in memory/host_read.py" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(("given", "message"), [
