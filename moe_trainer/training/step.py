@@ -169,8 +169,9 @@ def attempt(run: Run, state: TrainState, num_microbatches: int, record: bool, ea
         chunk.graphs.begin_iteration(eager=record or eager)
     # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
     grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
-    # an iteration can only be repeated where somebody remembers how it began
-    with run.timers("forward-backward"), counts_on_device(run.chunks, not counts_on_host and isinstance(run.train_batches, Beginning)):
+    # an iteration can only be repeated where its beginning is remembered; rows that are recorded must all be there
+    unasked = isinstance(run.train_batches, Beginning) and not (counts_on_host or record or eager)
+    with run.timers("forward-backward"), counts_on_device(run.chunks, unasked):
         sums = train_microbatches(run, num_microbatches, grad_scale, record=record or eager)
     with run.timers("all-grads-sync"):
         run.grads.finish()

@@ -125,7 +125,8 @@ RECOMPUTE = ("", "--recompute-granularity selective --recompute-modules moe",
              "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
 
 
-@pytest.mark.parametrize("flags", [*RECOMPUTE, "--overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size 16"])
+@pytest.mark.parametrize("flags", [*RECOMPUTE, "--overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size 16",
+                                   "--moe-hybridep-pad-uneven-dispatch-inputs"])
 def test_with_a_budget_no_layer_waits_in_training(sources, flags):
     """An evaluation asks: nobody would see that rows were lost."""
     expects = expected(0, 0) | {"evaluate moe/dispatch/hybridep.py": LAYERS * MICROBATCHES // 2}

@@ -1,6 +1,8 @@
 """HybridEP with a budget: counts that stay on the device, rows that are not there, and an iteration that is repeated because rows were lost."""
 
 import logging
+import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from moe_trainer.training import step
 
 RECORDED = {"github hybrid-ep": HYBRID_EP}
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+PAD = "--moe-hybridep-pad-uneven-dispatch-inputs"
 RECOMPUTE = ("", "--recompute-granularity selective --recompute-modules moe",
              "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
 
@@ -58,19 +61,48 @@ def test_counts_on_the_device_are_for_grouped_products():
         expert_mlp(x, None, w1, w2, torch.tensor([4]), Activation("gelu"), allow_grouped=False)
 
 
-def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str = "deepseek") -> dict:
-    """Three steps over the stand-in. small: at the second step the first MoE layer of these ranks has room for hardly any row."""
+class Onlooker:
+    """A witness of an iteration."""
+
+    def attach(self) -> None:
+        pass
+
+    again = before_update = attach
+
+
+def watch_reads(reads: Counter) -> None:
+    """Count, by the file that asks, what of moe_trainer/moe reads numbers of tensors: a wait, if they were on a device."""
+    def counted(read):
+        def asked(tensor, *rest):
+            _, here, file = sys._getframe(1).f_code.co_filename.partition("moe_trainer/moe/")
+            reads.update([file] if here else [])
+            return read(tensor, *rest)
+        return asked
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__"):
+        setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
+
+
+def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str = "deepseek", watched: bool = False) -> dict:
+    """Three steps over the stand-in. small: at the second step the first MoE layer of these ranks has room for hardly any row. watched: by
+    a witness."""
     argv = [*shallow(argv_of(kind)), *f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}".split()]
-    ps, found, told = groups_of(argv, rank, n), {"attempts": [], "counts": set(), "factors": []}, []
+    ps, told = groups_of(argv, rank, n), []
+    found = {"attempts": [], "counts": set(), "evaluated": set(), "factors": [], "reads": Counter(), "passes": 0}
     if "flex" in argv:
-        build.choose_dispatcher = lambda moe, ps, rows, *_: flex_dispatcher(RECORDED, "HybridEP", ps, max_tokens=rows.max_tokens)[0]
+        build.choose_dispatcher = lambda moe, ps, rows, *_: flex_dispatcher(
+            RECORDED, "HybridEP", ps, max_tokens=rows.max_tokens, moe_hybridep_pad_uneven_dispatch_inputs=PAD in argv)[0]
     attempt, train_step, forward = step.attempt, observe.train_step, Experts.forward
 
     def shrinking(run, state, *rest):
         layers = [layer for chunk in run.chunks for layer in chunk.moe_layers()]
         if state.iteration and rank in small:
             layers[0].budget.factor = 0.1 if state.iteration == 1 else 3.0  # what was enough for one iteration may be too little for the next
+        if watched:
+            rest = (*rest, Onlooker())
+        before, passes = Counter(reads), found["passes"]
         result = train_step(run, state, *rest)
+        found["reads"], found["passes"] = reads - before, found["passes"] - passes
         found["factors"].append([layer.budget.factor for layer in layers if layer.budget is not None])
         return result
 
@@ -79,14 +111,16 @@ def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str 
         return attempt(*args, **kwargs)
 
     def looking(self, x_RH, probs_R, counts_e, *rest, **options):
-        if self.training:
-            found["counts"].add(type(counts_e))
+        found["counts" if self.training else "evaluated"].add(type(counts_e))
+        found["passes"] += self.training
         return forward(self, x_RH, probs_R, counts_e, *rest, **options)
 
     class Told(logging.Handler):
         def emit(self, record):
             told.append(record.getMessage())
 
+    reads = Counter()
+    watch_reads(reads)
     step.attempt, observe.train_step, Experts.forward = counting, shrinking, looking  # in a forked process
     step.logger.addHandler(Told())
     outcome = observe.train(parse_args(argv, n), rank, ps, 3)
@@ -144,8 +178,23 @@ def test_the_factor_that_is_named_is_enough():
     assert_equal(again[0], results[0])
 
 
-def test_evaluations_ask_the_host():
-    """Nobody reads their flags."""
+@pytest.mark.parametrize("flags", [*RECOMPUTE, PAD])
+def test_with_a_budget_no_layer_waits_in_training_and_evaluations_ask(flags):
+    """Nobody reads the flags of an evaluation. What waits is counted on devices, too (tests/emulated_cuda/test_deep_ep.py)."""
+    for result in run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"):
+        assert result["counts"] == {torch.Tensor} and result["evaluated"] == {list}
+        assert set(result["reads"]) <= {"balancing.py"}  # the losses of the routers, once per iteration
+    for result in run_ranks(train, 2, f"{FLEX} {PAD}"):
+        assert result["counts"] == {list} and result["reads"]["dispatch/hybridep.py"] == result["passes"] > 0
+
+
+def test_what_is_recorded_has_all_its_rows():
+    """Rows behind the last one are undefined where the counts are on the device, and would be written down."""
+    for result in run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3", (), "deepseek", True):
+        assert result["counts"] == {list}
+
+
+def test_flags_are_of_one_scope():
     budget = ReceiveBudget("layer", 1.0, 2)
     budget.may_stay = True
     chunk = type("Chunk", (), {"moe_layers": lambda self: [type("Layer", (), {"budget": budget})]})()

@@ -8,7 +8,8 @@ the all-to-all, in its order.
 Given a buffer's size beforehand, the library leaves the counts on the device and nothing waits for the host. It drops the rows that find
 no room and sets a flag, which the training loop reads once per iteration (training/step.py).
 
-All ranks must dispatch equally many tokens; --moe-hybridep-pad-uneven-dispatch-inputs fills up with tokens that no expert takes.
+All ranks must dispatch equally many tokens; --moe-hybridep-pad-uneven-dispatch-inputs fills up with tokens that no expert takes, to the
+number that the buffer was made for, which all ranks know: Megatron-Core asks for the largest number of the moment, and waits for it.
 With expert tensor parallelism every rank that holds a piece of an expert counts as one that holds an expert of its own.
 
 Shape letters: T local tokens, E experts, V experts counted once per rank of etp that holds a piece, e local experts, R rows, H hidden.
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from moe_trainer.moe.dispatch import deepep
 from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, Once, TokenDispatcher, at_once
-from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
 FUSED_NEEDS_COUNTS = "the fused combine of --moe-permute-fusion-into-hybridep waits forever for a token of which all rows were dropped"
@@ -119,19 +119,19 @@ class _Sent:
 class HybridEPDispatcher(TokenDispatcher):
     """Tokens once to every rank of tp_ep that holds one of their experts, sorted by the library."""
 
-    def __init__(self, ps: ParallelState, buffer: Any, *, fused: bool = False, pad_uneven: bool = False):
+    def __init__(self, ps: ParallelState, buffer: Any, *, fused: bool = False, pad_to: int | None = None):
+        """pad_to: a number of tokens to fill up to, the same on all ranks."""
         self.group = ps.tp_ep
         self.members = Members(ps)
-        self.buffer, self.fused, self.pad_uneven = buffer, fused, pad_uneven
+        self.buffer, self.fused, self.pad_to = buffer, fused, pad_to
         self.takes_buffer_rows = not fused  # FUSED_NEEDS_COUNTS
 
     def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
-        """Bring routing and probabilities into the library's form; fill up to the longest rank if asked to."""
+        """Bring routing and probabilities into the library's form; fill up with tokens that no expert takes if asked to."""
         num_tokens = x_TH.shape[0]
         probs_TV, routing_TV = self.members.columns(probs_TE).float(), self.members.columns(routing_TE)
-        if self.pad_uneven:
-            longest = all_reduce(torch.tensor([num_tokens], device=x_TH.device), self.group, op="max").item()
-            x_TH, probs_TV, routing_TV = (F.pad(table, (0, 0, 0, longest - num_tokens)) for table in (x_TH, probs_TV, routing_TV))
+        if self.pad_to is not None and num_tokens < self.pad_to:
+            x_TH, probs_TV, routing_TV = (F.pad(table, (0, 0, 0, self.pad_to - num_tokens)) for table in (x_TH, probs_TV, routing_TV))
         way = _Way(self.buffer, routing_TV.shape[1] // self.group.size, self.fused, hints.buffer_rows)
         return Dispatched(x_TH.contiguous(), probs_TV.contiguous(), [], _Sent(routing_TV.contiguous(), way, num_tokens))
 
@@ -173,4 +173,4 @@ def make_dispatcher(ps: ParallelState, *, hidden_size: int, num_experts: int, ma
     buffer = deep_ep.HybridEPBuffer(
         group=ps.tp_ep.handle, hidden_dim=hidden_size, max_num_of_tokens_per_rank=max_tokens,
         num_local_experts=num_experts // ps.ep.size, **{name: value for name, value in options.items() if value is not None})
-    return HybridEPDispatcher(ps, buffer, fused=fused, pad_uneven=pad_uneven)
+    return HybridEPDispatcher(ps, buffer, fused=fused, pad_to=max_tokens if pad_uneven else None)
