@@ -100,7 +100,7 @@ def remembering(run: Run) -> Run:
     """The run with a memory of each iteration's beginning, where something may want to repeat one."""
     mode = run.args.training.rerun_mode
     repeats = mode != "disabled" and (mode != "validate_results" or rules_of(run.args).any)
-    if run.train_batches is None or not (repeats or run.args.moe.moe_expert_rank_capacity_factor is not None):
+    if run.train_batches is None or run.args.optimizer.freeze_all_layers or not (repeats or run.args.moe.moe_expert_rank_capacity_factor is not None):
         return run
     return replace(run, train_batches=beginning_of(run))
 

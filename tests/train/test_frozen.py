@@ -2,7 +2,14 @@
 
 import pytest
 from commands import read_metrics, run
+from train.layouts import argv_of
 from train.tiny import MOCK, TINY
+
+from arguments import parse_args
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.proof.observe import make_run
+from moe_trainer.run import TrainState
+from moe_trainer.training.step import train_step
 
 LENGTH = ["--train-iters", "3", "--metrics-file", "metrics.jsonl"]
 
@@ -34,3 +41,13 @@ def test_losses_are_those_of_weights_that_stay(checkpoint, tmp_path, world_size,
     assert found == pytest.approx(expected, abs=2e-6) and len(set(found)) == 3
     assert not list((tmp_path / "frozen").glob("ckpt/iter_*"))
     assert "no checkpoints are saved" in finished.stderr + finished.stdout
+
+
+def test_batches_are_not_kept_on_the_host():
+    args = parse_args([*argv_of("plain"), "--freeze-all-layers"], 1)
+    run, state = make_run(args, 0, ParallelState.single(), 2), TrainState()
+    for _ in range(2):
+        frozen = train_step(run, state, args.training.global_batch_size // args.training.micro_batch_size)
+        state.iteration += 1
+    assert frozen.losses and not frozen.updated
+    assert len(getattr(run.train_batches, "batches", ())) == 0
