@@ -256,10 +256,14 @@ def _over_ranks(counts: Tensor, group: Group) -> Tensor:
     return counts if group.size == 1 else all_reduce(counts.clone(), group)
 
 
-def _routers(chunks) -> Iterator[Any]:
+def _layers(chunks) -> Iterator[Any]:
     for chunk in chunks:
-        for layer in chunk.moe_layers():
-            yield layer.router
+        yield from chunk.moe_layers()
+
+
+def _routers(chunks) -> Iterator[Any]:
+    for layer in _layers(chunks):
+        yield layer.router
 
 
 def start_iteration(chunks) -> None:
@@ -278,6 +282,8 @@ def forget_iteration(chunks) -> None:
                 books.zero_()
         if router.quantile is not None:
             router.quantile.forget()
+    for layer in _layers(chunks):
+        layer.cloned_rows = 0
 
 
 def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:

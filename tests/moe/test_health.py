@@ -7,7 +7,7 @@ from moe.layers import Chunk, build_layer, sections, shard_of
 from moe.test_balancing_ranks import SCALE, S, microbatches
 from moe.test_dispatch_ranks import Layout
 
-from moe_trainer.moe.balancing import collect_moe_metrics, update_expert_bias
+from moe_trainer.moe.balancing import collect_moe_metrics, forget_iteration, update_expert_bias
 from moe_trainer.moe.health import collect_loads
 from moe_trainer.parallel.state import ParallelState
 
@@ -108,8 +108,11 @@ def _cloning(rank, n):
         layer.router.weight[:, 0] = torch.tensor([9.0, 6.0, 5.0, 4.0, 0.0, -3.0, -6.0, -9.0])
     plan = layer.hot.plan
     layer.hot.plan = lambda routing_TE: planned.append(plan(routing_TE)) or planned[-1]
-    for x in microbatches(ps.dp.rank):
-        layer(x.abs(), SCALE)
+    for _ in range(2):  # the iteration is repeated
+        forget_iteration([Chunk(layer)])
+        planned.clear()
+        for x in microbatches(ps.dp.rank):
+            layer(x.abs(), SCALE)
     table = collect_loads([Chunk(layer)], ps, 8, 2)
     assert layer.cloned_rows == 0
     return table[0, 9].item(), sum(clone.rows for redirect, _ in planned if redirect is not None for clone in redirect.clones)
