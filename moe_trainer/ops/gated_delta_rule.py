@@ -1,4 +1,4 @@
-"""The heart of a gated DeltaNet layer: short causal convolution, gates, and the gated delta rule in chunks.
+"""The core of a gated DeltaNet layer: short causal convolution, gates, and the gated delta rule in chunks.
 
 Every head keeps a state, a matrix that maps keys to values. A position decays it by exp(g), corrects what it answers to the position's
 key by beta times the error, and reads it with the position's query:

@@ -1,4 +1,4 @@
-"""A gated DeltaNet layer's heart with kernels: the short convolution and the delta rule by Triton kernels of our own (gated_delta), or the delta
+"""The core of a gated DeltaNet layer with kernels: the short convolution and the delta rule by Triton kernels of our own (gated_delta), or the delta
 rule by those of flash-linear-attention (gated_delta_by).
 
 The convolution saves its input alone, and computes what it needs of its result again in backward; the sums over positions that are the

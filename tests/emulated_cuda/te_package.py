@@ -41,6 +41,8 @@ def wheel() -> Path:
     found = Path(named) if named else Path(sys.prefix, "wheels", name)
     if not found.exists():
         pytest.skip(f"no {found}: MOE_TRAINER_TEST_WITH='triton transformer_engine' bash scripts/test.sh downloads it (1 MB)")
+    if found.name != name:
+        pytest.fail(f"{found}: the extension is written for {name}, and no other version or file")
     missing = [package for package in NEEDS if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"TransformerEngine imports {missing[0]}, which is not installed")

@@ -13,6 +13,9 @@ if os.environ.get("EMULATED_CUDA"):
     device = emulation.start(int(os.environ["EMULATED_CUDA"]), (int(major), int(minor)))
     operators.register(device)
     process_groups.use_gloo()
+    if os.environ.get("EMULATED_CUDA_RACES") == "1":
+        device.watch(True)  # so that errors name source lines
+        device.lib.ec_check_races(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
         import triton_kernels
 

@@ -1,0 +1,57 @@
+"""Count what one training iteration makes the host wait for, and what it launches, on the emulated device, by source line.
+
+    python tests/emulated_cuda/count_step.py FLAGS
+
+FLAGS are pretrain_moe.py's, for one process; with --triton-kernels none it is fastest. The second of two iterations is counted, on random
+tokens. Loading, logging and saving are not part of it.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LINES = 20
+
+
+def count(argv: list[str]) -> None:
+    import emulation
+
+    from arguments import ArgumentError, parse_args
+    from moe_trainer.parallel.state import ParallelState
+    from moe_trainer.proof.observe import make_run
+    from moe_trainer.run import TrainState
+    from moe_trainer.training.step import train_step
+
+    try:
+        args = parse_args(argv, 1)
+    except ArgumentError as error:
+        sys.exit(f"count_step.py: {error}")
+    microbatches = args.training.global_batch_size // args.training.micro_batch_size
+    run, state = make_run(args, 0, ParallelState.single(), 2, device="cuda"), TrainState()
+    train_step(run, state, microbatches)
+    state.iteration += 1
+    with emulation.Ledger(emulation.DEVICE()) as ledger:
+        train_step(run, state, microbatches)
+    waits = Counter()
+    for (_, line), times in ledger.waits.items():
+        waits[line] += times
+    print(f"one iteration of {microbatches} microbatches: {sum(waits.values())} host waits, {sum(ledger.kernels.values())} kernels, "
+          f"{ledger.peak / 2**20:.1f} MiB allocated at the peak beyond what was there before")
+    for title, found in (("host waits", waits), ("kernels", ledger.kernels)):
+        print(f"\n{title}\n" + "\n".join(f"{times:8,d}  {line}" for line, times in found.most_common(LINES)))
+
+
+if __name__ == "__main__":
+    if os.environ.get("EMULATED_CUDA"):
+        sys.path.insert(0, str(HERE.parents[1]))
+        count(sys.argv[1:])
+    else:
+        built = subprocess.run([sys.executable, str(HERE / "build.py")], capture_output=True, text=True)
+        if built.returncode:
+            sys.exit(f"count_step.py: {built.stderr.strip().splitlines()[-1]}")
+        path = os.pathsep.join(filter(None, (str(HERE / "site"), str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
+        variables = {"EMULATED_CUDA": "1", "EMULATED_CUDA_LIBRARY": built.stdout.strip(), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+        sys.exit(subprocess.run([sys.executable, __file__, *sys.argv[1:]], env=os.environ | variables).returncode)
