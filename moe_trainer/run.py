@@ -123,6 +123,7 @@ class Run:
     datasets: Datasets | None = None
     batch_format: BatchFormat | None = None
     train_batches: Iterator[Batch] | None = None
+    may_lose_rows: bool = False
     whole: IterationGraph | None = None
     dumps: Dumps = field(default_factory=Dumps)
     watches: Watches | None = None

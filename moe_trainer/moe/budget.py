@@ -7,11 +7,12 @@ its experts allocate and keep. With a budget their input is a buffer of
 
 rows, of which the first ones are used; what the experts make of them has as many (and is kept as long). tokens * topk * etp is what
 the rank receives when every rank gets as much as it sends, and every rank of etp a piece of all rows. Only rows that are used are
-computed, so the numbers are those without a budget, bit for bit.
+computed, so the numbers are those without a budget, bit for bit; but for the gradients of experts' biases where the counts stay on the
+device (`on_device`), which are summed by a grouped GEMM there and agree to rounding.
 
 When a rank receives more than its budget, no token is lost. Where the counts are on the host before the experts run, the larger buffer is
-taken at once and nothing that was computed is wrong. Such an overflow is counted, the budget stays larger from then on, and the log names
-the factor that would have been enough.
+taken at once and nothing that was computed is wrong. The budget stays larger from then on, and the log names the factor that would have
+been enough.
 
 HybridEP can receive into a buffer of that size without anybody's knowing the counts (`on_device`): then no MoE layer waits for the host.
 Rows that find no room are dropped there, which is known after the fact: a flag of the layer is set on the device, the training loop reads
@@ -41,16 +42,16 @@ _STEPS = 1000  # a factor is named in thousandths
 class ReceiveBudget:
     """The budget of one MoE layer on one rank.
 
-    factor: the one in force; it grows on an overflow. overflows: how often that was. share: rows received per token when all ranks
-    receive as much as they send. may_stay: can the layer do without the counts on the host? on_device: do they stay away now?
+    factor: the one in force; it grows on an overflow. share: rows received per token when all ranks receive as much as they send.
+    may_stay: can the layer do without the counts on the host? on_device: do they stay away now? logs: is every growth logged?
     """
 
     def __init__(self, name: str, factor: float, topk: int, etp: int = 1):
         """name: for the log. factor: --moe-expert-rank-capacity-factor, above 0. etp: size of the expert tensor-parallel group."""
         self.name, self.factor = name, factor
         self.share = topk * etp
-        self.overflows = 0
         self.may_stay = self.on_device = False
+        self.logs = True
         self._lost: Tensor | None = None
         self._tokens = 1
 
@@ -67,14 +68,13 @@ class ReceiveBudget:
         rows = self.fixed_rows(num_tokens)
         if received <= rows:
             return rows
-        self.overflows += 1
         enough = math.ceil(received / self.even * _STEPS) / _STEPS
-        logger.warning(
-            "%s received %d rows on this rank, and --moe-expert-rank-capacity-factor %g allows %d: the budget grows, no row is "
-            "lost. --moe-expert-rank-capacity-factor %g would have been enough", self.name, received, self.factor, rows, enough)
+        if self.logs:
+            logger.warning(
+                "%s received %d rows on this rank, and --moe-expert-rank-capacity-factor %g allows %d: the budget grows, no row is "
+                "lost. --moe-expert-rank-capacity-factor %g would have been enough", self.name, received, self.factor, rows, enough)
         self.factor = enough
         return budget_rows(self.even, enough)
-
 
     def fixed_rows(self, num_tokens: int) -> int:
         """Rows of the buffer, whatever is received."""
@@ -99,6 +99,22 @@ class ReceiveBudget:
 def budgets_of(chunks: Iterable) -> list[ReceiveBudget]:
     """The budgets of all MoE layers of these model chunks."""
     return [layer.budget for chunk in chunks for layer in chunk.moe_layers() if layer.budget is not None]
+
+
+@contextlib.contextmanager
+def growing(chunks: Iterable) -> Iterator[list[tuple[str, float, float]]]:
+    """A scope in which budgets grow without a line in the log for each time. Gives a list that is filled when it is over: of the budgets
+    that have grown the name and the factors before and after."""
+    budgets, grown = budgets_of(chunks), []
+    before = [budget.factor for budget in budgets]
+    for budget in budgets:
+        budget.logs = False
+    try:
+        yield grown
+    finally:
+        for budget in budgets:
+            budget.logs = True
+        grown += [(budget.name, factor, budget.factor) for budget, factor in zip(budgets, before, strict=True) if budget.factor > factor]
 
 
 @contextlib.contextmanager

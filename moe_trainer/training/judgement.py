@@ -60,6 +60,7 @@ from moe_trainer.layers.precision import forget_maxima
 from moe_trainer.layers.sparse_attention import forget_indexer_loss
 from moe_trainer.model.mtp import forget_mtp_metrics
 from moe_trainer.moe.balancing import forget_iteration
+from moe_trainer.moe.budget import budgets_of
 from moe_trainer.parallel import collectives
 from moe_trainer.run import Run, TrainState, as_rank_0_sees_it, print_rank_0
 from moe_trainer.training.fault_place import device_of, find_fault, global_name
@@ -97,12 +98,15 @@ def rules_of(args: Arguments) -> Rules:
 
 
 def remembering(run: Run) -> Run:
-    """The run with a memory of each iteration's beginning, where something may want to repeat one."""
+    """The run with a memory of each iteration's beginning, where something may want to repeat one. Collective with budgets for received rows:
+    ranks agree whether any of them may lose rows."""
     mode = run.args.training.rerun_mode
     repeats = mode != "disabled" and (mode != "validate_results" or rules_of(run.args).any)
-    if run.train_batches is None or run.args.optimizer.freeze_all_layers or not (repeats or run.args.moe.moe_expert_rank_capacity_factor is not None):
+    if run.train_batches is None or run.args.optimizer.freeze_all_layers:
         return run
-    return replace(run, train_batches=beginning_of(run))
+    loses = run.args.moe.moe_expert_rank_capacity_factor is not None and any(
+        collectives.all_gather_object(any(budget.may_stay for budget in budgets_of(run.chunks)), run.ps.world))
+    return replace(run, train_batches=beginning_of(run), may_lose_rows=loses) if repeats or loses else run
 
 
 def beginning_of(run: Run) -> Beginning[Batch]:

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import user_input
-from moe_trainer.guard.beginning import Beginning
 from moe_trainer.layers.precision import begin_iteration, casting_once, update_scales
 from moe_trainer.layers.qk_clip import clipped_rows, forget_logits, largest_of_all, logit_peaks
 from moe_trainer.layers.sparse_attention import forget_indexer_loss, indexer_metric, indexer_sums
 from moe_trainer.model.mtp import forget_mtp_metrics, mtp_metrics, mtp_sums
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_biases
-from moe_trainer.moe.budget import budgets_of, counts_on_device, overflowed
+from moe_trainer.moe.budget import budgets_of, counts_on_device, growing, overflowed
 from moe_trainer.moe.health import collect_loads
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
@@ -97,8 +96,9 @@ def train_step(run: Run, state: TrainState, num_microbatches: int, witness: Step
         found = attempt(run, state, num_microbatches, looked_at, eager, repeated)
         if found.overflowed:
             begin_again()
-            found = attempt(run, state, num_microbatches, looked_at, eager, repeated, counts_on_host=True)
-            tell_overflow(run, state)
+            with growing(run.chunks) as grown:
+                found = attempt(run, state, num_microbatches, looked_at, eager, repeated, counts_on_host=True)
+            tell_overflow(run, state, grown)
         return found
 
     def again(eager: bool) -> Attempt:
@@ -169,8 +169,7 @@ def attempt(run: Run, state: TrainState, num_microbatches: int, record: bool, ea
         chunk.graphs.begin_iteration(eager=record or eager)
     # what the mean over dp_cp divides by too much, since the ranks of cp share a microbatch
     grad_scale = run.optimizer.loss_scale * (1 if run.per_token else ps.cp.size / num_microbatches)
-    # an iteration can only be repeated where its beginning is remembered; rows that are recorded must all be there
-    unasked = isinstance(run.train_batches, Beginning) and not (counts_on_host or record or eager)
+    unasked = run.may_lose_rows and not (counts_on_host or record or eager)  # rows that are recorded must all be there
     with run.timers("forward-backward"), counts_on_device(run.chunks, unasked):
         sums = train_microbatches(run, num_microbatches, grad_scale, record=record or eager)
     with run.timers("all-grads-sync"):
@@ -276,21 +275,22 @@ def _shared(run: Run, sums: list[Tensor], further: Tensor | None = None) -> Tens
 
 
 def _lost_rows(run: Run) -> Tensor:
-    """In how many layers of all ranks rows found no room, fp64 [1] on the device. Communication: this number over the world, with a budget."""
+    """In how many layers of all ranks rows found no room, fp64 [1] on the device. Communication: this number over the world, if it can be."""
     found = overflowed(run.chunks, run.runtime.device)
-    return found if run.args.moe.moe_expert_rank_capacity_factor is None else collectives.all_reduce(found, run.ps.world)
+    return collectives.all_reduce(found, run.ps.world) if run.may_lose_rows else found
 
 
-def tell_overflow(run: Run, state: TrainState) -> None:
-    """Say that an iteration was repeated because rows found no room, and which budget would have been enough. Collective."""
-    mine = max(((budget.factor, budget.name) for budget in budgets_of(run.chunks)), default=(0.0, ""))
-    told = collectives.all_gather_object(mine, run.ps.world)
-    factor, name = max(told)
+def tell_overflow(run: Run, state: TrainState, grown: list[tuple[str, float, float]]) -> None:
+    """Say that an iteration was repeated because rows found no room, and which budget would have been enough. grown: of `growing`.
+    Collective."""
+    mine = [(after, before, name, run.ps.world.rank) for name, before, after in grown]
+    told = collectives.all_gather_object((mine, max((budget.factor for budget in budgets_of(run.chunks)), default=0.0)), run.ps.world)
     if run.ps.world.rank == 0:
+        after, before, name, rank = max((each for mine, _ in told for each in mine), default=(0.0, 0.0, "no layer", 0))
         logger.warning(
-            "iteration %d: experts received more rows than --moe-expert-rank-capacity-factor %g has room for; nothing of it has taken effect, and "
-            "it was repeated with larger budgets. --moe-expert-rank-capacity-factor %g would have been enough (%s on rank %d)",
-            state.iteration + 1, run.args.moe.moe_expert_rank_capacity_factor, factor, name, told.index((factor, name)))
+            "iteration %d: experts received more rows than their budgets have room for; nothing of it has taken effect, and it was repeated with "
+            "larger ones: the factor of %s on rank %d grew from %g to %g. --moe-expert-rank-capacity-factor %g would have been enough",
+            state.iteration + 1, name, rank, before, after, max(factor for _, factor in told))
 
 
 def refuse_nan(iteration: int, losses: dict[str, float]) -> None:

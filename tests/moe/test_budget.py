@@ -30,11 +30,11 @@ def test_rows_are_tokens_times_topk_times_factor_rounded_up(tokens, factor, rows
 def test_an_overflow_grows_the_budget_and_names_the_factor(caplog):
     budget = ReceiveBudget("layers.3", 1.0, topk=2)
     with caplog.at_level(logging.WARNING):
-        assert budget.rows(10, 20) == 20 and budget.overflows == 0 and not caplog.records
-        assert budget.rows(10, 23) == 23 and budget.overflows == 1
+        assert budget.rows(10, 20) == 20 and budget.factor == 1.0 and not caplog.records
+        assert budget.rows(10, 23) == 23 and budget.factor == 1.15
     assert "layers.3" in caplog.text and "23 rows" in caplog.text and "--moe-expert-rank-capacity-factor 1.15 would" in caplog.text
     assert ReceiveBudget("again", 1.15, topk=2).rows(10, 23) == 23, "the factor that was named is enough"
-    assert budget.rows(10, 4) == 23 and budget.overflows == 1, "the budget stays larger"
+    assert budget.rows(10, 4) == 23 and len(caplog.records) == 1, "the budget stays larger"
     assert budget.rows(0, 5) == 23, "a rank without tokens has the budget of its largest microbatch"
 
 
@@ -76,7 +76,7 @@ def _one_rank(rank, n, sizes, dispatcher, kind, factor, dtype, layout):
     assert none is None
     for mine, theirs in zip(ours, plain, strict=True):
         assert torch.equal(mine, theirs)
-    return rows, budgets, budget.overflows, args.moe.moe_router_topk
+    return rows, budgets, budget.factor > factor, args.moe.moe_router_topk
 
 
 def check(n, sizes, dispatcher, kind, factor, layout, dtype=torch.float32):
@@ -84,10 +84,10 @@ def check(n, sizes, dispatcher, kind, factor, layout, dtype=torch.float32):
         found = run_ranks(_one_rank, n, sizes, dispatcher, kind, factor, dtype, layout)
     else:
         found = [_one_rank(0, 1, sizes, dispatcher, kind, factor, dtype, layout)]
-    for size, (rows, budgets, overflows, topk) in zip(sizes, found):
+    for size, (rows, budgets, overflown, topk) in zip(sizes, found):
         planned = -(-max(size, 1) * topk * layout.get("etp", 1) * int(factor * 100) // 100)
-        assert (overflows > 0) == any(own > planned for own in rows)
-        if not overflows:
+        assert overflown == any(own > planned for own in rows)
+        if not overflown:
             assert set(budgets) == {planned}
         assert all(budget >= own for own, budget in zip(rows, budgets))
     return found
@@ -107,12 +107,12 @@ def test_one_process_bit_for_bit(kind, dtype):
 def test_ranks_bit_for_bit(layout, dispatcher):
     n = layout.get("ep", 1) * layout.get("etp", 1)
     found = check(n, (12,) * n, dispatcher, "plain", 4.0, layout)
-    assert not any(overflows for _, _, overflows, _ in found)
+    assert not any(overflown for _, _, overflown, _ in found)
 
 
 def test_overflow_on_ranks_and_uneven_tokens_lose_nothing():
     found = check(4, (12, 3, 5, 0), "alltoall", "plain", 0.5, {"ep": 4})
-    assert any(overflows for _, _, overflows, _ in found)
+    assert any(overflown for _, _, overflown, _ in found)
 
 
 @pytest.mark.parametrize("kind", ["grouped, biases", "shared, sigmoid"])

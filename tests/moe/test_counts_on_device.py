@@ -14,6 +14,7 @@ from train.layouts import argv_of, groups_of, shallow
 
 from arguments import parse_args
 from moe_trainer.model import build
+from moe_trainer.moe import budget
 from moe_trainer.moe.budget import ReceiveBudget, counts_on_device, overflowed
 from moe_trainer.moe.dispatch.choose import connect_dispatcher
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
@@ -21,12 +22,14 @@ from moe_trainer.moe.experts import Experts
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
+from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.proof import observe
 from moe_trainer.training import step
 
 RECORDED = {"github hybrid-ep": HYBRID_EP}
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+FUSED = "--moe-permute-fusion-into-hybridep"
 PAD = "--moe-hybridep-pad-uneven-dispatch-inputs"
 RECOMPUTE = ("", "--recompute-granularity selective --recompute-modules moe",
              "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
@@ -88,10 +91,11 @@ def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str 
     a witness."""
     argv = [*shallow(argv_of(kind)), *f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}".split()]
     ps, told = groups_of(argv, rank, n), []
-    found = {"attempts": [], "counts": set(), "evaluated": set(), "factors": [], "reads": Counter(), "passes": 0}
+    found = {"attempts": [], "counts": set(), "evaluated": set(), "factors": [], "grown": [], "asked": 0, "reads": Counter(), "passes": 0}
     if "flex" in argv:
         build.choose_dispatcher = lambda moe, ps, rows, *_: flex_dispatcher(
-            RECORDED, "HybridEP", ps, max_tokens=rows.max_tokens, moe_hybridep_pad_uneven_dispatch_inputs=PAD in argv)[0]
+            RECORDED, "HybridEP", ps, max_tokens=rows.max_tokens, moe_hybridep_pad_uneven_dispatch_inputs=PAD in argv,
+            moe_permute_fusion_into_hybridep=FUSED in argv)[0]
     attempt, train_step, forward = step.attempt, observe.train_step, Experts.forward
 
     def shrinking(run, state, *rest):
@@ -115,14 +119,24 @@ def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str 
         found["passes"] += self.training
         return forward(self, x_RH, probs_R, counts_e, *rest, **options)
 
-    class Told(logging.Handler):
-        def emit(self, record):
-            told.append(record.getMessage())
+    def reducing(x, *rest, **options):
+        found["asked"] += sys._getframe(1).f_code.co_name == "_lost_rows"
+        return all_reduce(x, *rest, **options)
 
+    class Told(logging.Handler):
+        def __init__(self, lines: list[str]):
+            super().__init__()
+            self.lines = lines
+
+        def emit(self, record):
+            self.lines.append(record.getMessage())
+
+    all_reduce, collectives.all_reduce = collectives.all_reduce, reducing
     reads = Counter()
     watch_reads(reads)
     step.attempt, observe.train_step, Experts.forward = counting, shrinking, looking  # in a forked process
-    step.logger.addHandler(Told())
+    step.logger.addHandler(Told(told))
+    budget.logger.addHandler(Told(found["grown"]))
     outcome = observe.train(parse_args(argv, n), rank, ps, 3)
     return {**found, "told": told, "losses": outcome.losses, "norms": outcome.grad_norms, "weights": outcome.weights, "evaluation": outcome.evaluation}
 
@@ -153,7 +167,7 @@ def test_counts_stay_on_the_device_and_numbers_are_those_of_the_all_to_all(recom
     (4, "--pipeline-model-parallel-size 2", (3,)),  # the first stage has no such layers at all
 ])
 def test_an_iteration_that_lost_rows_has_not_happened(ranks, flags, small):
-    """It is repeated with room for all rows: the same numbers to the last bit as with room from the start."""
+    """It is repeated with room for all rows: the same numbers to the last bit as with room from the start (experts with biases: to rounding)."""
     argv = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
     enough, results = run_ranks(train, ranks, argv), run_ranks(train, ranks, argv, small)
     for rank, result in enumerate(results):
@@ -164,6 +178,8 @@ def test_an_iteration_that_lost_rows_has_not_happened(ranks, flags, small):
     assert_equal(enough[0], results[0])
     [line] = results[0]["told"]
     assert "iteration 2" in line and "repeated" in line and not any(result["told"] for result in results[1:])
+    assert "grew from 0.1 to " in line, "the factor that was in force"
+    assert not any(result["grown"] for result in results), "one line is enough"
 
 
 def test_the_factor_that_is_named_is_enough():
@@ -188,6 +204,12 @@ def test_with_a_budget_no_layer_waits_in_training_and_evaluations_ask(flags):
         assert result["counts"] == {list} and result["reads"]["dispatch/hybridep.py"] == result["passes"] > 0
 
 
+@pytest.mark.parametrize(("ranks", "flags", "asked"), [(2, FUSED, 0), (2, "", 3), (4, "--pipeline-model-parallel-size 2", 3)])
+def test_ranks_ask_for_lost_rows_where_there_can_be_any(ranks, flags, asked):
+    """All ranks alike: the first of two stages has no MoE layer."""
+    assert [result["asked"] for result in run_ranks(train, ranks, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}")] == [asked] * ranks
+
+
 def test_what_is_recorded_has_all_its_rows():
     """Rows behind the last one are undefined where the counts are on the device, and would be written down."""
     for result in run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3", (), "deepseek", True):
@@ -195,19 +217,19 @@ def test_what_is_recorded_has_all_its_rows():
 
 
 def test_flags_are_of_one_scope():
-    budget = ReceiveBudget("layer", 1.0, 2)
-    budget.may_stay = True
-    chunk = type("Chunk", (), {"moe_layers": lambda self: [type("Layer", (), {"budget": budget})]})()
-    assert not budget.on_device
+    receive = ReceiveBudget("layer", 1.0, 2)
+    receive.may_stay = True
+    chunk = type("Chunk", (), {"moe_layers": lambda self: [type("Layer", (), {"budget": receive})]})()
+    assert not receive.on_device
     with counts_on_device([chunk]):
-        assert budget.on_device
-        budget.note(torch.tensor([0], dtype=torch.int32))
+        assert receive.on_device
+        receive.note(torch.tensor([0], dtype=torch.int32))
         assert overflowed([chunk], torch.device("cpu")).tolist() == [0.0]
-        budget.note(torch.tensor([1], dtype=torch.int32))
-        budget.note(torch.tensor([0], dtype=torch.int32))
-    assert not budget.on_device and overflowed([chunk], torch.device("cpu")).tolist() == [1.0]
+        receive.note(torch.tensor([1], dtype=torch.int32))
+        receive.note(torch.tensor([0], dtype=torch.int32))
+    assert not receive.on_device and overflowed([chunk], torch.device("cpu")).tolist() == [1.0]
     with counts_on_device([chunk], wanted=False):
-        assert not budget.on_device and overflowed([chunk], torch.device("cpu")).tolist() == [0.0]
+        assert not receive.on_device and overflowed([chunk], torch.device("cpu")).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(("changes", "because"), [
