@@ -51,11 +51,27 @@ PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
 ADDS = ("index_add_", "index_put_", "_index_put_impl_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_")
 """Operators that read of their first tensor, or write in place, the rows that indices name."""
 FORMATS = (("Float8", "fp8"), ("float8", "fp8"), ("Float4", "fp4"), ("float4", "fp4"))
-GRAPHED = MappingProxyType({
-    "attn": ("layers/attention", "layers/core_attention", "layers/mla", "layers/latent", "ops/rope", "ops/triton_rope", "ops/flash", "ops/attention"),
-    "moe_router": ("moe/router", "ops/triton_router"), "moe_preprocess": ("moe/dispatch", "ops/permute", "ops/triton_permute"), "mlp": ("layers/mlp",),
-})
-"""Files whose operators a captured part launches."""
+
+
+class Collective(NamedTuple):
+    """What a recording says of one. size: ranks of the group; stride: distance of two; number: among those of the recording."""
+
+    operation: str
+    group: str
+    size: int
+    stride: int
+    bytes: int
+    number: int
+
+    def as_text(self) -> str:
+        """The form in which a recording has it."""
+        return "|".join(map(str, self))
+
+    @classmethod
+    def of_text(cls, text: str) -> Collective:
+        """The reverse of as_text."""
+        operation, group, *numbers = text.split("|")
+        return cls(operation, group, *map(int, numbers))
 
 
 class Tensor(NamedTuple):
@@ -219,11 +235,11 @@ class Recorded:
         texts, found, clock, started = recording["texts"], Costs(), 0.0, {}
         device: Counter[tuple[str, int]] = Counter()
         host: Counter[tuple[str, int]] = Counter()
-        for kind, text, line, layer, microbatch, action in recording["events"]:
+        for kind, text, line, layer, microbatch, action, part in recording["events"]:
             weight, place = self.weight(microbatch), texts[action]
             seconds = 0.0
             if kind == OPERATOR:
-                seconds = self._operator(found, texts[text], texts[line], weight, device, host, (place, microbatch))
+                seconds = self._operator(found, texts[text], texts[line], texts[part], weight, device, host, (place, microbatch))
                 clock += seconds
                 found.layers[texts[layer]] += weight * seconds
             elif kind == WAIT:
@@ -231,13 +247,13 @@ class Recorded:
                 found.host_waits += weight
             cause = "compute"
             if kind in (START, FINISH):
-                operation, group, size, stride, count, _ = texts[text].split("|")
-                cause = CAUSES.get(group, "")
+                collective = Collective.of_text(texts[text])
+                cause = CAUSES.get(collective.group, "")
                 if kind == START:
                     started[texts[text]] = clock
                 elif cause:
-                    seconds = max(0.0, self.collective(operation, group, int(size), int(stride), float(count)) - (clock - started[texts[text]]))
-                elif not place and operation == "all_reduce":
+                    seconds = max(0.0, self.collective(collective) - (clock - started[texts[text]]))
+                elif not place and collective.operation == "all_reduce":
                     found.waits += self.constants.latency
             if place:
                 direction, chunk = place.split()
@@ -251,9 +267,9 @@ class Recorded:
         found.ahead = sum(self.weight(key[1]) * max(seconds, host[key]) for key, seconds in device.items())
         return found
 
-    def _operator(self, found: Costs, text: str, place: str, weight: float, device: Counter, host: Counter, key: tuple[str, int]) -> float:
+    def _operator(self, found: Costs, text: str, place: str, part: str, weight: float, device: Counter, host: Counter, key: tuple[str, int]) -> float:
         operator = self.operators.get(text) or self.operators.setdefault(text, read_operator(text))
-        launch = 0.0 if self._in_graph(place, bool(key[0])) else self.constants.launch
+        launch = 0.0 if "iteration" in self.graphs or part in self.graphs else self.constants.launch
         times = {"compute": operator.compute(self.hardware), "memory": operator.bytes / (self.hardware.hbm_tb_s * 1e12 * self.constants.memory), "launch": launch}
         if operator.name in ("copy to the host", "copy to the device"):
             times["memory"] = 0.0 if operator.bytes > 1 << 20 else launch  # offloaded tensors travel beside the computation
@@ -270,13 +286,9 @@ class Recorded:
         host[key] += launch
         return times[limit]
 
-    def _in_graph(self, place: str, in_pass: bool) -> bool:
-        if "iteration" in self.graphs or (in_pass and "layer" in self.graphs):
-            return True
-        return any(place.startswith(GRAPHED.get(part, ())) for part in self.graphs)
-
-    def collective(self, operation: str, group: str, size: int, stride: int, count: float) -> float:
+    def collective(self, collective: Collective) -> float:
         """Seconds of a collective of a pass. The exchange of tokens is that of the dispatcher that the flags name."""
+        operation, group, size, stride, count, _ = collective
         if operation == "all_to_all" and group in ("ep", "tp_ep"):
             tokens = self.sizes.tokens // self.sizes.tp
             whole = exchange_seconds(self.args, self.links, tokens, self.sizes.size)

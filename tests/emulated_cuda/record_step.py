@@ -8,11 +8,12 @@ an even routing. Nobody waits for other stages, so every microbatch goes through
 `record` with compute=True computes as ever; the tests hold one against the other.
 """
 
+import contextlib
 import functools
 import json
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,26 +29,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import moe_trainer.run
 from arguments import Arguments, parse_args
 from moe_trainer.memory import host_read
+from moe_trainer.memory.cuda_graph import Graphs
 from moe_trainer.model import build
 from moe_trainer.ops import scaled_grouped, scaled_mm
 from moe_trainer.parallel import collectives, p2p
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline import schedule
 from moe_trainer.planner.memory import ChunkBytes
+from moe_trainer.planner.roofline import FINISH, OPERATOR, START, WAIT, Collective
 from moe_trainer.proof import observe
 from moe_trainer.run import TrainState, layers_of
 from moe_trainer.shape.layout import mapping_sizes
+from moe_trainer.shape.parts import captured_parts
 from moe_trainer.shape.timetable import BACKWARD, FORWARD, WEIGHT, Action, Order
 from moe_trainer.training.step import train_step
 
-OPERATOR, WAIT, START, FINISH = range(4)
-
 
 class Recording:
-    """Events of one iteration in their order: [kind, text, line, layer, microbatch, pass].
+    """Events of one iteration in their order: [kind, text, line, layer, microbatch, pass, part].
 
-    OPERATOR: its tensors as emulation.Device.record describes them. WAIT: of the host. START, FINISH: of a collective,
-    "operation|group|ranks|distance of two|bytes|its number". pass: "forward 0" of local chunk 0 and so on, "" outside the microbatches.
+    OPERATOR: its tensors as emulation.Device.record describes them. WAIT: of the host. START, FINISH: of a Collective.
+    pass: "forward 0" of local chunk 0 and so on, "" outside the microbatches. part: of a layer that the flags capture, else "".
     bytes: of the device's memory that the last of each pass left allocated (forward: kept for backward; backward: less than none),
     "states" what was allocated when the iteration began, and "peak" the most during it.
     """
@@ -65,8 +67,29 @@ class Recording:
             return
         if getattr(self._here, "action", None) != self.actions:  # the layer of the last action of this thread
             self._here.action, self.trace.layer = self.actions, ""
-        numbers = [self.texts.setdefault(word, len(self.texts)) for word in (text, self._line(), self.trace.layer, self.action)]
-        self.events.append([kind, *numbers[:3], self.microbatch, numbers[3]])
+        numbers = [self.texts.setdefault(word, len(self.texts)) for word in (text, self._line(), self.trace.layer, self.action, self._part())]
+        self.events.append([kind, *numbers[:3], self.microbatch, *numbers[3:]])
+
+    @contextlib.contextmanager
+    def inside(self, part: str) -> Iterator[None]:
+        """A captured part of a layer runs; inside another one it belongs to that."""
+        before = getattr(self._here, "part", "")
+        self._here.part = before or part
+        try:
+            yield
+        finally:
+            self._here.part = before
+
+    def _part(self) -> str:
+        """The captured part that runs, or that autograd computes the gradients of. Those of parameters are accumulated behind it."""
+        node = torch._C._current_autograd_node()
+        if node is None or getattr(self._here, "part", "") or node.name().endswith("AccumulateGrad"):
+            return getattr(self._here, "part", "")
+        return node.metadata.get("traceback_", ["?", ""])[1]
+
+    def made_at(self) -> list[str]:
+        """What every node of autograd keeps of where it was made."""
+        return [emulation.source_line(), self._part()]
 
     def _line(self) -> str:
         """The line of the program; of an operator of autograd, the line whose gradient it computes."""
@@ -88,7 +111,7 @@ class Recording:
             return pending
         self.number += 1
         size = max(tensor.numel() * tensor.itemsize for tensor in (x, *args) if isinstance(tensor, Tensor))
-        text = f"{operation}|{group}|{len(ranks)}|{ranks[1] - ranks[0]}|{size}|{self.number}"
+        text = Collective(operation, group, len(ranks), ranks[1] - ranks[0], size, self.number).as_text()
         self.enter(START, text)
         if not async_op:
             self.enter(FINISH, text)
@@ -112,6 +135,17 @@ def during(recording: Recording, name: str, method: Callable[..., Any]) -> Calla
             recording.action, recording.microbatch, recording.actions = "", 0, recording.actions + 1
 
     return run
+
+
+def tell_parts(recording: Recording, captured: frozenset[str]) -> None:
+    """Have Graphs.run tell the recording of these parts, and the layers run as where they are captured, each operator on its own."""
+    run, apart = Graphs.run, captured & {"moe_router", "moe_preprocess"}
+
+    def told(graphs, part, *given):
+        with recording.inside(part if part in captured else ""):
+            return run(graphs, part, *given)
+
+    Graphs.run, Graphs.captures = told, lambda graphs, *parts: not apart.isdisjoint(parts)
 
 
 def even(rows: int, count: int) -> list[int]:
@@ -233,7 +267,8 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
         module.communicate = functools.partial(recording.communicate, module.communicate)
     for name, kind in (("_forward", "forward"), ("_backward", "backward"), ("weight_grads", "weight")):
         setattr(schedule._Execution, name, during(recording, kind, getattr(schedule._Execution, name)))
-    torch.fx.traceback.format_stack = lambda: [emulation.source_line()]  # what anomaly mode keeps with every node of autograd
+    tell_parts(recording, captured_parts(parse_args(list(argv), world_size).training))
+    torch.fx.traceback.format_stack = recording.made_at  # what anomaly mode keeps with every node of autograd
     run, state = observe.make_run(args, rank, ps, 2, device="cuda"), TrainState()
     for _, layer in layers_of(run.chunks):  # what follows the last one is no layer's
         layer.register_forward_hook(lambda *unused: setattr(ps.trace, "layer", ""))

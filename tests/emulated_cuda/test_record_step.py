@@ -47,8 +47,8 @@ def computed_by_ranks(rank: int, world_size: int, argv: list[str]) -> tuple[Coun
 def counted(found: dict[str, list]) -> tuple[Counter, list[list[int]]]:
     # what is made beside the sums says nothing on any device, and has other sizes on each
     texts = [text.partition("|o,Long")[0] if text.startswith("aten::_embedding_bag") else text for text in found["texts"]]
-    return Counter((kind, texts[text], texts[line], texts[layer], microbatch, texts[action])
-                   for kind, text, line, layer, microbatch, action in found["events"]), found["routed"]
+    return Counter((kind, texts[text], texts[line], texts[layer], microbatch, texts[action], texts[part])
+                   for kind, text, line, layer, microbatch, action, part in found["events"]), found["routed"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,3 +68,28 @@ def test_a_rank_without_peers_launches_the_same(name):
     shaped, _ = on_device(recorded, argv, routed, 2)
     assert {line.split("|")[0] for _, line, *_ in shaped} & {"all_to_all", "all_gather", "send to rank 1"}
     assert [sorted((shaped - computed).items(), key=str), sorted((computed - shaped).items(), key=str)] == [[], []]
+
+
+GRAPHS = "--bf16 --kv-channels 8 --cuda-graph-impl local --cuda-graph-modules"
+# flags: by part, files whose operators it launches; and of these, those that nothing else launches in a pass
+PARTS = {
+    f"{GRAPHS} attn moe_router": ({"attn": {"layers/linear.py", "ops/attention.py", "ops/rope.py", "ops/pointwise.py"},
+                                   "moe_router": {"moe/router.py", "moe/balancing.py", "ops/pointwise.py"}},
+                                  {"layers/linear.py", "ops/attention.py", "ops/rope.py", "moe/router.py"}),
+    f"{GRAPHS} moe --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity": (
+        {"moe": {"ops/pointwise.py", "moe/router.py", "ops/permute.py", "ops/grouped_gemm.py"}}, {"moe/router.py", "ops/permute.py", "ops/grouped_gemm.py"}),
+}
+
+
+@pytest.mark.parametrize("flags", PARTS)
+def test_operators_of_captured_parts(flags):
+    """Forward and backward; nothing outside the passes belongs to a part."""
+    launched, only = PARTS[flags]
+    events, _ = on_device(recorded, [*argv_of("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()], None)
+    found = {}
+    for _, _, line, _, _, action, part in events:
+        found.setdefault((part, action.partition(" ")[0]), set()).add(line.split(":")[0])
+    assert set(found) == {("", ""), *((part, direction) for part in ("", *launched) for direction in ("forward", "backward"))}
+    for direction in ("forward", "backward"):
+        assert {part: files - found[part, direction] for part, files in launched.items()} == dict.fromkeys(launched, set())
+        assert not only & found["", direction]

@@ -12,6 +12,7 @@ from moe_trainer.planner.roofline import (
     OPERATOR,
     START,
     WAIT,
+    Collective,
     make_roofline,
     rank_of_stage,
     read_operator,
@@ -72,10 +73,11 @@ ROWS = "all_to_all|ep|8|1|8192|1"
 
 
 def recording(*events: tuple) -> dict[str, list]:
-    """Events: (kind, text, microbatch, pass)."""
+    """Events: (kind, text, microbatch, pass, and the captured part if it is in one)."""
     texts: dict[str, int] = {}
     return {"events": [[kind, *(texts.setdefault(word, len(texts)) for word in (text, "a.py:1 f", "decoder.layers.0")), microbatch,
-                        texts.setdefault(action, len(texts))] for kind, text, microbatch, action in events], "texts": list(texts)}
+                        *(texts.setdefault(word, len(texts)) for word in (action, *(part or [""])))] for kind, text, microbatch, action, *part in events],
+            "texts": list(texts)}
 
 
 def test_a_step_of_its_operators():
@@ -108,12 +110,15 @@ def test_what_runs_beside_a_collective_hides_it():
         assert found.time.tensor == pytest.approx(16 * exposed)
 
 
+def test_a_collective_as_text():
+    collective = Collective.of_text(ROWS)
+    assert (collective.group, collective.size, collective.bytes) == ("ep", 8, 8192) and collective.as_text() == ROWS
+
+
 def test_captured_parts_cost_no_launch():
     words = [*FLAGS.split(), "--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "moe_router"]
     plan = make_plan(parse_args(words, 64), 64, H100)
-    events = recording((OPERATOR, FAST, 1, "forward 0"))
-    for place, launches in (("a.py:1 f", H100.constants.launch), ("moe/router.py:1 f", 0.0)):
-        events["texts"][events["texts"].index(next(text for text in events["texts"] if text.endswith(".py:1 f")))] = place
-        found = make_roofline(plan, dict.fromkeys((0, 1, 3), events))
+    for part, launches in (("", H100.constants.launch), ("attn", H100.constants.launch), ("moe_router", 0.0)):
+        found = make_roofline(plan, dict.fromkeys((0, 1, 3), recording((OPERATOR, FAST, 1, "forward 0", part))))
         assert found.busiest.unfilled == pytest.approx(launches)
     assert any("CUDA graphs" in note for note in found.notes)
