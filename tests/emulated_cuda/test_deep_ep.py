@@ -115,7 +115,7 @@ def count_with(rank: int, n: int, sources: Path, flags: str) -> dict[str, int]:
 @pytest.mark.parametrize("flags", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_host_waits_once_for_each_layer(sources, backend, flags):
-    expects = expected(0, 0) | dict.fromkeys((f"{kind} moe/dispatch/{backend}.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
+    expects = expected("", 0, 0) | dict.fromkeys((f"{kind} moe/dispatch/{backend}.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
     for found in on_device(count_with, sources, f"--moe-flex-dispatcher-backend {backend} {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects
 
@@ -129,14 +129,14 @@ RECOMPUTE = ("", "--recompute-granularity selective --recompute-modules moe",
                                    "--moe-hybridep-pad-uneven-dispatch-inputs"])
 def test_with_a_budget_no_layer_waits_in_training(sources, flags):
     """An evaluation asks: nobody would see that rows were lost."""
-    expects = expected(0, 0) | {"evaluate moe/dispatch/hybridep.py": LAYERS * MICROBATCHES // 2}
+    expects = expected("", 0, 0) | {"evaluate moe/dispatch/hybridep.py": LAYERS * MICROBATCHES // 2}
     for found in on_device(count_with, sources, f"{BUDGET} 3 {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects
 
 
 @pytest.mark.parametrize("flags", ["--moe-paged-stash", "--moe-permute-fusion-into-hybridep", "--fp8-format e4m3 --fp8-recipe tensorwise"])
 def test_what_needs_the_counts_on_the_host_waits_as_ever(sources, flags):
-    expects = expected(0, 0) | dict.fromkeys((f"{kind} moe/dispatch/hybridep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
+    expects = expected("", 0, 0) | dict.fromkeys((f"{kind} moe/dispatch/hybridep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
     for found in on_device(count_with, sources, f"{BUDGET} 3 {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects
 
