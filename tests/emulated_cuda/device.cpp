@@ -696,7 +696,9 @@ void by_cpu(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* st
         TORCH_CHECK(device < 0 || device == t.device().index() || t.dim() == 0, plan.name, ": operands on cuda:", (int)device, " and ", t.device().str());
         device = t.device().index();
       } else if (t.device().is_cpu() && !plan.mixes) {
-        TORCH_CHECK(t.dim() == 0 || t.unsafeGetTensorImpl()->is_wrapped_number(),
+        // kernels of fused optimizers read steps and scales on the device; the host reads a learning rate
+        const bool read_there = plan.name.rfind("aten::_fused_", 0) == 0 && plan.name.find("tensor_lr") == std::string::npos;
+        TORCH_CHECK((t.dim() == 0 && !read_there) || t.unsafeGetTensorImpl()->is_wrapped_number(),
                     "Expected all tensors to be on the same device: ", plan.name, " gets a CPU tensor of ", t.sizes(), " beside CUDA ones");
       } else if (t.device().is_cpu() && HOST_INDICES.count(plan.name) && t.dim() > 0) {
         wait_for_current(plan.name + " with indices on the host");
@@ -796,7 +798,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     return self;
   }
   copy_bytes(self, source);
-  if (!fast && !(out && !in && source.dim() == 0 && false))
+  if (!fast)
     wait_for_current(non_blocking ? what + ", non_blocking, but the memory of the host is pageable" : what + ", blocking");
   return self;
 }

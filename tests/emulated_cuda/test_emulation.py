@@ -67,6 +67,19 @@ def test_a_stream_that_waits_for_no_other():
     assert on_device(side_stream, True, True) == 2000
 
 
+def fused_adam(device: str):
+    tables = [[torch.ones(3, device="cuda")] for _ in range(4)]
+    scale = torch.ones((), device=device)
+    torch._fused_adamw_(*tables, [], [torch.ones((), device="cuda")], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False,
+                        maximize=False, grad_scale=scale, found_inf=torch.zeros((), device="cuda"))
+    return tables[0][0].tolist()
+
+
+def test_a_fused_optimizer_takes_no_numbers_from_the_host():
+    assert "_fused_adamw_ gets a CPU tensor" in refused(fused_adam, "cpu")
+    assert on_device(fused_adam, "cuda")
+
+
 def freed(recorded: bool):
     races()
     x, side = torch.ones(1000, device="cuda"), torch.cuda.Stream()
