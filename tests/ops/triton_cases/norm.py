@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from moe_trainer.ops.pointwise import rms_norm
+from moe_trainer.ops.triton_blocks import sum_partials_kernel
 from moe_trainer.ops.triton_norm import rms_norm as triton_rms_norm
 
 
@@ -31,14 +34,22 @@ def test_rows_too_long_are_refused():
         triton_rms_norm(torch.ones(1, 65537), None, 1e-6)
 
 
-def test_rows_and_gradients_with_strides():
+@pytest.mark.parametrize("grad", [torch.randn(4, 2, 8, 3).transpose(2, 3), torch.randn(4, 2, 3, 13)[..., :8]], ids=["transposed", "slice"])
+def test_rows_and_gradients_with_strides(grad):
     """Heads of a joint query-key-value projection are not contiguous."""
     results = []
     for function in (triton_rms_norm, rms_norm):
         torch.manual_seed(5)
         joint = torch.randn(4, 2, 3, 24, requires_grad=True)
         y = function(joint[..., 8:16], torch.linspace(0.5, 1.5, 8), 1e-6)
-        y.backward(torch.randn(4, 2, 8, 3).transpose(2, 3))
+        y.backward(grad)
         results.append((y, joint.grad))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("numbers,sums,access", [(4, 3, "store"), (3, 4, "load")])
+def test_the_interpreter_refuses_addresses_outside_of_the_tensors(numbers, sums, access):
+    """What conftest.py adds to it, for all cases of this folder."""
+    with pytest.raises(InterpreterError, match=f"sum_partials_kernel: a {access}"):
+        sum_partials_kernel[(1,)](torch.ones(1, numbers), torch.empty(sums), 1, 4, WIDE=tl.float32, ROWS=32, BLOCK=32)
