@@ -24,6 +24,7 @@ def leaves(length: int, batch: int, heads: Heads, dtype: torch.dtype) -> list[Te
 def run(function, given: list[Tensor], heads: Heads, ids: Tensor | None) -> list[Tensor]:
     joint, weight, a_log, dt_bias = given = [x.detach().clone().requires_grad_() for x in given]
     x, beta, alpha, _ = joint.split([sum(heads.channels), heads.values, heads.values, 3], -1)
+    alpha = torch.nn.functional.pad(alpha, (0, 1))[..., :-1]  # strides that are not those of beta
     y = function(x, beta, alpha, weight, a_log, dt_bias, heads, ids)
     torch.manual_seed(4)
     y.backward(torch.randn(y.shape, dtype=torch.float64).to(y.dtype).transpose(2, 3).contiguous().transpose(2, 3))
@@ -74,7 +75,7 @@ def inverse_kernel(system, result, SPLIT: tl.constexpr):
     tl.store(triton_delta_chunks._square(result, 0, 64), triton_delta_chunks._inverse(tl.load(triton_delta_chunks._square(system, 0, 64)), SPLIT, "ieee"))
 
 
-@pytest.mark.parametrize("split,near", [(False, 1e-6), (True, 5e-4)])
+@pytest.mark.parametrize("split,near", [(False, 1e-6), (True, 2e-4)])
 def test_the_inverse(split, near):
     """By products of bf16, whose own rounding (0.004) would show, too."""
     torch.manual_seed(5)

@@ -49,6 +49,8 @@ def test_experts_without_a_number_on_the_host():
 def test_operands_with_strides():
     counts = (5, 4)
     offsets = row_offsets(counts, torch.device("cpu"))
-    x, w = torch.randn(40, 9).t(), torch.randn(2, 40, 24).transpose(1, 2)
-    y = triton_grouped_gemm.grouped_forward(x, w, offsets)
-    torch.testing.assert_close(y, torch.cat([x[:5] @ w[0].t(), x[5:] @ w[1].t()]), rtol=1e-5, atol=1e-4)
+    w, grad = torch.randn(2, 40, 24).transpose(1, 2), torch.randn(9, 31)[:, :24]
+    for x in (torch.randn(40, 9).t(), torch.randn(9, 45)[:, :40]):
+        y, grad_w = triton_grouped_gemm.grouped_forward(x, w, offsets), triton_grouped_gemm.grouped_weight_grad(grad, x, offsets)
+        torch.testing.assert_close(y, torch.cat([x[:5] @ w[0].t(), x[5:] @ w[1].t()]), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(grad_w, torch.stack([grad[:5].t() @ x[:5], grad[5:].t() @ x[5:]]), rtol=1e-5, atol=1e-4)

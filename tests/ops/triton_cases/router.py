@@ -13,14 +13,15 @@ SIZES = [(1, 2, 1), (7, 5, 2), (40, 12, 3), (0, 8, 2), (3, 160, 6)]
 
 
 def both(logits: torch.Tensor, topk: int, **options):
-    """(probs, routing, gradient of the logits) of the kernel and of torch, from the same weights of the probabilities."""
-    weight = torch.randn_like(logits)
+    """(probs, routing, gradient of the logits) of the kernel and of torch, for a gradient whose rows have a stride of their own."""
+    num_tokens, num_experts = logits.shape
+    grad = torch.randn(num_tokens, num_experts + 3)[:, :num_experts]
     results = []
     for function in (triton_router.fused_topk, score_topk):
         names = {"use_pre_softmax": "pre_softmax", "expert_bias": "expert_bias_E"} if function is score_topk else {}
         leaf = logits.clone().requires_grad_()
         probs, routing = function(leaf, topk, **{names.get(name, name): value for name, value in options.items()})
-        (probs * weight).sum().backward()
+        probs.backward(grad.to(probs.dtype))
         results.append((probs, routing, leaf.grad))
     return results
 
