@@ -171,7 +171,8 @@ def waits() -> Iterator[tuple[str, Check]]:
         found = waits_of(argv, steps, tuple(expected))
         over = {place: times for place, times in found.items() if times > expected.get(place, 0)}
         assert not over, f"waits more often than documented: {over}, allowed {expected}"
-        return f"in {steps} steps " + ", ".join(f"{times} in {place}" for place, times in sorted(found.items()))
+        return f"in {steps} iterations of {MICROBATCHES} microbatches " + ", ".join(
+            f"{times} in {place} ({expected[place]} allowed)" for place, times in sorted(found.items()))
 
     for name, (flags, per_layer) in CASES.items():
         yield name, lambda flags=flags, per_layer=per_layer: check(flags, per_layer)

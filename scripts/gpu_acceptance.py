@@ -22,12 +22,13 @@ Every section is a process of its own. A line that fails, crashes or takes longe
 behind it in a new process. Each line is "passed", "failed" or "not measured" with the reason. The folder holds report.md, report.json,
 a log for each section and the profiler's trace.
 
-Exit code: 0, nothing failed; 1, something failed; 2, the command line is wrong or there is no CUDA device.
+Exit code: 0, nothing failed; 1, something failed; 2, the command line is wrong or there is no CUDA device; 130, Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import json
 import os
@@ -46,6 +47,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from scripts.acceptance_checks import SECTIONS, NotMeasured, emulated
 
 PASSED, FAILED, NOT_MEASURED = "passed", "failed", "not measured"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Line:
 
 def run_section(section: str, written: Path, skip: int, most: int | None) -> None:
     """The process of a section: check its lines from number `skip` on, up to number `most`, and add what came out to a file."""
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a supervisor that is killed leaves no section running
 
     def write(**record) -> None:
         with written.open("a") as file:
@@ -94,13 +98,15 @@ def run_section(section: str, written: Path, skip: int, most: int | None) -> Non
 def supervise(section: str, folder: Path, limit: float, most: int | None, program: Path) -> Iterator[Line]:
     """Run a section in processes of its own, a new one behind each line that ended it. Yields: its lines."""
     written, log, done = folder / f"{section}.jsonl", folder / f"{section}.log", 0
+    path = os.environ.get("PYTHONPATH")  # the sections run in the report's folder
+    environment = os.environ | ({"PYTHONPATH": os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))} if path else {})
     while True:
         written.unlink(missing_ok=True)
         written.touch()
         more = [] if most is None else ["--most", str(most)]
         command = [sys.executable, str(program), "--run-section", section, str(written.resolve()), str(done), *more]
         with log.open("a") as out:
-            process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         read, running, changed, ended = 0, None, time.monotonic(), False
         try:
             while True:
@@ -188,29 +194,39 @@ def main(argv: list[str], program: Path = Path(__file__).resolve()) -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Sections and exit codes: see the head of this file.")
     parser.add_argument("--only", nargs="+", metavar="SECTION", choices=SECTIONS, default=list(SECTIONS), help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="a folder that does not exist yet")
+    parser.add_argument("--output", metavar="FOLDER", help="a folder that does not exist yet")
     parser.add_argument("--time-limit", type=float, default=1800.0, metavar="SECONDS", help="of one line (1800)")
-    parser.add_argument("--short", action="store_true", help="the first line of every section only")
+    parser.add_argument("--short", action="store_true", help="the first line of every section only, but all of environment")
     given = parser.parse_args(argv)
-    folder = given.output or Path(f"gpu_acceptance-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    if given.time_limit <= 0:
+    if given.output == "":
+        parser.error("--output is given an empty name: a folder that does not exist yet is needed")
+    folder = Path(given.output or f"gpu_acceptance-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    if not given.time_limit > 0:
         parser.error(f"--time-limit {given.time_limit:g}: a positive number of seconds is needed")
     if folder.exists():
         parser.error(f"--output {folder} exists: give the name of a new folder")
     if problem := no_device():
         parser.error(problem)
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        parser.error(f"--output {folder}: the folder cannot be made ({error.strerror})")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no section outlives this process
     head, lines = facts(), []
-    for section in given.only:
-        for line in supervise(section, folder, given.time_limit, 1 if given.short else None, program):
-            lines.append(line)
-            print(f"{line.section}: {line.name}: {line.verdict}: {line.detail}", flush=True)
-            (folder / "report.md").write_text(report(lines, head))
-            (folder / "report.json").write_text(json.dumps({**head, "lines": [asdict(each) for each in lines]}, indent=1) + "\n")
+    stopped = False
+    try:
+        for section in dict.fromkeys(given.only):
+            for line in supervise(section, folder, given.time_limit, 1 if given.short and section != "environment" else None, program):
+                lines.append(line)
+                print(f"{line.section}: {line.name}: {line.verdict}: {line.detail}", flush=True)
+                (folder / "report.md").write_text(report(lines, head))
+                (folder / "report.json").write_text(json.dumps({**head, "lines": [asdict(each) for each in lines]}, indent=1) + "\n")
+    except KeyboardInterrupt:
+        stopped = True
+    (folder / "report.md").write_text(report(lines, head | ({"stopped": "by Ctrl-C, before all lines were checked"} if stopped else {})))
     counts = ", ".join(f"{sum(line.verdict == verdict for line in lines)} {verdict}" for verdict in (PASSED, FAILED, NOT_MEASURED))
     print(f"{counts}; {folder / 'report.md'}")
-    return int(any(line.verdict == FAILED for line in lines))
+    return 130 if stopped else int(any(line.verdict == FAILED for line in lines))
 
 
 def no_device() -> str | None:
@@ -227,7 +243,7 @@ def no_device() -> str | None:
         return None
     why = "this torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch sees no device (driver, CUDA_VISIBLE_DEVICES)"
     return (f"{why}: a machine with NVIDIA GPUs of compute capability 8.0 or later is needed. On the emulated device, from the checkout:\n"
-            "EMULATED_CUDA=2 EMULATED_CUDA_LIBRARY=$(python tests/emulated_cuda/build.py) PYTHONPATH=tests/emulated_cuda/site TRITON_INTERPRET=1 "
+            "EMULATED_CUDA=2 EMULATED_CUDA_LIBRARY=$(python tests/emulated_cuda/build.py) PYTHONPATH=$PWD/tests/emulated_cuda/site TRITON_INTERPRET=1 "
             "python scripts/gpu_acceptance.py (docs/testing_without_gpu.md)")
 
 

@@ -1,8 +1,11 @@
 """scripts/gpu_acceptance.py: on the emulated device, with lines that crash or hang, with wrong input, and the gaps of a trace."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +140,7 @@ def test_waits_of_multi_token_prediction():
 
 @pytest.mark.parametrize(("given", "message"), [
     (["--output", "{tmp}"], "exists: give the name of a new folder"), (["--time-limit", "0", "--output", "{tmp}/new"], "--time-limit 0"),
+    (["--time-limit", "nan", "--output", "{tmp}/new"], "--time-limit nan"), (["--output", ""], "--output is given an empty name"),
     (["--only", "everything", "--output", "{tmp}/new"], "invalid choice: 'everything'"), (["--output", "{tmp}/new"], "EMULATED_CUDA=2"),
 ])
 def test_wrong_input(tmp_path, monkeypatch, capsys, given, message):
@@ -145,6 +149,43 @@ def test_wrong_input(tmp_path, monkeypatch, capsys, given, message):
         gpu_acceptance.main([word.format(tmp=tmp_path) for word in given])
     assert end.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_acceptance, "no_device", lambda: None)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as end:
+        gpu_acceptance.main(["--output", str(tmp_path / "file" / "new")])
+    assert end.value.code == 2 and "the folder cannot be made (Not a directory)" in capsys.readouterr().err
+
+
+def test_no_section_outlives_its_supervisor(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(LINES.replace('yield "fine", lambda: "it is"', 'yield "hang", lambda: (Path("pid").write_text(str(os.getpid())), time.sleep(600))[0]'))
+    process = subprocess.Popen([sys.executable, program, "--only", "made", "--output", tmp_path / "out"], stdout=subprocess.DEVNULL)
+    pid = tmp_path / "out/pid"
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    section = Path("/proc", pid.read_text(), "stat")
+    for _ in range(100):
+        if not section.exists() or section.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("the section is still running")
+
+
+def test_ctrl_c_leaves_a_report(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(LINES.replace('yield "crash"', 'yield "hang", lambda: time.sleep(600)\n    yield "crash"'))
+    process = subprocess.Popen([sys.executable, program, "--only", "made", "--output", tmp_path / "out"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "made: fine: passed: it is\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130 and "1 passed, 0 failed" in out and not err
+    assert "- stopped: by Ctrl-C" in (tmp_path / "out/report.md").read_text()
 
 
 def test_gaps_of_a_trace():
