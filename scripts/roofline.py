@@ -14,7 +14,6 @@ Exit code: 0; 2 where the flags allow no plan, or the device cannot be built.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -73,12 +72,13 @@ def main(words: list[str]) -> int:
             return models(words[1:])
         plan, roofline = roofline_of(words)
         print("\n".join(roofline_lines(plan, roofline)))
-        path = plan.args.output.report
-        if path is not None:
-            write_report(path, plan, roofline)
+        if plan.args.output.report is not None:
+            write_report(plan.args.output.report, plan, roofline)
     except CannotExecute as error:
         print(f"roofline.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
+    except KeyboardInterrupt:
+        return 130
     return ExitCode.OK
 
 
@@ -118,6 +118,9 @@ def roofline_of(flags: Sequence[str], known: dict[tuple, dict] | None = None) ->
         raise CannotExecute(f"no estimate, since the trainer rejects this: {error}") from None
     except ValueError as error:
         raise CannotExecute(str(error)) from None
+    report = plan.args.output.report
+    if report is not None and (Path(report).is_dir() or not Path(report).absolute().parent.is_dir()):
+        raise CannotExecute(f"--report {report}: the file cannot be written (its folder is missing, or it is one)")
     if plan.hardware.synchronous:
         raise CannotExecute(f"--hardware {plan.hardware.name}: what is executed are CUDA devices' operators; name one of these")
     if plan.args.keeps_weights:
@@ -152,13 +155,15 @@ def environment(capability: str) -> dict[str, str]:
     """What a process needs to have the emulated device. Raises: CannotExecute where it cannot be built."""
     if not (DEVICE / "record_step.py").is_file():
         raise CannotExecute(f"{DEVICE} is missing: the emulated device is part of the source tree, and this is none")
-    built = subprocess.run([sys.executable, str(DEVICE / "build.py")], capture_output=True, text=True)
-    if built.returncode:
-        raise CannotExecute((built.stderr.strip().splitlines() or ["the emulated device cannot be built"])[-1].removeprefix("__main__.CannotBuild: "))
-    path = [str(DEVICE / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return {**inherited, "EMULATED_CUDA": "1", "EMULATED_CUDA_CAPABILITY": capability, "EMULATED_CUDA_LIBRARY": built.stdout.strip(),
-            "PYTHONPATH": os.pathsep.join(filter(None, path)), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    sys.path.insert(0, str(DEVICE.parent))
+    try:
+        from emulated_cuda import build
+    except ImportError as error:
+        raise CannotExecute(f"the emulated device needs torch ({error})") from None
+    try:
+        return build.environment(1) | {"EMULATED_CUDA_CAPABILITY": capability}
+    except build.CannotBuild as error:
+        raise CannotExecute(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -46,12 +46,11 @@ def count(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if os.environ.get("EMULATED_CUDA"):
-        sys.path.insert(0, str(HERE.parents[1]))
         count(sys.argv[1:])
     else:
-        built = subprocess.run([sys.executable, str(HERE / "build.py")], capture_output=True, text=True)
-        if built.returncode:
-            sys.exit(f"count_step.py: {built.stderr.strip().splitlines()[-1]}")
-        path = os.pathsep.join(filter(None, (str(HERE / "site"), str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
-        variables = {"EMULATED_CUDA": "1", "EMULATED_CUDA_LIBRARY": built.stdout.strip(), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-        sys.exit(subprocess.run([sys.executable, __file__, *sys.argv[1:]], env=os.environ | variables).returncode)
+        import build
+
+        try:
+            sys.exit(subprocess.run([sys.executable, __file__, *sys.argv[1:]], env=build.environment(1)).returncode)
+        except build.CannotBuild as error:
+            sys.exit(f"count_step.py: {error}")

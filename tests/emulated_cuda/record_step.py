@@ -9,8 +9,10 @@ an even routing. Nobody waits for other stages, so every microbatch goes through
 """
 
 import contextlib
+import ctypes
 import functools
 import json
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -290,5 +292,6 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not longer than scripts/roofline.py
     path, rank, world_size, microbatches, *flags = sys.argv[1:]
     Path(path).write_text(json.dumps(record(flags, int(rank), int(world_size), int(microbatches))), encoding="utf-8")

@@ -47,13 +47,9 @@ def environment(devices: int) -> dict[str, str]:
     from emulated_cuda import build
 
     try:
-        library = build.library()
+        return build.environment(devices)
     except build.CannotBuild as error:
         pytest.skip(str(error))
-    path = [str(HERE / "site"), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # conftest.py hides real ones
-    return {**inherited, "EMULATED_CUDA": str(devices), "EMULATED_CUDA_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 
 
 def on_device(function: Callable, *args: Any, devices: int = 1, ranks: int = 1, library: Library | None = None) -> Any:

@@ -1,8 +1,11 @@
 """The tests of the CPU on a machine with a device, and the commands that docs/testing_without_gpu.md names."""
 
+import os
 import subprocess
 import sys
 
+import pytest
+from emulated_cuda import build
 from emulated_cuda.run import HERE, environment
 
 TESTS = '''
@@ -42,3 +45,28 @@ def test_a_script_of_ones_own_is_checked_for_races(tmp_path):
                       "with torch.cuda.stream(torch.cuda.Stream()):\n    y + 1\n")
     done = subprocess.run([sys.executable, script], env=environment(1) | {"EMULATED_CUDA_RACES": "1"}, capture_output=True, text=True)
     assert "CUDA stream race" in done.stderr and "race.py:5" in done.stderr and "race.py:3" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("EMULATED_CUDA", "x"), ("EMULATED_CUDA", "-1"), ("EMULATED_CUDA", "9"), ("EMULATED_CUDA_CAPABILITY", "9"), ("EMULATED_CUDA_LIBRARY", "/proc/nowhere")])
+def test_variables_with_odd_values(name, value):
+    done = subprocess.run([sys.executable, "-c", "print('goes on')"], env=environment(1) | {name: value}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"{name}={value}: ")
+
+
+def test_a_library_that_was_cut_off_is_compiled_again(tmp_path):
+    environment(1)
+    content = build.library().read_bytes()
+    for damaged in (b"junk", content[:-100], b"\x7fELF" + bytes(1000)):
+        (tmp_path / "device.so").write_bytes(damaged)
+        assert not build._is_whole(tmp_path / "device.so")
+    (tmp_path / "device.so").write_bytes(content)
+    assert build._is_whole(tmp_path / "device.so")
+
+
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"PATH": "/nowhere"}, "build.py: the emulated device needs g++"), ({"XDG_CACHE_HOME": "/proc/1/nowhere"}, "set XDG_CACHE_HOME to a folder that can be")])
+def test_what_keeps_it_from_being_compiled(tmp_path, variables, message):
+    environment(1)  # skips where it cannot be compiled at all
+    done = subprocess.run([sys.executable, HERE / "build.py"], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), **variables}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and "Traceback" not in done.stderr
