@@ -44,7 +44,7 @@ CAUSES = MappingProxyType({"tp": "tensor", "cp": "context", "cp_a2a": "context",
 OVERWRITES = ("zero_", "fill_", "copy", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "triton")
 """Operators that write without reading what was there. So do those with out=."""
 GEMMS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
-            "_scaled_grouped_mm_v2")
+         "_scaled_grouped_mm_v2")
 TRITON_GEMMS = ("triton::rows_kernel", "triton::weight_kernel")
 SINGLE = ("Float", "float32", "Double", "float64")
 PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
@@ -373,5 +373,7 @@ def notes(args: Arguments) -> Iterator[str]:
         yield "overlapped exchange: executed one after the other; the planner's share of it is hidden"
     if args.precision.transformer_impl == "transformer_engine":
         yield "TransformerEngine's layers: this program's own stand in for them, which launch more kernels"
+    if args.model.experimental_attention_variant in ("gated_delta_net", "dsa"):
+        yield "linear and sparse attention: their Triton kernels are timed by what they move; their FLOPs are not counted"
     if optimizer.optimizer_cpu_offload or optimizer.chunked_optimizer_state_offload:
         yield "offloaded optimizer: executed without; its time is the planner's"

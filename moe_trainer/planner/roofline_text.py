@@ -37,12 +37,13 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
         f"step: {time.step:.3f} s, {tflops(plan, time.step):.1f} TFLOP/s/GPU; the plan says {plan.time.step:.3f} s +- {bar.percent}, {plan.tflops:.1f} TFLOP/s/GPU",
         f"  {'':36s} {'here':>9s}   {'plan':>9s}",
         *(f"  {text:36s} {getattr(time, name):9.3f} s {getattr(plan.time, name):9.3f} s" for name, text in PARTS
-          if getattr(time, name) > 0 or getattr(plan.time, name) > 0),
+          if getattr(time, name) >= 5e-4 or getattr(plan.time, name) >= 5e-4),
         *_published(plan, time),
         "",
-        f"operators of stage {roofline.stage}: {busiest.kernels:,.0f} kernels of an iteration, {busiest.host_waits:,.0f} waits of the host",
+        f"operators of stage {roofline.stage}, all {plan.num_microbatches} microbatches: {busiest.kernels:,.0f} kernels, {busiest.host_waits:,.0f} host waits, "
+        f"{busiest.total:.3f} s",
         *(f"  {_seconds(busiest, limit):9.3f} s limited by {text}" for limit, text in LIMITS.items()),
-        f"  {busiest.ahead:9.3f} s if the host ran ahead within every pass; {busiest.bound:.3f} s at the peaks of the data sheet, without launches",
+        f"  they would take {busiest.ahead:.3f} s if the host ran ahead within every pass, and {busiest.bound:.3f} s at the peaks of the data sheet without launches",
         "",
         "why the two differ:",
         *(f"  {reason}" for reason in reasons(plan, roofline)),
@@ -77,7 +78,8 @@ def _line(place: str, line: Line, costs: Costs) -> str:
 def _published(plan: Plan, time: StepTime) -> list[str]:
     found = nearest(plan)
     here = tflops(plan, time.step)
-    return [f"nearest published run: {found.row.name}, {found.row.tflops:.1f} TFLOP/s/GPU ({found.row.source}); planned {plan.tflops:.1f}, here {here:.1f}",
+    return [f"nearest published run: {found.row.name}, {found.row.tflops:.1f} TFLOP/s/GPU ({found.row.source})",
+            f"  these flags: planned {plan.tflops:.1f}, by the roofline {here:.1f} TFLOP/s/GPU",
             f"  this run: {'; '.join(found.differs) or 'the same mapping'}"]
 
 
@@ -90,7 +92,9 @@ def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
         if abs(apart[name]) < CLOSE * plan.time.step:
             break
         text = f"{texts[name]} {apart[name]:+.3f} s: "
-        if name == "compute":
+        if name == "compute" and apart[name] < 0:
+            text += "the plan's rates are fitted to published runs, which reached less than the roofline's operators would here"
+        elif name == "compute":
             text += (f"{costs.unfilled:.3f} s are launches, of kernels that are shorter than the {1e6 * constants.launch:.0f} us that the host takes for one "
                      f"(the plan counts the kernels of a fused layer and lets the host run ahead), {_seconds(costs, 'memory'):.3f} s are "
                      "operators limited by memory (the plan counts what backward reads again, once)")
