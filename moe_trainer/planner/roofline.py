@@ -373,7 +373,7 @@ def notes(args: Arguments) -> Iterator[str]:
         yield "overlapped exchange: executed one after the other; the planner's share of it is hidden"
     if args.precision.transformer_impl == "transformer_engine":
         yield "TransformerEngine's layers: this program's own stand in for them, which launch more kernels"
-    if args.model.experimental_attention_variant in ("gated_delta_net", "dsa"):
+    if args.model.experimental_attention_variant is not None:
         yield "linear and sparse attention: their Triton kernels are timed by what they move; their FLOPs are not counted"
     if optimizer.optimizer_cpu_offload or optimizer.chunked_optimizer_state_offload:
         yield "offloaded optimizer: executed without; its time is the planner's"
