@@ -79,8 +79,7 @@ class MoELayer(nn.Module):
         self.dispatcher: TokenDispatcher | None = None
         self.budget = None
         if moe.moe_expert_rank_capacity_factor is not None:
-            factor = min(moe.moe_expert_rank_capacity_factor, ps.ep.size)  # when every rank sends all its tokens to this one
-            self.budget = ReceiveBudget(f"{name}.experts", factor, moe.moe_router_topk, ps.etp.size)
+            self.budget = ReceiveBudget(f"{name}.experts", moe.moe_expert_rank_capacity_factor, moe.moe_router_topk, ps.etp.size)
         self.hot, self.cloned_rows = None, 0  # rows that clones took over since they were last read, on all ranks of tp_ep
         if moe.moe_clone_hot_experts and ps.ep.size > 1:
             self.hot = HotExperts(ps, moe.num_experts, moe.moe_clone_hot_experts)

@@ -32,7 +32,7 @@ def test_the_library_gives_what_the_all_to_all_gives(sources, deterministic, cas
 
 @pytest.mark.parametrize("flags", ["", "--deterministic-mode", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"])
 def test_the_host_waits_once_for_each_layer(sources, flags):
-    expects = expected(0, 0) | dict.fromkeys((f"{kind} moe/dispatch/deepep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
+    expects = expected("", 0, 0) | dict.fromkeys((f"{kind} moe/dispatch/deepep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
     for found in on_device(count_with, sources, f"--hidden-size 256 --moe-flex-dispatcher-backend deepep {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects
 

@@ -155,7 +155,7 @@ def count_waits() -> dict[str, int]:
 
 
 def test_waits_are_those_of_the_local_layers():
-    assert te_package.on_device(count_waits) == expected(1, MICROBATCHES)
+    assert te_package.on_device(count_waits) == expected("", 1, MICROBATCHES)
 
 
 def test_weights_are_cast_once_per_iteration():
